@@ -1,0 +1,367 @@
+"""One backward pass: which calls it reaches, and what the active extensions make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from backpack.context import CTX, Configuration, disable
+from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.factors import Factor
+from backpack.core.plan import Plan
+from backpack.core.products import Products, Use
+from backpack.core.propagations import UserRules
+from backpack.core.sweep import call_gradients
+from backpack.core.tape import Call, describe, origin
+from backpack.utils.subsampling import subsample
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+# Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
+LINEAR_NODES = (
+    "Add",
+    "Sub",
+    "Neg",
+    "Sum",
+    "Mean",
+    "Stack",
+    "Cat",
+    "View",
+    "Reshape",
+    "Unsafe",
+    "Squeeze",
+    "Unsqueeze",
+    "Expand",
+    "Clone",
+    "ToCopy",
+    "Select",
+    "Unbind",
+    "Alias",
+    "Permute",
+    "T",
+)
+
+
+class BackwardPass:
+    """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
+
+    First-order extensions run at once, with the gradient at hand, unless a parameter may be used
+    elsewhere too. Everything else runs when the backward pass is over.
+    """
+
+    _running: dict[int, BackwardPass] = {}
+    roots: tuple[Tensor, ...] | None = None  # what backward() was called on, where that is known
+
+    def __init__(self) -> None:
+        """Read the active configuration."""
+        self.configuration = CTX.configuration
+        self.exts = self.configuration.exts
+        first = [ext for ext in self.exts if not ext.expects_backpropagation_quantities()]
+        self.first_order = first
+        self.second_order = [ext for ext in self.exts if ext not in first]
+        self.calls: list[Call] = []
+        self.deferred: list[Call] = []
+        self.written: list[tuple[Parameter, str]] = []
+        self.roots = BackwardPass.roots
+        self.restricted = True  # whether autograd can tell which parameters it accumulates into
+
+    # ------------------------------------------------------------------ life cycle
+
+    @classmethod
+    def reached(cls, call: Call, slot: int, grad: Tensor) -> None:
+        """Take note that a backward pass has the gradient of one of a call's outputs."""
+        if not CTX.get_active_exts() or not disable.should_store_io():
+            return
+        task = torch._C._current_graph_task_id()
+        current = cls._running.get(task)
+        if current is None:
+            current = cls._running[task] = cls()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
+        with current._undone_on_error(task):
+            current._reach(call, slot, grad)
+
+    @classmethod
+    def _finish(cls, task: int) -> None:
+        current = cls._running[task]
+        with current._undone_on_error(task):
+            current._run()
+        del cls._running[task]
+
+    @classmethod
+    def abandon(cls, configuration: Configuration) -> None:
+        """Forget backward passes of a context that an error has stopped, and what they wrote."""
+        for task, current in list(cls._running.items()):
+            if current.configuration is configuration:
+                current._undo()
+                del cls._running[task]
+
+    @contextmanager
+    def _undone_on_error(self, task: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            BackwardPass._running.pop(task, None)
+            raise
+
+    def _undo(self) -> None:
+        for p, savefield in self.written:
+            if hasattr(p, savefield):
+                delattr(p, savefield)
+        for call in self.calls:
+            call.g_out = [None] * len(call.g_out)
+
+    # ------------------------------------------------------------------ during the backward pass
+
+    def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
+        call.check()
+        if all(g is None for g in call.g_out):
+            call.params = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
+            self.calls.append(call)
+        call.g_out[slot] = grad
+        if len(call.outputs) == 1 and call.uses_each_parameter_alone():
+            self._run_first_order(Plan.of_one(call))
+            if not self.second_order:
+                self._done(call)
+                self.calls.pop()
+        else:
+            self.deferred.append(call)
+
+    def _is_accumulated(self, p: Parameter) -> bool:
+        """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
+        if not self.restricted:
+            return True
+        node = torch.autograd.graph.get_gradient_edge(p).node
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # torch.autograd.grad does not say
+            self.restricted = False
+            return True
+
+    # ------------------------------------------------------------------ after the backward pass
+
+    def _run(self) -> None:
+        if self.deferred:
+            self._run_first_order(Plan(dict.fromkeys(self.deferred)))
+        if self.second_order:
+            self._run_second_order()
+        for call in reversed(self.calls):
+            self._done(call)
+
+    def _done(self, call: Call) -> None:
+        hook = self.configuration.extension_hook
+        if hook is not None:
+            with call.bound() as module:
+                hook(module)
+        if self.configuration.retain_graph:
+            call.g_out = [None] * len(call.g_out)
+        else:
+            call.release()
+
+    def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
+        if self.configuration.debug:
+            print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
+        self.written.append((p, ext.savefield))
+        setattr(p, ext.savefield, value)
+
+    # ------------------------------------------------------------------ first order
+
+    def _run_first_order(self, plan: Plan) -> None:
+        for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
+            plan.check_subsampling(subsampling, exts)
+            for ext in exts:
+                self._run_rules(plan, ext)
+            for p, uses in plan.uses.items():
+                known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
+                if known and self._is_supported(known, uses):
+                    self._extract(plan, p, uses, known, subsampling)
+
+    def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
+        for call in plan.everything:
+            rule = ext.rule_for(call.module)
+            if rule is None:
+                if call.params and not ext.needs:
+                    ext.fail(no_rule(call))
+                continue
+            if any(len(plan.uses[p]) > 1 for p in call.params.values()):
+                raise NotImplementedError(
+                    f"{ext.savefield}: the rule for {call!r} cannot be used, because a parameter "
+                    "of the module is used several times. Register derivatives instead "
+                    "(backpack.core.derivatives.register)."
+                )
+            with call.bound() as module:
+                rule.run(ext, module, *call_gradients(call), None, self._save)
+
+    def _is_supported(
+        self, exts: Sequence[BackpropExtension], uses: Sequence[tuple[Call, str]]
+    ) -> bool:
+        for call, name in uses:
+            if call.derivatives is None or name not in call.derivatives.params:
+                for ext in exts:
+                    ext.fail(no_rule(call, name))
+                return False
+        return True
+
+    def _extract(
+        self,
+        plan: Plan,
+        p: Parameter,
+        uses: Sequence[tuple[Call, str]],
+        exts: Sequence[BackpropExtension],
+        subsampling: Sequence[int] | None,
+    ) -> None:
+        products = Products(
+            p,
+            [_gradient_use(plan, call, name, subsampling) for call, name in uses],
+            {name for ext in exts for name in ext.needs},
+        )
+        for call, _ in uses:
+            assert call.derivatives is not None
+            if call.derivatives.mixes_samples(call.module):
+                warn(
+                    f"{describe(call.module)} mixes the samples of a batch: its individual "
+                    "gradients are those of the loss as a whole with respect to one sample's "
+                    "output. Use eval() for gradients of individual samples.",
+                    stacklevel=2,
+                )
+        for ext in exts:
+            self._save(p, ext, ext.extract(products))
+
+    # ------------------------------------------------------------------ second order
+
+    def _run_second_order(self) -> None:
+        plan = Plan(self.calls)
+        self._check_losses(plan)
+        self._check_support(plan)
+        groups = _grouped(
+            self.second_order,
+            lambda ext: (
+                ext.propagation or UserRules(),
+                ext.get_subsampling(),
+                id(ext) if ext.rules else None,
+            ),
+        )
+        for (propagation, subsampling, _), exts in groups:
+            plan.check_subsampling(subsampling, exts)
+            propagation.run(plan, exts, subsampling, self._save)
+
+    def _check_support(self, plan: Plan) -> None:
+        """Let every extension object to what it does not know before anything is written."""
+        for ext in self.second_order:
+            if plan.gap is not None:
+                ext.fail(plan.gap, ValueError)
+            for call in plan.everything:
+                if ext.rule_for(call.module) is not None:
+                    continue
+                unknown = [
+                    name
+                    for name in call.params
+                    if call.derivatives is None or name not in call.derivatives.params
+                ]
+                if unknown or (call.derivatives is None and call in plan.calls):
+                    ext.fail(no_rule(call, *unknown))
+
+    def _check_losses(self, plan: Plan) -> None:
+        """Warn if ``backward()`` was called on something else than constants times the losses."""
+        for call in plan.losses:
+            if call.shape_out[0] != ():
+                raise ValueError(
+                    "Second-order quantities need a scalar loss, but the output of "
+                    f"{call!r} is not. Use reduction='mean' or 'sum'."
+                )
+        if self.roots is None or not plan.losses:
+            return
+        losses = {o for call in plan.losses for o in call.origins_out}
+        for root in self.roots:
+            change = _nonlinear_node(root, losses)
+            if change is not None:
+                names = ", ".join(describe(call.module) for call in plan.losses)
+                warn(
+                    f"backward() was called on a loss that was modified after {names} ({change}): "
+                    "second-order quantities are those of the extended losses alone, multiplied "
+                    "with the derivative of the modified loss.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] | None) -> Use:
+    grad = call.g_out[0]
+    assert grad is not None
+    rows: Rows = plan.rows(call, subsampling)
+    mat = subsample(grad, subsampling=rows).unsqueeze(0)
+    return Use(call, name, Factor(mat, mat.shape[1]), rows)
+
+
+def _has_rule(ext: BackpropExtension, uses: Sequence[tuple[Call, str]]) -> bool:
+    return any(ext.rule_for(call.module) is not None for call, _ in uses)
+
+
+def _grouped(exts: Sequence[BackpropExtension], key: Any) -> list[tuple[Any, list[Any]]]:
+    """Group extensions with equal keys (which need not be hashable)."""
+    groups: list[tuple[Any, list[Any]]] = []
+    for ext in exts:
+        own = key(ext)
+        for other, members in groups:
+            if other == own:
+                members.append(ext)
+                break
+        else:
+            groups.append((own, [ext]))
+    return groups
+
+
+def no_rule(call: Call, *names: str) -> str:
+    """Explain that a module (or a parameter of it) is not supported, and what to do."""
+    what = f"the parameters {', '.join(names)} of {call!r}" if names else repr(call)
+    return (
+        f"there is no rule for {what}. Register derivatives for {type(call.module).__qualname__} "
+        "(backpack.core.derivatives.register), or a rule for this extension alone "
+        "(set_module_extension)."
+    )
+
+
+def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
+    """Find an operation between the losses and ``root`` that is not a sum of constant multiples."""
+    if origin(root) in losses or root.grad_fn is None:
+        return None
+    stack, seen = [(root.grad_fn, root.output_nr)], set()
+    while stack:
+        node, slot = stack.pop()
+        if node in seen or node.metadata.get(("backpack", slot)) in losses:
+            continue
+        seen.add(node)
+        parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        name = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        product = name in ("Mul", "Div") and len(parents) == 1
+        if not (product or name in LINEAR_NODES or name.startswith("View")):
+            return node.name()
+        stack += parents
+    return None
+
+
+class WatchBackward(TorchFunctionMode):
+    """Notes which tensors ``backward()`` is called on, so that a modified loss can be noticed."""
+
+    _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``."""
+        kwargs = kwargs or {}
+        if func not in self._ENTRIES:
+            return func(*args, **kwargs)
+        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        outer = BackwardPass.roots
+        BackwardPass.roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            BackwardPass.roots = outer

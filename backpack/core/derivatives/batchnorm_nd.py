@@ -1,0 +1,144 @@
+"""Batch normalisation, ``y = γ x̂ + β`` with ``x̂ = (x - μ) / s`` and ``s = sqrt(σ² + ε)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.convnd import sum_positions
+from backpack.core.registry import register
+from backpack.utils.subsampling import subsample
+
+
+@register(BatchNorm1d, BatchNorm2d, BatchNorm3d)
+class BatchNormNdDerivatives(BaseDerivatives):
+    """Derivatives of ``torch.nn.BatchNorm1d``, ``BatchNorm2d`` and ``BatchNorm3d``.
+
+    With running statistics (evaluation mode) the module is a linear map of each sample. With the
+    statistics of the batch (training mode, or no running statistics) it mixes samples: its Jacobian
+    acts on the batch as a whole, ``J = (γ/s) (I - 1 1ᵀ/m - x̂ x̂ᵀ/m)`` for the m entries of a channel.
+    """
+
+    params = ("weight", "bias")
+
+    def mixes_samples(self, module: Any) -> bool:
+        """Return whether the statistics are those of the batch."""
+        return module.training or module.running_mean is None
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Return whether the statistics are constants."""
+        return not self.mixes_samples(module)
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return whether the statistics are constants."""
+        return not self.mixes_samples(module)
+
+    # ------------------------------------------------------------------ the pieces: x̂, s, γ
+
+    def _per_channel(self, module: Any, values: Tensor) -> Tensor:
+        """Shape ``[C]`` such that it multiplies ``[N, C, *]``."""
+        return values.reshape(1, -1, *(1,) * (module.input0.dim() - 2))
+
+    def _mean(self, module: Any, mat: Tensor) -> Tensor:
+        """Average over the entries of each channel: ``[..., N, C, *] -> [..., 1, C, 1…]``."""
+        axes = module.input0.dim()
+        return mat.mean([-axes, *range(2 - axes, 0)], keepdim=True)
+
+    def _normalized(self, module: Any) -> tuple[Tensor, Tensor]:
+        """Return x̂ of the whole batch, and s."""
+        x = module.input0
+        if self.mixes_samples(module):
+            centered = x - self._mean(module, x)
+            s = (self._mean(module, centered.square()) + module.eps).sqrt()
+        else:
+            centered = x - self._per_channel(module, module.running_mean)
+            s = self._per_channel(module, (module.running_var + module.eps).sqrt())
+        return centered / s, s
+
+    def _gain(self, module: Any, s: Tensor) -> Tensor:
+        """Return γ/s."""
+        return 1 / s if module.weight is None else self._per_channel(module, module.weight) / s
+
+    # ------------------------------------------------------------------ Jacobians
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        if not self.mixes_samples(module):
+            s = self._per_channel(module, (module.running_var + module.eps).sqrt())
+            return mat * self._gain(module, s)
+        x_hat, s = self._normalized(module)
+        return self._gain(module, s) * self._project(module, x_hat, mat)
+
+    def _project(self, module: Any, x_hat: Tensor, mat: Tensor) -> Tensor:
+        """Apply ``I - 1 1ᵀ/m - x̂ x̂ᵀ/m``."""
+        return mat - self._mean(module, mat) - x_hat * self._mean(module, mat * x_hat)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return self._jac_mat_prod(module, g_inp, g_out, mat, subsampling)  # J is symmetric
+
+    def residual_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Any,
+        mat: Tensor,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Apply the second derivative, the change of ``Jᵀ g_out`` along ``mat``."""
+        if self.hessian_is_zero(module):
+            return super().residual_mat_prod(module, g_inp, g_out, mat, subsampling)
+        self._need_g_out(module, g_out)
+        (g,) = g_out
+        x_hat, s = self._normalized(module)
+        d_s = self._mean(module, x_hat * mat)
+        d_x_hat = self._project(module, x_hat, mat) / s
+        change = d_s / s * self._project(module, x_hat, g)
+        change = change + d_x_hat * self._mean(module, g * x_hat)
+        change = change + x_hat * self._mean(module, g * d_x_hat)
+        return -self._gain(module, s) * change
+
+    # ------------------------------------------------------------------ parameters
+
+    def _weight_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        x_hat = subsample(self._normalized(module)[0], subsampling=subsampling)
+        return mat.reshape(mat.shape[0], *self._per_channel(module, mat[0]).shape) * x_hat
+
+    def _bias_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        out = subsample(module.output, subsampling=subsampling)
+        return mat.reshape(mat.shape[0], *self._per_channel(module, mat[0]).shape).expand(
+            -1, *out.shape
+        )
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        x_hat = subsample(self._normalized(module)[0], subsampling=subsampling)
+        return self._bias_jac_t_mat_prod(module, g_inp, g_out, mat * x_hat, sum_batch, subsampling)
+
+    def _bias_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        product = sum_positions(mat.unsqueeze(-1))
+        return product.sum(1) if sum_batch else product

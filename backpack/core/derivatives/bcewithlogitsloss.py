@@ -1,0 +1,50 @@
+"""Binary cross entropy with logits, ``ℓ = -c · sum_i w_i [q_i y_i log σ(f_i) + (1 - y_i) log σ(-f_i)]``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import BCEWithLogitsLoss
+
+from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.lossbase import BaseLossDerivatives, same_shape, scaled_identity
+from backpack.core.registry import register
+from backpack.utils.subsampling import subsample
+
+
+@register(BCEWithLogitsLoss)
+class BCEWithLogitsLossDerivatives(BaseLossDerivatives):
+    """Derivatives of ``torch.nn.BCEWithLogitsLoss``: the Hessian is ``diag(a σ(f) (1 - σ(f)))``.
+
+    ``a = c w (q y + 1 - y)`` with the weight w, the weight of positive answers q (``pos_weight``)
+    and c = 1/(N D) for the mean.
+    """
+
+    def _pieces(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
+        """Return σ(f) and a, both ``[N, *d]``."""
+        x, y = module.input0, module.input1
+        same_shape(module, [x.shape, y.shape])
+        scale = torch.ones_like(x) if module.pos_weight is None else module.pos_weight * y + 1 - y
+        if module.weight is not None:
+            scale = scale * module.weight
+        if module.reduction == "mean":
+            scale = scale / x.numel()
+        sigma = torch.sigmoid(subsample(x, subsampling=subsampling))
+        return sigma, subsample(scale.to(x.dtype), subsampling=subsampling)
+
+    def _hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        sigma, scale = self._pieces(module, subsampling)
+        return scale * sigma * (1 - sigma)
+
+    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        return scaled_identity(self._hessian(module, subsampling).sqrt())
+
+    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
+        sigma, scale = self._pieces(module, None)
+        drawn = torch.bernoulli(sigma.detach().expand(mc_samples, *sigma.shape))
+        return scale.sqrt() * (sigma - drawn)
+
+    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        return mat * self._hessian(module, subsampling)

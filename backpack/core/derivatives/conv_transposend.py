@@ -1,0 +1,192 @@
+"""Transposed convolutions: the transpose of a convolution's Jacobian as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, einsum
+from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
+from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d, pad
+
+from backpack.core.derivatives.basederivatives import Grads, Rows
+from backpack.core.derivatives.convnd import (
+    ChannelBiasDerivatives,
+    PerSampleConvolution,
+    crop,
+    sum_positions,
+    weight_jac_t_save_memory,
+)
+from backpack.core.derivatives.linear_maps import fold, unfold_like
+from backpack.core.registry import register
+from backpack.utils.subsampling import subsample
+
+TRANSPOSED_CONVOLUTION = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
+
+
+@register(ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
+    """Derivatives of ``torch.nn.ConvTranspose1d``, ``ConvTranspose2d`` and ``ConvTranspose3d``.
+
+    Letters: n sample, t position, g group, i input channel, o entry of an output patch.
+    """
+
+    def _output_padding(self, module: Any) -> list[int]:
+        """Return the output padding of the call at hand (``output_size`` may have changed it)."""
+        sizes = zip(
+            module.output.shape[2:],
+            module.input0.shape[2:],
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.kernel_size,
+            strict=True,
+        )
+        return [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
+
+    def _convolve(self, module: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        return TRANSPOSED_CONVOLUTION[len(module.kernel_size)](
+            x,
+            weight,
+            None,
+            module.stride,
+            module.padding,
+            self._output_padding(module),
+            groups,
+            module.dilation,
+        )
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return unfold_like(self._convolve(module, fold(mat), module.weight, module.groups), mat)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        folded = fold(mat)
+        shape = (folded.shape[0], *module.input0.shape[1:])
+        product, _, _ = torch.ops.aten.convolution_backward(
+            folded,
+            mat.new_zeros(1).expand(shape),  # only its shape is read
+            module.weight,
+            None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            True,
+            self._output_padding(module),
+            module.groups,
+            [True, False, False],
+        )
+        return unfold_like(product, mat)
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+    # ------------------------------------------------------------------ weight [I, O/G, *k]
+
+    def _weight_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        x = subsample(module.input0, subsampling=subsampling)
+        groups, num_v = module.groups, mat.shape[0]
+        # output channels in the order group, vector, channel of the group
+        out = self._convolve(module, x, mat.transpose(0, 1).flatten(1, 2), groups)
+        out = out.reshape(x.shape[0], groups, num_v, -1, *out.shape[2:])
+        return out.permute(2, 0, 1, 3, *range(4, out.dim())).flatten(2, 3)
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        x = subsample(module.input0, subsampling=subsampling)
+        if weight_jac_t_save_memory.active:
+            padded = self._pad(module, mat)
+            products = [
+                PerSampleConvolution.correlate(
+                    s, x.unsqueeze(0), module, [0] * len(module.kernel_size), sum_batch
+                )
+                for s in padded
+            ]
+            return torch.cat(products)
+        small = x.reshape(x.shape[0], module.groups, -1, x.shape[2:].numel())
+        big = self._unfold(module, mat)
+        equation = "ngit,vngot->vgio" if sum_batch else "ngit,vngot->vngio"
+        product = einsum(equation, small, big)
+        batch = () if sum_batch else (x.shape[0],)
+        return product.reshape(mat.shape[0], *batch, *module.weight.shape)
+
+    def _pad(self, module: Any, mat: Tensor) -> Tensor:
+        """Pad (or crop) ``mat`` to the entries that the input positions write to."""
+        widths = [p for p in reversed(module.padding) for _ in range(2)]
+        sizes = zip(
+            module.input0.shape[2:],
+            module.stride,
+            module.dilation,
+            module.kernel_size,
+            strict=True,
+        )
+        return crop(pad(mat, widths), [(x - 1) * s + d * (k - 1) + 1 for x, s, d, k in sizes])
+
+    def _unfold(self, module: Any, mat: Tensor) -> Tensor:
+        """Return the output patches of each input position: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
+        padded = fold(self._pad(module, mat))
+        unfolded = PerSampleConvolution.unfolded(padded, module, module.input0.shape[2:])
+        return unfold_like(unfolded, mat)
+
+    def param_mjp_square_norm(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, N, *out] -> [N]``."""
+        if param_str == "weight":
+            x = subsample(module.input0, subsampling=subsampling).flatten(2).unsqueeze(0)
+            norms = [
+                PerSampleConvolution.square_norm(big, x, module.groups)
+                for big in self._unfold(module, mat)
+            ]
+            if norms[0] is not None:
+                return sum(norms)  # type: ignore[arg-type, return-value]
+        return super().param_mjp_square_norm(param_str, module, g_inp, g_out, mat, subsampling)
+
+    def kronecker_rows(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Sum ``mat`` over the positions: ``[V, N, O, *] -> [V, N, G, O/G]`` (bias: G = 1)."""
+        summed = sum_positions(mat)
+        groups: Any = module.groups if param_str == "weight" else 1
+        return summed.reshape(*summed.shape[:2], groups, -1)
+
+    def kronecker_input_factors(
+        self, param_str: str, module: Any, subsampling: Rows = None
+    ) -> list[Tensor]:
+        """Return ``A = (1/N) sum_{n,t} x xᵀ`` of the unfolded input: ``[I·k, I·k]``."""
+        if param_str != "weight":
+            return []
+        x = subsample(module.input0, subsampling=subsampling)
+        channels, taps = x.shape[1], torch.Size(module.kernel_size).numel()
+        # one output channel for each entry of the kernel copies x to where that entry reads it
+        one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
+        weight = one_hot.reshape(1, taps, *module.kernel_size).expand(
+            channels, -1, *(-1,) * (x.dim() - 2)
+        )
+        unfolded = self._convolve(module, x, weight.contiguous(), channels).flatten(2)
+        return [einsum("nit,njt->ij", unfolded, unfolded) / x.shape[0]]

@@ -1,0 +1,152 @@
+"""Modules that are linear maps of their input up to a constant: pooling by averages, padding, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    ChannelShuffle,
+    CircularPad1d,
+    CircularPad2d,
+    CircularPad3d,
+    ConstantPad1d,
+    ConstantPad2d,
+    ConstantPad3d,
+    Flatten,
+    Fold,
+    Identity,
+    Module,
+    PixelShuffle,
+    PixelUnshuffle,
+    ReflectionPad1d,
+    ReflectionPad2d,
+    ReflectionPad3d,
+    ReplicationPad1d,
+    ReplicationPad2d,
+    ReplicationPad3d,
+    Unflatten,
+    Unfold,
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+    ZeroPad1d,
+    ZeroPad2d,
+    ZeroPad3d,
+)
+from torch.nn import functional as F
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.registry import register
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.scale_module import ScaleModule
+
+
+def fold(mat: Tensor) -> Tensor:
+    """Merge the vector and the batch axis: ``[V, N, *] -> [V·N, *]``."""
+    return mat.flatten(0, 1)
+
+
+def unfold_like(folded: Tensor, mat: Tensor) -> Tensor:
+    """Split the first axis again: ``[V·N, *] -> [V, N, *]`` with V and N of ``mat``."""
+    return folded.reshape(*mat.shape[:2], *folded.shape[1:])
+
+
+def apply_transposed(
+    linear_map: Callable[[Tensor], Tensor], shape: Sequence[int], mat: Tensor
+) -> Tensor:
+    """Apply the transpose of a linear map from tensors of ``shape`` by autograd.
+
+    Args:
+        linear_map: Maps ``[*shape]`` to the shape of ``mat``.
+        shape: Shape of the result.
+        mat: What the transpose is applied to.
+
+    Returns:
+        ``[*shape]``, differentiable with respect to ``mat`` if gradients are enabled.
+    """
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        zeros = torch.zeros(*shape, dtype=mat.dtype, device=mat.device, requires_grad=True)
+        (result,) = torch.autograd.grad(linear_map(zeros), zeros, mat, create_graph=differentiable)
+    return result
+
+
+@register(
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    ChannelShuffle,
+    CircularPad1d,
+    CircularPad2d,
+    CircularPad3d,
+    Flatten,
+    Fold,
+    Identity,
+    PixelShuffle,
+    PixelUnshuffle,
+    ReflectionPad1d,
+    ReflectionPad2d,
+    ReflectionPad3d,
+    ReplicationPad1d,
+    ReplicationPad2d,
+    ReplicationPad3d,
+    ScaleModule,
+    Unflatten,
+    Unfold,
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
+class LinearMapDerivatives(BaseDerivatives):
+    """A map that is linear, acts on each sample alone and in the same way: ``J mat = f(mat)``."""
+
+    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+        """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
+        return module.forward(x)
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return unfold_like(self.linear_map(module, fold(mat)), mat)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        folded = fold(mat)
+        shape = (folded.shape[0], *module.input0.shape[1:])
+        product = apply_transposed(lambda x: self.linear_map(module, x), shape, folded)
+        return unfold_like(product, mat)
+
+
+@register(ZeroPad1d, ZeroPad2d, ZeroPad3d, ConstantPad1d, ConstantPad2d, ConstantPad3d)
+class ConstantPadDerivatives(LinearMapDerivatives):
+    """Padding with a constant: its linear part pads with zeros."""
+
+    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+        """Pad with zeros."""
+        return F.pad(x, module.padding)
+
+
+@register(Pad)
+class PadDerivatives(LinearMapDerivatives):
+    """Padding of any mode; the linear part of the constant mode pads with zeros."""
+
+    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+        """Pad, with zeros instead of another constant."""
+        return F.pad(x, module.pad, mode=module.mode)

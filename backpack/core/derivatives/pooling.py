@@ -1,0 +1,82 @@
+"""Maximum pooling: the output is a selection of the input's entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import (
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
+from torch.nn import functional as F
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.registry import register
+from backpack.utils.subsampling import subsample
+
+
+class SelectionDerivatives(BaseDerivatives):
+    """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds."""
+
+    def indices(self, module: Any) -> Tensor:
+        """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
+        raise NotImplementedError
+
+    def _flat_indices(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        """Return the indices of the call at hand for each vector: ``[V, N, C, T]``."""
+        saved = module._backpack_saved
+        if "indices" not in saved:
+            saved["indices"] = self.indices(module)
+        index = subsample(saved["indices"], subsampling=subsampling).flatten(2)
+        return index.expand(mat.shape[0], *index.shape)
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        index = self._flat_indices(module, mat, subsampling)
+        gathered = mat.flatten(3).gather(3, index)
+        return gathered.reshape(*mat.shape[:3], *module.output.shape[2:])
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        index = self._flat_indices(module, mat, subsampling)
+        spatial = module.input0.shape[2:]
+        zeros = mat.new_zeros(*mat.shape[:3], spatial.numel())
+        return zeros.scatter_add(3, index, mat.flatten(3)).reshape(*mat.shape[:3], *spatial)
+
+
+@register(MaxPool1d, MaxPool2d, MaxPool3d)
+class MaxPoolNDDerivatives(SelectionDerivatives):
+    """Derivatives of ``torch.nn.MaxPool1d``, ``MaxPool2d`` and ``MaxPool3d``."""
+
+    def indices(self, module: Any) -> Tensor:
+        """Return the positions of the maxima that autograd chooses as well."""
+        x = module.input0.detach()
+        pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
+        _, indices = pool(
+            x,
+            module.kernel_size,
+            module.stride,
+            module.padding,
+            module.dilation,
+            ceil_mode=module.ceil_mode,
+            return_indices=True,
+        )
+        return indices
+
+
+@register(AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d)
+class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
+    """Derivatives of ``torch.nn.AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d``, ``AdaptiveMaxPool3d``."""
+
+    def indices(self, module: Any) -> Tensor:
+        """Return the positions of the maxima that autograd chooses as well."""
+        x = module.input0.detach()
+        pool = {3: F.adaptive_max_pool1d, 4: F.adaptive_max_pool2d, 5: F.adaptive_max_pool3d}
+        return pool[x.dim()](x, module.output_size, return_indices=True)[1]

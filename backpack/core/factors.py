@@ -1,0 +1,87 @@
+"""Columns that travel back through the network, and what a reshape does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+def split_columns(mat: Tensor, groups: int, coarser: int) -> Tensor:
+    """Give each of the groups that are merged columns of its own.
+
+    Columns of different groups of rows are independent: column v stands for one vector in each
+    group. Where groups merge, they must not mix, so a column becomes one for each merged group.
+
+    Args:
+        mat: ``[V, R, *]``, R rows in ``groups`` groups.
+        groups: Number of independent groups.
+        coarser: Number of groups afterwards, a divisor of ``groups``.
+
+    Returns:
+        ``[V·r, R, *]`` with ``r = groups / coarser``.
+    """
+    num_v, num_r = mat.shape[:2]
+    r = groups // coarser
+    if r == 1:
+        return mat
+    apart = torch.eye(r, dtype=mat.dtype, device=mat.device)
+    blocks = mat.reshape(num_v, 1, coarser, r, -1) * apart.reshape(1, r, 1, r, 1)
+    return blocks.reshape(num_v * r, num_r, *mat.shape[2:])
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A stack of columns, with ``sum_v ± s_v s_vᵀ`` the matrix they stand for.
+
+    Attributes:
+        mat: ``[V, R, *shape]``.
+        groups: The R rows belong to this many independent samples (R, unless a reshape between two
+            modules merged rows, or a module mixes the whole batch: then 1).
+        signs: ``[V, groups]`` of ±1; None for all +1.
+        sampled: Columns are independent random vectors of mean zero, so that cross terms of merged
+            groups vanish in expectation.
+    """
+
+    mat: Tensor
+    groups: int
+    signs: Tensor | None = None
+    sampled: bool = False
+
+    def coarsened(self, groups: int) -> Factor:
+        """Merge groups of rows."""
+        if groups == self.groups:
+            return self
+        if self.sampled:
+            return replace(self, groups=groups)
+        mat = split_columns(self.mat, self.groups, groups)
+        signs = self.signs
+        if signs is not None:
+            signs = signs.reshape(len(signs), groups, -1).transpose(1, 2).reshape(-1, groups)
+        return replace(self, mat=mat, groups=groups, signs=signs)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Reshape to ``[V, *shape]``, shape with its own number of rows.
+
+        Raises:
+            ValueError: If the rows neither split nor merge evenly.
+        """
+        rows = shape[0]
+        if rows % self.groups == 0:
+            factor = self
+        elif self.groups % rows == 0:
+            factor = self.coarsened(rows)
+        else:
+            raise ValueError(
+                f"Cannot follow a reshape of {list(self.mat.shape[1:])} to {list(shape)} between "
+                "two modules: the first (batch) axis of one is not a multiple of the other's."
+            )
+        return replace(factor, mat=factor.mat.reshape(-1, *shape))
+
+    def __add__(self, other: Factor) -> Factor:
+        """Add what arrives over two branches, column by column."""
+        groups = min(self.groups, other.groups)
+        mine, others = self.coarsened(groups), other.coarsened(groups)
+        return replace(mine, mat=mine.mat + others.mat)

@@ -1,0 +1,170 @@
+"""The graph of the calls that a backward pass has reached: who feeds whom, and where it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import gcd
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.tape import Call, Origin, upstream_origins
+from backpack.utils.subsampling import subsample
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+
+class Producer(NamedTuple):
+    """The call (and the number of its output) that computed a tensor."""
+
+    call: Call
+    slot: int
+
+
+class Plan:
+    """Reached calls in the order of the forward pass, with the edges between them.
+
+    Attributes:
+        everything: All reached calls.
+        calls: Calls whose derivatives are needed: no containers, nothing that only reshapes.
+        losses: Those that are losses.
+        producers: Who computed the tensor of an origin.
+        after_loss: The losses, and calls that depend on the value of one.
+        uses: For each parameter the calls that use it, with its name there.
+        base: Number of samples; the number of rows of every call is a multiple.
+        mixing: Whether a module mixes the samples of the batch.
+    """
+
+    def __init__(self, calls: Iterable[Call]):
+        """Order the calls and connect them."""
+        self.everything = sorted(calls, key=lambda call: call.index)
+        self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
+        self.losses = [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
+        self.producers: dict[Origin, Producer] = {
+            origin: Producer(call, slot)
+            for call in self.calls
+            for slot, origin in enumerate(call.origins_out)
+            if origin is not None
+        }
+        # the losses themselves, and modules that combine their values
+        self.after_loss: set[Call] = set()
+        for call in self.calls:
+            producers = [self.producers.get(o) for o in call.origins_in if o is not None]
+            if call in self.losses or any(p and p.call in self.after_loss for p in producers):
+                self.after_loss.add(call)
+        self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
+        for call in self.everything:
+            for name, p in call.params.items():
+                self.uses.setdefault(p, []).append((call, name))
+        rows = [self.num_rows(call) for call in self.calls if self.num_rows(call)]
+        self.base = gcd(*rows) if rows else 0
+        if self.base < min(rows, default=0):
+            self.base = 0  # no common batch: neither slices of samples nor subsampling
+        self.mixing = any(
+            call.derivatives is not None and call.derivatives.mixes_samples(call.module)
+            for call in self.calls
+        )
+
+    @classmethod
+    def of_one(cls, call: Call) -> Plan:
+        """Plan a single call."""
+        return cls([call])
+
+    def snapshot(self, create_graph: bool) -> Plan:
+        """Return a copy whose calls outlive the backward pass."""
+        return Plan(call.snapshot(create_graph) for call in self.calls)
+
+    @staticmethod
+    def num_rows(call: Call) -> int:
+        """Number of rows along the batch axis of a call."""
+        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        shape = call.shape_in[0] if is_loss else call.shape_out[0]
+        return shape[0] if shape else 0
+
+    def rows(self, call: Call, samples: Rows) -> Rows:
+        """Translate a selection of samples to one of the call's rows."""
+        if samples is None:
+            return None
+        ratio = self.num_rows(call) // self.base
+        if ratio == 1:
+            return samples
+        if isinstance(samples, slice):
+            start, stop, _ = samples.indices(self.base)
+            return slice(start * ratio, stop * ratio)
+        return [n * ratio + i for n in samples for i in range(ratio)]
+
+    def shape(self, producer: Producer, samples: Rows) -> list[int]:
+        """Shape of a call's output for a selection of samples."""
+        call, slot = producer
+        shape = list(call.shape_out[slot])
+        if samples is not None:
+            shape[0] = len(row_numbers(shape[0], self.rows(call, samples)))
+        return shape
+
+    def sample_slices(self, subsampling: Rows, size: int) -> list[Rows]:
+        """Split the selected samples in slices of ``size``."""
+        count = len(row_numbers(self.base, subsampling))
+        if not self.base or size >= count:
+            return [subsampling]
+        rows = row_numbers(self.base, subsampling)
+        return [take_rows(rows, slice(i, i + size)) for i in range(0, count, size)]
+
+    def check_subsampling(
+        self, subsampling: Sequence[int] | None, exts: Sequence[BackpropExtension]
+    ) -> None:
+        """Refuse indices that are not samples of the batch.
+
+        Raises:
+            ValueError: If an index is out of range or there is no common batch axis.
+        """
+        if subsampling is None or not self.calls:
+            return
+        savefields = ", ".join(ext.savefield for ext in exts)
+        if not self.base:
+            raise ValueError(f"{savefields}: subsampling needs one batch axis in all modules.")
+        try:
+            subsample(self.calls[0].outputs[0].new_empty(self.base), 0, subsampling)
+        except ValueError as error:
+            raise ValueError(f"{savefields}: {error}") from error
+
+    @cached_property
+    def gap(self) -> str | None:
+        """Describe the first break: a reached call feeds another through what is not a module."""
+        consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
+        for consumer in reversed(consumers):
+            for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
+                if not isinstance(x, Tensor) or origin in self.producers:
+                    continue
+                if isinstance(x, Parameter) and x.requires_grad:
+                    return (
+                        f"{consumer!r} has a parameter as its input. Only parameters that belong "
+                        "to a module with derivatives of its own are supported."
+                    )
+                above = [] if origin is None else upstream_origins(x, self.producers)
+                if above:
+                    producer = max((self.producers[o].call for o in above), key=lambda c: c.index)
+                    return (
+                        f"the output of {producer!r} reaches {consumer!r} through an operation "
+                        "that is not a module (a function such as torch.add or F.relu, an in-place "
+                        "change, or a module that was not extended). Make it a module (see "
+                        "backpack.custom_module) or use extend(model, use_converter=True)."
+                    )
+        return None
+
+    def why_unreached(self, call: Call) -> str:
+        """Explain why nothing arrived at a call that the gradient has reached."""
+        if not self.losses:
+            return (
+                f"the output of {call!r} does not end in a supported loss. Second-order quantities "
+                "need a scalar loss that is the output of an extended loss module, such as "
+                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss."
+            )
+        return (
+            f"the output of {call!r} influences what backward() was called on, but not through "
+            f"the extended loss {', '.join(repr(loss) for loss in self.losses)}."
+        )

@@ -1,0 +1,255 @@
+"""What can be propagated. Two extensions with equal propagations share one pass and its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from backpack.core.batch_averaged import BatchAveragedSweep
+from backpack.core.curvature_product import CurvatureBlock, Modify, clip, identity
+from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+
+from backpack.core.factors import Factor
+from backpack.core.plan import Plan
+from backpack.core.products import Products, Use
+from backpack.core.sweep import (
+    LossSource,
+    ResidualSource,
+    Save,
+    Source,
+    Sweep,
+    call_gradients,
+    loss_scale,
+    nonnegative_scale,
+)
+from backpack.core.tape import Call
+from backpack.utils.subsampling import subsample
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+Extensions = Sequence["BackpropExtension"]
+Subsampling = Sequence[int] | None
+
+
+class Propagation:
+    """What travels back from the loss. Subclasses are values: equal ones are shared."""
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Propagate over the reached calls and save what the extensions extract."""
+        raise NotImplementedError
+
+
+def user_loss_rule(call: Call, exts: Extensions) -> Callable[[Rows], Tensor] | None:
+    """Return the factor that a user registered for this loss, if there is one."""
+    for ext in exts:
+        rule = ext.rule_for(call.module)
+        if rule is not None:
+
+            def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Tensor:
+                with call.bound() as module:
+                    return rule.backpropagate(ext, module, *call_gradients(call), None)
+
+            return factor
+    return None
+
+
+@dataclass(frozen=True)
+class ExactFactor(Propagation):
+    """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``JᵀS``."""
+        sweep = Sweep(plan, exts, subsampling, save)
+        sweep.run([self._source(call, sweep) for call in plan.losses])
+
+    def _source(self, call: Call, sweep: Sweep) -> Source:
+        scale = nonnegative_scale(call, sweep.savefields)
+
+        def factor(rows: Rows) -> Tensor:
+            with call.bound() as module:
+                assert isinstance(call.derivatives, BaseLossDerivatives)
+                return call.derivatives.sqrt_hessian(module, None, None, rows) * scale
+
+        return LossSource(call, user_loss_rule(call, sweep.exts) or factor)
+
+
+@dataclass(frozen=True)
+class SampledFactor(Propagation):
+    """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
+
+    mc_samples: int = 1
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``JᵀS``."""
+        sweep = Sweep(plan, exts, subsampling, save)
+        sweep.run([self._source(call, sweep) for call in plan.losses])
+
+    def _source(self, call: Call, sweep: Sweep) -> Source:
+        scale = nonnegative_scale(call, sweep.savefields)
+        with call.bound() as module:
+            assert isinstance(call.derivatives, BaseLossDerivatives)
+            drawn = call.derivatives.sqrt_hessian_sampled(module, None, None, self.mc_samples)
+        drawn = drawn * scale
+
+        def factor(rows: Rows) -> Tensor:
+            return subsample(drawn, 1, rows)
+
+        return LossSource(call, user_loss_rule(call, sweep.exts) or factor, sampled=True)
+
+
+@dataclass(frozen=True)
+class HessianFactors(Propagation):
+    """Signed factors of the Hessian.
+
+    The Hessian is the GGN of the loss plus a signed GGN for every nonlinear module, whose second
+    derivative (weighted with the gradient) stands in for the loss Hessian.
+    """
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep from the loss and from every nonlinear module."""
+        reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or plan.mixing}
+        self._by_products(plan, list(reused), exts, subsampling, save)
+        if len(reused) == len(plan.uses):
+            return
+
+        def save_others(p: Any, ext: BackpropExtension, value: Any) -> None:
+            if p not in reused:
+                save(p, ext, value)
+
+        sources: list[Source] = []
+        for call in plan.losses:
+            sources.append(self._loss_source(call))
+        for call in reversed(plan.calls):
+            derivatives = call.derivatives
+            if call in plan.after_loss or derivatives is None:
+                continue
+            if not derivatives.hessian_is_zero(call.module):
+                if not derivatives.hessian_is_diagonal(call.module):
+                    for ext in exts:
+                        ext.fail(f"the second derivative of {call!r} is not diagonal.")
+                sources.append(ResidualSource(call))
+        Sweep(plan, exts, subsampling, save_others).run(sources)
+
+    @staticmethod
+    def _loss_source(call: Call) -> Source:
+        scale = loss_scale(call)
+
+        def factor(rows: Rows) -> Tensor:
+            with call.bound() as module:
+                assert isinstance(call.derivatives, BaseLossDerivatives)
+                return call.derivatives.sqrt_hessian(module, None, None, rows) * scale.abs().sqrt()
+
+        return LossSource(call, factor, sign=-1 if scale < 0 else 1)
+
+    @staticmethod
+    def _by_products(
+        plan: Plan,
+        parameters: Sequence[Any],
+        exts: Extensions,
+        subsampling: Subsampling,
+        save: Save,
+    ) -> None:
+        """Diagonals from products with unit vectors.
+
+        Exact where columns do not suffice: the second derivative with respect to two uses of one
+        parameter, and networks that mix samples.
+        """
+        for p in parameters:
+            block = CurvatureBlock(plan, p, identity, subsampling, torch.is_grad_enabled())
+            for ext in exts:
+                per_sample = "batch_square" in ext.needs
+                if per_sample and plan.mixing:
+                    ext.fail(
+                        "a sample has no Hessian of its own in a network that mixes samples (batch "
+                        "normalisation in training mode). Use DiagHessian, or eval()."
+                    )
+                    continue
+                save(p, ext, block.diagonal(per_sample))
+
+
+@dataclass(frozen=True)
+class BatchAveraged(Propagation):
+    """One matrix for the whole batch, averaged over the samples after every module."""
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``E[Jᵀ M J]``."""
+        sweep = BatchAveragedSweep(plan, subsampling)
+        for call in plan.losses:
+            nonnegative_scale(call, ", ".join(ext.savefield for ext in exts))
+        for p, matrix in sweep.run().items():
+            uses = [
+                Use(call, name, Factor(call.outputs[0].unsqueeze(0), plan.num_rows(call)), rows)
+                for call, name in plan.uses[p]
+                for rows in [plan.rows(call, subsampling)]
+            ]
+            products = Products(p, uses, ("gram",))
+            products.set_value("gram", matrix)
+            for ext in exts:
+                save(p, ext, ext.extract(products))
+
+
+@dataclass(frozen=True)
+class Blocks(Propagation):
+    """Nothing is propagated now: products with curvature blocks are evaluated on demand."""
+
+    modify: Modify
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Save for each parameter the product with its block."""
+        create_graph = torch.is_grad_enabled()
+        kept = plan.snapshot(create_graph)
+        for p in kept.uses:
+            for ext in exts:
+                save(p, ext, CurvatureBlock(kept, p, self.modify, subsampling, create_graph))
+
+
+class UserRules(Propagation):
+    """Whatever the user-written module extensions of one extension propagate."""
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Run the rules from the loss to the inputs; sums over branches are the extension's."""
+        (ext,) = exts
+        arrived = ext.saved_quantities
+        arrived.clear()
+        try:
+            for call in reversed(plan.calls):
+                self._through(plan, call, ext, save)
+        finally:
+            arrived.clear()
+
+    def _through(self, plan: Plan, call: Call, ext: BackpropExtension, save: Save) -> None:
+        quantity = None
+        for origin in call.origins_out:
+            if origin is not None and origin in ext.saved_quantities:
+                quantity = ext.saved_quantities.retrieve_quantity(origin, delete_old=True)
+        rule = ext.rule_for(call.module)
+        if rule is None:
+            ext.fail(
+                f"there is no rule for {call!r}. Register one with "
+                f"set_module_extension({type(call.module).__name__}, …)."
+            )
+            return
+        with call.bound() as module:
+            back = rule.run(ext, module, *call_gradients(call), quantity, save)
+        several = isinstance(back, tuple) and len(call.origins_in) > 1
+        backs = back if several else (back,)
+        for origin, value in zip(call.origins_in, backs, strict=False):
+            producer = None if origin is None else plan.producers.get(origin)
+            if producer is None or value is None:
+                continue
+            if isinstance(value, Tensor):
+                shape = plan.shape(producer, None)
+                if value.shape[1:].numel() == torch.Size(shape).numel():
+                    value = value.reshape(-1, *shape)
+            ext.saved_quantities.save_quantity(
+                origin, value, ext.accumulate_backpropagated_quantities
+            )
+
+
+POSITIVE_PART: dict[str, Callable[[Tensor], Tensor]] = {"clip": clip, "abs": torch.abs}

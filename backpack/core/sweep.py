@@ -1,0 +1,399 @@
+"""The end-of-backward pass: fetch what arrived, extract at the parameters, propagate to the inputs.
+
+A :class:`Source` emits columns somewhere in the network (at a loss, or at a nonlinear module for
+the Hessian). The :class:`Sweep` carries them back through all reached calls, newest first, in slices
+of samples (and, for a single sample, of columns), so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.context import disable
+from backpack.core.derivatives.basederivatives import Rows, row_numbers
+from backpack.core.factors import Factor
+from backpack.core.plan import Plan
+from backpack.core.products import REDUCTIONS, Products, Use
+from backpack.core.tape import Call, Origin, describe
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+Save = Callable[[Parameter, "BackpropExtension", Any], None]
+
+
+class slice_bytes:
+    """Context manager: about how many bytes a slice of propagated columns may take.
+
+    Args:
+        limit: Bytes of the largest tensor that travels through the network. Default at start:
+            256 MiB. Smaller slices need less memory and more time.
+    """
+
+    limit = 2**28
+
+    def __init__(self, limit: int):
+        """Remember the limit."""
+        self._limit = limit
+
+    def __enter__(self) -> None:
+        """Set the limit."""
+        self._outer = slice_bytes.limit
+        slice_bytes.limit = self._limit
+
+    def __exit__(self, *exception: object) -> None:
+        """Restore the limit."""
+        slice_bytes.limit = self._outer
+
+
+class Source(Protocol):
+    """Where columns start."""
+
+    call: Call
+
+    def num_columns(self) -> int:
+        """Number of columns V."""
+
+    def columns(self, rows: Rows, part: slice) -> Factor:
+        """Emit a slice of the columns at the call's first input: ``[V, rows, *in]``."""
+
+
+@dataclass
+class LossSource:
+    """The factor S of a loss Hessian, scaled by what the loss was multiplied with."""
+
+    call: Call
+    factor: Callable[[Rows], Tensor]
+    sampled: bool = False
+    sign: int = 1
+    _last: tuple[Rows, Tensor] | None = field(default=None, init=False)
+
+    def num_columns(self) -> int:
+        """Number of columns, without computing more than one row of them."""
+        return self._emit(slice(0, 1)).shape[0]
+
+    def _emit(self, rows: Rows) -> Tensor:
+        if self._last is None or self._last[0] != rows:
+            self._last = rows, self.factor(rows)
+        return self._last[1]
+
+    def columns(self, rows: Rows, part: slice) -> Factor:
+        """Emit a slice of the columns."""
+        mat = self._emit(rows)
+        mat = mat if part == slice(None) else mat[part]
+        signs = None if self.sign > 0 else mat.new_full(mat.shape[:2], -1)
+        return Factor(mat, mat.shape[1], signs, self.sampled)
+
+
+@dataclass
+class ResidualSource:
+    """The diagonal second derivative r of a nonlinear module: columns ``sqrt|r_i| e_i``, signed."""
+
+    call: Call
+
+    def num_columns(self) -> int:
+        """One column for each entry of a sample's input."""
+        shape = self.call.shape_in[0]
+        assert shape is not None
+        return shape[1:].numel()
+
+    def columns(self, rows: Rows, part: slice) -> Factor:
+        """Emit a slice of the columns."""
+        assert self.call.derivatives is not None
+        with self.call.bound() as module:
+            residual = self.call.derivatives.hessian_diagonal(module, None, self.call.g_out, rows)
+        flat = residual.flatten(1)
+        entries = range(flat.shape[1])[part]
+        mat = flat.new_zeros(len(entries), *flat.shape)
+        chosen = flat[:, part].T
+        mat[range(len(entries)), :, list(entries)] = chosen.abs().sqrt()
+        return Factor(mat.reshape(-1, *residual.shape), len(flat), signs=chosen.sign())
+
+
+def loss_scale(call: Call) -> Tensor:
+    """Return the constant that the loss was multiplied with before ``backward()``."""
+    (scale,) = call.g_out
+    assert scale is not None
+    return scale
+
+
+def nonnegative_scale(call: Call, savefields: str) -> Tensor:
+    """Return the square root of the constant factor of the loss.
+
+    Raises:
+        ValueError: If it is negative: there is no real square root of the curvature.
+    """
+    scale = loss_scale(call)
+    if scale < 0:
+        raise ValueError(
+            f"{savefields}: the loss {describe(call.module)} was multiplied with a negative "
+            f"number ({float(scale):g}). Its curvature has no square root."
+        )
+    return scale.sqrt()
+
+
+class Sweep:
+    """Carries the columns of sources back, and extracts what a group of extensions wants.
+
+    Args:
+        plan: The reached calls.
+        exts: Extensions that share the propagation.
+        subsampling: Samples they look at.
+        save: Called with each parameter, extension and value.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        exts: Sequence[BackpropExtension],
+        subsampling: Sequence[int] | None,
+        save: Save,
+    ):
+        """Check that the group's quantities can reach every parameter."""
+        self.plan = plan
+        self.exts = exts
+        self.subsampling = subsampling
+        self.save = save
+        self.wanted = frozenset(name for ext in exts for name in ext.needs)
+        self.savefields = ", ".join(ext.savefield for ext in exts)
+        # user-written rules see the whole batch at once
+        self.sliced = not any(ext.rules for ext in exts)
+        self.arrived_at: set[Call] = set()
+
+    def run(self, sources: Sequence[Source]) -> None:
+        """Sweep from every source, put the slices together, and save."""
+        totals: dict[Parameter, dict[str, Tensor]] = {}
+        last_uses: dict[Parameter, list[Use]] = {}
+        for source in sources:
+            of_source: dict[Parameter, dict[str, Tensor]] = {}
+            for samples, parts, terms in self._slices(source):
+                of_samples: dict[Parameter, dict[str, Tensor]] = {}
+                for part in parts:
+                    for products in self._sweep(source, samples, part, terms):
+                        values = {name: products[name] for name in self.wanted}
+                        p = products.parameter
+                        last_uses[p] = [use.without_columns() for use in products.uses]
+                        if p in of_samples:
+                            values = _combined(of_samples[p], values, "columns")
+                        of_samples[p] = values
+                for p, values in of_samples.items():
+                    of_source[p] = _combined(of_source.get(p), values, "samples")
+            for p, values in of_source.items():
+                totals[p] = _combined(totals.get(p), values, "columns")
+        self._check_all_reached()
+        for p, values in totals.items():
+            self._save(p, values, last_uses[p])
+
+    def _save(self, p: Parameter, values: dict[str, Tensor], uses: list[Use]) -> None:
+        whole = [use._replace(rows=self.plan.rows(use.call, self.subsampling)) for use in uses]
+        products = Products(p, whole, self.wanted, terms=1 if self.plan.mixing else None)
+        for name, value in values.items():
+            products.set_value(name, value)
+        for ext in self.exts:
+            if not any(ext.rule_for(use.call.module) for use in uses):
+                self.save(p, ext, ext.extract(products))
+
+    # ------------------------------------------------------------------ slices
+
+    def _slices(self, source: Source) -> Iterator[tuple[Rows, list[slice], int | None]]:
+        """Plan slices: which samples, which columns, how many terms of the loss (if mixed)."""
+        num_v, plan = source.num_columns(), self.plan
+        if not self.sliced:
+            yield self.subsampling, [slice(None)], None
+            return
+        per_column = (
+            max(
+                max((s.numel() for s in call.shape_in + call.shape_out if s is not None), default=1)
+                for call in plan.calls
+            )
+            * plan.calls[0].outputs[0].element_size()
+        )
+        rows = max(1, plan.base)
+        if not plan.mixing:
+            per_column = -(-per_column // rows)
+        columns = max(1, slice_bytes.limit // per_column)
+        at_once = max(1, columns // num_v)
+        width = num_v if at_once > 1 or columns >= num_v else columns
+        parts = [slice(i, i + width) for i in range(0, num_v, width)]
+        parts = [slice(None)] if len(parts) == 1 else parts
+        for samples in plan.sample_slices(self.subsampling, at_once):
+            terms = len(row_numbers(plan.base, samples)) if plan.mixing else None
+            yield samples, parts, terms
+
+    def _start(self, source: Source, samples: Rows, part: slice, terms: int | None) -> Factor:
+        rows = self.plan.rows(source.call, samples)
+        factor = source.columns(rows, part)
+        if terms is None:
+            return factor
+        # every term of the loss gets columns of its own, which are zero in the other rows
+        shape = source.call.shape_in[0]
+        assert shape is not None
+        columns = factor.coarsened(factor.groups).mat
+        spread = columns.new_zeros(columns.shape[0], terms, *shape)
+        numbers = row_numbers(shape[0], rows)
+        spread[:, range(terms), list(numbers)] = columns
+        return Factor(spread.flatten(0, 1), 1)
+
+    # ------------------------------------------------------------------ one sweep
+
+    def _sweep(
+        self, source: Source, samples: Rows, part: slice, terms: int | None
+    ) -> Iterator[Products]:
+        """Carry columns back; yield the products of each parameter that they reach."""
+        if self.plan.mixing:
+            travelling: Rows = None
+        else:
+            travelling = samples
+        arrived: dict[Origin, Factor] = {}
+        pending: dict[Parameter, list[Use]] = {}
+        start = self._start(source, samples, part, terms)
+        self._deliver(source.call, [start], arrived, travelling)
+        for call in reversed(self.plan.calls):
+            if call.index >= source.call.index:
+                continue
+            factor = self._fetch(call, arrived, travelling)
+            if factor is None:
+                continue
+            self.arrived_at.add(call)
+            rows = self.plan.rows(call, travelling)
+            if self._run_user_rules(call, factor, arrived, travelling):
+                continue
+            if call.derivatives is None:
+                self._unsupported(call)
+                continue
+            for name, p in call.params.items():
+                use = Use(call, name, factor, rows)
+                if len(self.plan.uses[p]) == 1:
+                    yield Products(p, [use], self.wanted, terms)
+                else:
+                    pending.setdefault(p, []).append(use)
+            self._propagate(call, factor, rows, arrived, travelling)
+        for p, uses in pending.items():
+            yield Products(p, uses, self.wanted, terms)
+
+    def _propagate(
+        self,
+        call: Call,
+        factor: Factor,
+        rows: Rows,
+        arrived: dict[Origin, Factor],
+        samples: Rows,
+    ) -> None:
+        if not any(origin in self.plan.producers for origin in call.origins_in):
+            return
+        assert call.derivatives is not None
+        with call.bound() as module:
+            mats = call.derivatives.jac_t_mat_prod(module, None, call.g_out, factor.mat, rows)
+        mats = mats if isinstance(mats, tuple) else (mats,)
+        factors = [
+            None if m is None else Factor(m, factor.groups, factor.signs, factor.sampled)
+            for m in mats
+        ]
+        self._deliver(call, factors, arrived, samples)
+
+    def _deliver(
+        self,
+        call: Call,
+        factors: Sequence[Factor | None],
+        arrived: dict[Origin, Factor],
+        samples: Rows,
+    ) -> None:
+        """Add columns at a call's inputs to what their producers have so far."""
+        for origin, factor in zip(call.origins_in, factors, strict=False):
+            producer = None if origin is None else self.plan.producers.get(origin)
+            if origin is None or producer is None or factor is None:
+                continue
+            factor = factor.reshaped(self.plan.shape(producer, samples))
+            arrived[origin] = arrived[origin] + factor if origin in arrived else factor
+
+    def _fetch(self, call: Call, arrived: dict[Origin, Factor], samples: Rows) -> Factor | None:
+        found = [arrived.pop(o) for o in call.origins_out if o is not None and o in arrived]
+        return found[0] if found else None
+
+    # ------------------------------------------------------------------ what may go wrong
+
+    def _run_user_rules(
+        self, call: Call, factor: Factor, arrived: dict[Origin, Factor], samples: Rows
+    ) -> bool:
+        """Run rules that a user registered for this module; False if there are none."""
+        for ext in self.exts:
+            rule = ext.rule_for(call.module)
+            if rule is None:
+                continue
+            with call.bound() as module:
+                grads = call_gradients(call)
+                back = rule.run(ext, module, *grads, factor.mat, self.save)
+            mats = back if isinstance(back, tuple) else (back,)
+            self._deliver(
+                call,
+                [None if m is None else Factor(m, factor.groups) for m in mats],
+                arrived,
+                samples,
+            )
+            return True
+        return False
+
+    def _unsupported(self, call: Call) -> None:
+        for ext in self.exts:
+            ext.fail(
+                f"there is no rule for {call!r}. Register derivatives for {type(call.module)!r} "
+                "(backpack.core.derivatives.register), or a rule for this extension alone "
+                "(set_module_extension)."
+            )
+
+    def _check_all_reached(self) -> None:
+        for call in reversed(self.plan.calls):
+            if call not in self.arrived_at and call not in self.plan.after_loss:
+                for ext in self.exts:
+                    ext.fail(self.plan.why_unreached(call), ValueError)
+                return
+
+
+def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return ``g_inp`` and ``g_out`` for user-written rules."""
+    return InputGradients(call), tuple(call.g_out)  # type: ignore[return-value]
+
+
+class InputGradients(Sequence[Any]):
+    """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
+
+    def __init__(self, call: Call):
+        """Remember the call."""
+        self._call = call
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return len(self._call.inputs)
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the gradient with respect to input ``i``, None if it needs none."""
+        return self._gradients[i]
+
+    @property
+    def _gradients(self) -> tuple[Any, ...]:
+        call = self._call
+        with torch.enable_grad(), disable():
+            xs = [x.detach() if isinstance(x, Tensor) else x for x in call.inputs]
+            needed = [i for i, o in enumerate(call.origins_in) if o is not None]
+            for i in needed:
+                xs[i].requires_grad_()
+            output = call.module.forward(*xs)
+            grads = torch.autograd.grad(output, [xs[i] for i in needed], call.g_out[0])
+        by_index = dict(zip(needed, grads, strict=True))
+        return tuple(by_index.get(i) for i in range(len(xs)))
+
+
+def _combined(
+    one: dict[str, Tensor] | None, other: dict[str, Tensor], over: str
+) -> dict[str, Tensor]:
+    if one is None:
+        return other
+    return {
+        name: getattr(REDUCTIONS[name], over)(one[name], value) for name, value in other.items()
+    }

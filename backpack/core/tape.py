@@ -1,0 +1,352 @@
+"""What the forward hooks record: one :class:`Call` per module call, alive as long as its graph.
+
+A call is owned by the autograd graph of its output (through a hook on the output tensor), and never
+owns that output's graph itself: when the graph dies, the record dies, with no list to clean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from inspect import signature
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.context import CTX, disable
+from backpack.core.registry import derivatives_of
+
+if TYPE_CHECKING:
+    from backpack.core.derivatives.basederivatives import BaseDerivatives
+
+# Autograd nodes that keep all entries in their (row-major) order: they only change the shape.
+RESHAPES = {
+    "AliasBackward0",
+    "CloneBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+    "ViewAsBackward0",
+}
+
+OnReach = Callable[["Call", int, Tensor], None]
+_index = count()
+_live: WeakSet[Call] = WeakSet()
+_uses: Counter[int] = Counter()
+
+
+class Origin:
+    """Identity of a tensor: the place in the autograd graph where its entries were computed."""
+
+    __slots__ = ("__weakref__",)
+
+
+def origin(tensor: Any) -> Origin | None:
+    """Return the identity of a tensor up to reshapes; None for data, parameters and constants.
+
+    The mark lives in the metadata of the autograd node, so it is unique while the graph lives, a
+    reshaped tensor shares it, and an in-place change gives a new one.
+    """
+    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+    if node is None:
+        return None
+    slot = tensor.output_nr
+    while node.name() in RESHAPES:
+        source, slot = node.next_functions[0]
+        if source is None or source.name().endswith("AccumulateGrad"):
+            return None
+        node = source
+    return _mark(node, slot)
+
+
+def _mark(node: Any, slot: int) -> Origin:
+    return node.metadata.setdefault(("backpack", slot), Origin())
+
+
+def upstream_origins(tensor: Tensor, sought: Mapping[Origin, Any]) -> list[Origin]:
+    """Search the autograd graph above ``tensor`` for the closest marks that are in ``sought``."""
+    found, seen, stack = [], set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and m in sought]
+        found += marks
+        if not marks:
+            stack += [parent for parent, _ in node.next_functions]
+    return found
+
+
+class Call:
+    """One call of a module: its inputs, its output, and where they come from.
+
+    Attributes:
+        index: Increases in the order of the calls.
+        inputs: Positional arguments, tensors attached to their graph.
+        outputs: Output tensors, detached (see the module's docstring).
+        origins_in: Identity of each input; None where nothing can travel further back.
+        origins_out: Identity of each output.
+        saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
+        params: Own parameters that require a gradient, by name.
+        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "counts_uses",
+        "derivatives",
+        "g_out",
+        "index",
+        "inputs",
+        "is_container",
+        "module",
+        "origins_in",
+        "origins_out",
+        "outputs",
+        "params",
+        "saved",
+        "shape_in",
+        "shape_out",
+        "versions",
+    )
+
+    def __init__(self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]):
+        """Record the call. The derivatives may look at the graph to keep what they need."""
+        self.index = next(_index)
+        self.module = module
+        self.derivatives: BaseDerivatives | None = derivatives_of(module)
+        self.is_container = self.derivatives is None and next(module.children(), None) is not None
+        self.params: dict[str, Parameter] = {
+            name: p for name, p in module._parameters.items() if p is not None and p.requires_grad
+        }
+        self.saved: dict[str, Any] = (
+            {} if self.derivatives is None else self.derivatives.saved(module, inputs, outputs)
+        )
+        # A module that returns its own input would own its own graph: a leak.
+        owned = {id(out) for out in outputs}
+        self.inputs = tuple(x.detach() if id(x) in owned else x for x in inputs)
+        self.outputs = tuple(out.detach() for out in outputs)
+        self.origins_in = tuple(origin(x) for x in inputs)
+        self.origins_out = tuple(origin(out) for out in outputs)
+        self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in inputs)
+        self.shape_out = tuple(out.shape for out in outputs)
+        self.versions = tuple(_version(t) for t in self.inputs + self.outputs)
+        self.g_out: list[Tensor | None] = [None] * len(outputs)
+        self.counts_uses = True
+        _live.add(self)
+        _uses.update(map(id, self.params.values()))
+
+    def __repr__(self) -> str:
+        """Name the module, its type and the shapes of the call."""
+        shapes = [list(s) for s in self.shape_in if s is not None]
+        outs = [list(s) for s in self.shape_out]
+        return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"
+
+    def __del__(self) -> None:
+        """Forget the uses of the parameters."""
+        self._forget_uses()
+
+    def _forget_uses(self) -> None:
+        if getattr(self, "counts_uses", False):
+            self.counts_uses = False
+            for p in self.params.values():
+                _uses[id(p)] -= 1
+                if not _uses[id(p)]:
+                    del _uses[id(p)]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows along the batch axis of the output (0 for a scalar)."""
+        return self.shape_out[0][0] if self.shape_out[0] else 0
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether the output has the entries of the input: nothing to differentiate."""
+        return len(self.outputs) == 1 and self.origins_out[0] in self.origins_in
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the stored tensors are gone."""
+        return not self.outputs
+
+    def uses_each_parameter_alone(self) -> bool:
+        """Whether no other live call uses a parameter of this one."""
+        return all(_uses[id(p)] == 1 for p in self.params.values())
+
+    def release(self) -> None:
+        """Drop the stored tensors."""
+        if not self.is_released:
+            _live.discard(self)
+            self._forget_uses()
+            self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
+
+    def snapshot(self, create_graph: bool) -> Call:
+        """Return a copy that outlives the release, for products evaluated after the backward pass.
+
+        Args:
+            create_graph: Keep the inputs attached to the autograd graph.
+        """
+        clone = copy(self)
+        clone.counts_uses = False
+        if not create_graph:
+            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
+        return clone
+
+    @contextmanager
+    def bound(self) -> Iterator[Module]:
+        """Give the module ``input0, input1, …`` and ``output`` of this call.
+
+        Raises:
+            RuntimeError: If the call was released or a stored tensor was changed in place.
+        """
+        self.check()
+        attributes = {f"input{i}": x for i, x in enumerate(self.inputs)}
+        attributes |= {"output": self._output(), "_backpack_saved": self.saved}
+        previous = {k: v for k, v in vars(self.module).items() if k in attributes}
+        vars(self.module).update(attributes)
+        try:
+            yield self.module
+        finally:
+            for name in attributes:
+                vars(self.module).pop(name, None)
+            vars(self.module).update(previous)
+
+    def _output(self) -> Any:
+        outputs = self.outputs
+        if torch.is_grad_enabled() and getattr(self.derivatives, "needs_output", False):
+            with disable():  # the stored output has no graph; differentiate through a fresh one
+                outputs = (self.module.forward(*self.inputs),)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def check(self) -> None:
+        """Refuse to work with tensors that are gone or were changed in place.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
+        if self.is_released:
+            raise RuntimeError(
+                f"What the forward pass stored for {describe(self.module)} is gone: a backward "
+                "pass released it, or memory_cleanup did. To run several backward passes through "
+                "one forward pass, use both backpack(..., retain_graph=True) and "
+                "backward(retain_graph=True)."
+            )
+        relevant = len(self.inputs)
+        if getattr(self.derivatives, "needs_output", False):
+            relevant += len(self.outputs)
+        now = tuple(_version(t) for t in self.inputs + self.outputs)
+        if now[:relevant] != self.versions[:relevant]:
+            raise RuntimeError(
+                f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
+                "its derivatives are no longer known. Replace the in-place operation (x += y, "
+                "x.relu_(), …) by its out-of-place form."
+            )
+
+
+def _version(tensor: Any) -> int:
+    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+
+
+def describe(module: Module) -> str:
+    """Name a module as a reader of its model would: qualified name and type."""
+    name = vars(module).get("_backpack_name", "")
+    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+
+
+def live_calls(module: Module) -> list[Call]:
+    """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
+    calls = [call for call in list(_live) if call.module is module]
+    return sorted(calls, key=lambda call: call.index)
+
+
+@contextmanager
+def bound(module: Module) -> Iterator[Module]:
+    """Give ``module`` the tensors of the call at hand, else those of its latest recorded call.
+
+    Raises:
+        RuntimeError: If no forward pass of the module is recorded.
+    """
+    if "input0" in vars(module):
+        yield module
+        return
+    calls = live_calls(module)
+    if not calls:
+        raise RuntimeError(
+            f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
+            "something that requires a gradient, and keep the output."
+        )
+    with calls[-1].bound():
+        yield module
+
+
+def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
+    """Collect the tensors in a module's output, depth first."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, tuple | list):
+        return tuple(tensor for item in output for tensor in flatten_outputs(item))
+    return ()
+
+
+def positional(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments of a module call in the order of its ``forward``."""
+    if not kwargs:
+        return args
+    bound_arguments = signature(module.forward).bind(*args, **kwargs)
+    return tuple(bound_arguments.args) + tuple(bound_arguments.kwargs.values())
+
+
+def is_recorded(module: Module) -> bool:
+    """Whether calls of this module matter: leaves, known modules, containers with own parameters.
+
+    A container that user code gave a rule of its own is marked with ``_backpack_leaf``.
+    """
+    return (
+        next(module.children(), None) is None
+        or any(p is not None for p in module._parameters.values())
+        or derivatives_of(module) is not None
+        or type(module) in CLASSES_WITH_RULES
+    )
+
+
+CLASSES_WITH_RULES: set[type[Module]] = set()
+
+
+def record(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, reached: OnReach
+) -> None:
+    """Record a call if a backward pass can reach it.
+
+    Args:
+        module: The module that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+        reached: Called as ``reached(call, i, g)`` when a backward pass has the gradient ``g`` with
+            respect to output number ``i``.
+    """
+    if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
+        return
+    outputs = flatten_outputs(output)
+    if not any(out.requires_grad for out in outputs):
+        return
+    inputs = positional(module, args, kwargs)
+    call = Call(module, inputs, outputs)
+    for i, out in enumerate(outputs):
+        if out.requires_grad:
+            out.register_hook(lambda grad, i=i: reached(call, i, grad))
+    if CTX.get_debug():
+        print(f"[backpack] recorded {call!r}")

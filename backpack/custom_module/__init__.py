@@ -1,0 +1,1 @@
+"""Modules for operations that PyTorch only offers as functions."""

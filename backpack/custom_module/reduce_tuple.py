@@ -1,0 +1,37 @@
+"""Selection from a tuple as a module."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch.nn import Module
+
+T = TypeVar("T")
+
+
+class ReduceTuple(Module):
+    """Pick one element of a tuple, such as the output of a recurrent layer."""
+
+    def __init__(self, index: int = 0):
+        """Store the index.
+
+        Args:
+            index: Index of the element to pick.
+        """
+        super().__init__()
+        self.index = index
+
+    def forward(self, input: tuple[T, ...]) -> T:
+        """Pick the element.
+
+        Args:
+            input: Tuple of tensors, possibly nested.
+
+        Returns:
+            The element at the index.
+        """
+        return input[self.index]
+
+    def extra_repr(self) -> str:
+        """Return the index for the module's representation."""
+        return f"index={self.index}"

@@ -1,0 +1,36 @@
+"""Slicing as a module."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+
+from torch import Tensor
+from torch.nn import Module
+
+
+class Slicing(Module):
+    """Index a tensor with slices, integers, ``Ellipsis`` and ``None``."""
+
+    def __init__(self, slice_info: tuple[slice | int | EllipsisType | None, ...]):
+        """Store the index.
+
+        Args:
+            slice_info: What to write between the square brackets, as a tuple.
+        """
+        super().__init__()
+        self.slice_info = slice_info
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Index the input.
+
+        Args:
+            input: Tensor to slice.
+
+        Returns:
+            View of the input.
+        """
+        return input[self.slice_info]
+
+    def extra_repr(self) -> str:
+        """Return the index for the module's representation."""
+        return f"slice_info={self.slice_info}"

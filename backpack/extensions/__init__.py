@@ -1,0 +1,42 @@
+"""Extensions of the backward pass: pass instances of them to ``backpack(...)``."""
+
+from __future__ import annotations
+
+from backpack.extensions.curvmatprod.ggnmp import GGNMP
+from backpack.extensions.curvmatprod.hmp import HMP
+from backpack.extensions.curvmatprod.pchmp import PCHMP
+from backpack.extensions.firstorder.batch_grad import BatchGrad
+from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
+from backpack.extensions.firstorder.variance import Variance
+from backpack.extensions.secondorder.diag_ggn import (
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    DiagGGNExact,
+    DiagGGNMC,
+)
+from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.hbp import HBP, KFAC, KFLR, KFRA
+from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
+
+__all__ = [
+    "GGNMP",
+    "HBP",
+    "HMP",
+    "KFAC",
+    "KFLR",
+    "KFRA",
+    "PCHMP",
+    "BatchDiagGGNExact",
+    "BatchDiagGGNMC",
+    "BatchDiagHessian",
+    "BatchGrad",
+    "BatchL2Grad",
+    "DiagGGNExact",
+    "DiagGGNMC",
+    "DiagHessian",
+    "SqrtGGNExact",
+    "SqrtGGNMC",
+    "SumGradSquared",
+    "Variance",
+]

@@ -1,0 +1,124 @@
+"""The base class of all extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from warnings import warn
+
+from torch.nn import Module
+
+from backpack.core import tape
+from backpack.core.products import Products
+from backpack.core.propagations import Propagation
+from backpack.core.registry import class_derivatives
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.saved_quantities import SavedQuantities
+
+FAIL_ERROR = "ERROR"
+FAIL_WARN = "WARNING"
+FAIL_SILENT = "SILENT"
+
+
+class BackpropExtension:
+    """Computes a quantity for every parameter during a backward pass.
+
+    An extension reads as *what is propagated × what is extracted*: ``propagation`` travels from the
+    loss back through the network (None: the gradient), ``needs`` names what is extracted of every
+    parameter, and ``extract`` turns that into the value to save. An extension without ``needs``
+    works through module extensions alone, one for each module class.
+
+    Attributes:
+        propagation: What travels back; extensions with equal ones share it.
+        needs: Names of the extracted quantities, see ``backpack.core.products.REDUCTIONS``.
+        savefield: Attribute of the parameter that holds the result.
+    """
+
+    propagation: Propagation | None = None
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: dict[type[Module], ModuleExtension] | None = None,
+        fail_mode: str = FAIL_ERROR,
+        subsampling: Sequence[int] | None = None,
+    ):
+        """Store the options.
+
+        Args:
+            savefield: Attribute of the parameter that will hold the result.
+            module_exts: Rules by module class, beyond the registered derivatives.
+            fail_mode: What to do about a module without a rule: ``"ERROR"``, ``"WARNING"`` or
+                ``"SILENT"``.
+            subsampling: Indices of the samples to look at. Default: all.
+
+        Raises:
+            ValueError: If ``fail_mode`` or ``subsampling`` is none of these.
+        """
+        if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
+            raise ValueError(
+                f"fail_mode is {FAIL_ERROR!r}, {FAIL_WARN!r} or {FAIL_SILENT!r}, got {fail_mode!r}."
+            )
+        if subsampling is not None and len(subsampling) == 0:
+            raise ValueError("subsampling needs at least one sample, got an empty list.")
+        self.savefield = savefield
+        self.rules: dict[type[Module], ModuleExtension] = dict(module_exts or {})
+        tape.CLASSES_WITH_RULES.update(self.rules)
+        self._fail_mode = fail_mode
+        self._subsampling = None if subsampling is None else list(subsampling)
+        self.saved_quantities = SavedQuantities()
+
+    def __repr__(self) -> str:
+        """Name the extension and its savefield."""
+        return f"{type(self).__name__}(savefield={self.savefield!r})"
+
+    def set_module_extension(
+        self, module_cls: type[Module], module_ext: ModuleExtension, overwrite: bool = False
+    ) -> None:
+        """Register a rule of this extension for a module class.
+
+        Args:
+            module_cls: Class of the module.
+            module_ext: The rule.
+            overwrite: Replace what is there, a rule or built-in support.
+
+        Raises:
+            ValueError: If there is support already and ``overwrite`` is not set.
+        """
+        built_in = bool(self.needs) and class_derivatives(module_cls) is not None
+        if (module_cls in self.rules or built_in) and not overwrite:
+            raise ValueError(
+                f"{type(self).__name__} already supports {module_cls.__name__}. "
+                "Use overwrite=True to replace that."
+            )
+        self.rules[module_cls] = module_ext
+        tape.CLASSES_WITH_RULES.add(module_cls)
+
+    def rule_for(self, module: Module) -> ModuleExtension | None:
+        """Return the rule that a user registered for a module, or None."""
+        return self.rules.get(type(module))
+
+    def get_subsampling(self) -> list[int] | None:
+        """Return the indices of the samples to look at; None for all."""
+        return self._subsampling
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Return whether something travels back from the loss besides the gradient."""
+        raise NotImplementedError
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Merge what arrives at a tensor over several branches. Default: the sum."""
+        return existing + other
+
+    def extract(self, products: Products) -> Any:
+        """Turn what was extracted of a parameter into the value to save. Default: the first."""
+        return products.take(self.needs[0])
+
+    def fail(self, message: str, error: type[Exception] = NotImplementedError) -> None:
+        """Raise, warn or do nothing, as ``fail_mode`` says."""
+        message = f"{type(self).__name__} (savefield {self.savefield!r}): {message}"
+        if self._fail_mode == FAIL_ERROR:
+            raise error(message)
+        if self._fail_mode == FAIL_WARN:
+            warn(message, UserWarning, stacklevel=2)

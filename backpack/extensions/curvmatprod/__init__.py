@@ -1,0 +1,1 @@
+"""Products with curvature blocks as functions."""

@@ -1,0 +1,40 @@
+"""Products with the positive-curvature Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backpack.core.propagations import POSITIVE_PART, Blocks
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+
+
+class PCHMP(SecondOrderBackpropExtension):
+    """Product with the parameter's block of the positive-curvature Hessian, ``[V, *p] -> [V, *p]``.
+
+    The second derivative of every module is made positive semidefinite on the way back. Source: Chen,
+    EA-CG: an approximate second-order method for training fully-connected neural networks (2018).
+    """
+
+    needs = ("product",)
+
+    def __init__(
+        self,
+        savefield: str = "pchmp",
+        modify: str = "clip",
+        subsampling: Sequence[int] | None = None,
+    ):
+        """Store the options.
+
+        Args:
+            savefield: Attribute of the parameter.
+            modify: What becomes of negative second derivatives: ``"clip"`` sets them to zero,
+                ``"abs"`` takes their magnitude.
+            subsampling: Samples of the batch to look at. Default: all.
+
+        Raises:
+            ValueError: If ``modify`` is neither.
+        """
+        if modify not in POSITIVE_PART:
+            raise ValueError(f"modify is one of {', '.join(POSITIVE_PART)}, got {modify!r}.")
+        self.propagation = Blocks(modify=POSITIVE_PART[modify])
+        super().__init__(savefield, subsampling=subsampling)

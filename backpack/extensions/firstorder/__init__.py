@@ -1,0 +1,1 @@
+"""Extensions that read the gradient alone."""

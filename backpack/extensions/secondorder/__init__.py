@@ -1,0 +1,1 @@
+"""Extensions that propagate curvature back from the loss."""

@@ -1,0 +1,1 @@
+"""Matrix-free products with Jacobians, Hessians and generalized Gauss-Newton matrices."""

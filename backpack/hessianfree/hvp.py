@@ -1,0 +1,50 @@
+"""Products with Hessians."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
+
+
+def hessian_vector_product(
+    f: Tensor,
+    params: Tensor | Iterable[Tensor],
+    v: Tensor | Iterable[Tensor],
+    grad_params: Tensor | Iterable[Tensor] | None = None,
+    detach: bool = True,
+) -> tuple[Tensor, ...]:
+    """Multiply with the Hessian of ``f`` with respect to ``params``.
+
+    The Hessian is the Jacobian of the gradient, and symmetric (Pearlmutter, "Fast exact
+    multiplication by the Hessian", Neural Computation 1994).
+
+    Args:
+        f: Scalar.
+        params: Tensors that ``f`` depends on. ``[*p]`` each
+        v: Tensors to multiply with, shaped like the parameters. ``[*p]`` each
+        grad_params: Gradient of ``f`` with respect to ``params``, with its graph, if it is known
+            already. ``[*p]`` each
+        detach: Return tensors without a graph. Otherwise, the result can be differentiated.
+
+    Returns:
+        The product ``H v``, zero for parameters that ``f`` does not depend on. ``[*p]`` each
+
+    Raises:
+        ValueError: If ``f`` is not a scalar, or ``v`` or ``grad_params`` do not have the length and
+            shapes of ``params``.
+    """
+    params, v = as_tuple(params), as_tuple(v)
+    check_same_shapes("v", v, "params", params)
+    if f.numel() != 1:
+        raise ValueError(f"f must be a scalar, got shape {tuple(f.shape)}.")
+
+    gradient = params if grad_params is None else as_tuple(grad_params)
+    check_same_shapes("grad_params", gradient, "params", params)
+    # A known gradient without a graph is of no use.
+    if grad_params is None or not any(g.requires_grad for g in gradient):
+        gradient = L_op(f, params, torch.ones_like(f), detach=False)
+    return vjp(gradient, params, v, detach=detach)

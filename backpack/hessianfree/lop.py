@@ -1,0 +1,113 @@
+"""Products with transposed Jacobians."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def L_op(
+    ys: Tensor | Iterable[Tensor],
+    xs: Tensor | Iterable[Tensor],
+    ws: Tensor | Iterable[Tensor],
+    retain_graph: bool = True,
+    detach: bool = True,
+) -> tuple[Tensor, ...]:
+    """Multiply with the transposed Jacobian of ``ys`` with respect to ``xs``.
+
+    Args:
+        ys: Outputs of the function. ``[*y]`` each
+        xs: Inputs of the function. ``[*x]`` each
+        ws: Tensors to multiply with, shaped like the outputs. ``[*y]`` each
+        retain_graph: Keep the graph of ``ys`` for further derivatives.
+        detach: Return tensors without a graph. Otherwise, the result can be differentiated.
+
+    Returns:
+        The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each
+
+    Raises:
+        ValueError: If ``ws`` does not have the length and the shapes of ``ys``, or ``ys`` have no
+            graph to differentiate.
+    """
+    ys, xs, ws = as_tuple(ys), as_tuple(xs), as_tuple(ws)
+    check_same_shapes("ws", ws, "ys", ys)
+    if not any(y.requires_grad for y in ys):
+        raise ValueError("None of ys requires a gradient: were they computed without a graph?")
+    return vjp(ys, xs, ws, retain_graph=retain_graph, detach=detach)
+
+
+transposed_jacobian_vector_product = L_op
+
+
+def vjp(
+    ys: tuple[Tensor, ...],
+    xs: tuple[Tensor, ...],
+    ws: tuple[Tensor, ...],
+    retain_graph: bool = True,
+    detach: bool = True,
+) -> tuple[Tensor, ...]:
+    """Multiply with a transposed Jacobian like :func:`L_op`, but let all of ``ys`` be constant.
+
+    Args:
+        ys: Outputs of the function. ``[*y]`` each
+        xs: Inputs of the function. ``[*x]`` each
+        ws: Tensors to multiply with, shaped like the outputs. ``[*y]`` each
+        retain_graph: Keep the graph of ``ys`` for further derivatives.
+        detach: Return tensors without a graph.
+
+    Returns:
+        The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each
+    """
+    # autograd refuses constant outputs; they contribute zero.
+    varying = [i for i, y in enumerate(ys) if y.requires_grad]
+    if not varying:
+        return tuple(torch.zeros_like(x) for x in xs)
+    return torch.autograd.grad(
+        [ys[i] for i in varying],
+        xs,
+        grad_outputs=[ws[i] for i in varying],
+        retain_graph=retain_graph,
+        create_graph=not detach,
+        materialize_grads=True,
+    )
+
+
+def as_tuple(tensors: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Wrap a single tensor into a tuple, convert other iterables.
+
+    Args:
+        tensors: One or several tensors.
+
+    Returns:
+        The tensors.
+    """
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def check_same_shapes(
+    name: str, tensors: tuple[Tensor, ...], other_name: str, others: tuple[Tensor, ...]
+) -> None:
+    """Check that two tuples of tensors have the same length and shapes.
+
+    Args:
+        name: Name of the first argument in the error message.
+        tensors: Tensors to check.
+        other_name: Name of the second argument in the error message.
+        others: Tensors whose shapes are expected.
+
+    Raises:
+        ValueError: If a length or a shape differs.
+    """
+    if len(tensors) != len(others):
+        raise ValueError(
+            f"{name} and {other_name} must have the same length, "
+            f"got {len(tensors)} and {len(others)}."
+        )
+    for i, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
+        if tensor.shape != other.shape:
+            raise ValueError(
+                f"{name}[{i}] and {other_name}[{i}] must have the same shape, "
+                f"got {tuple(tensor.shape)} and {tuple(other.shape)}."
+            )

@@ -1,0 +1,196 @@
+"""Linear algebra with Kronecker products that are never formed.
+
+A list of factors ``[A, B, ...]`` stands for ``A ⊗ B ⊗ ...``. Its rows and columns are indexed
+row-major, so if ``A`` acts on the first axis of a tensor and ``B`` on the second, the product acts
+on the flattened tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+Shift = float | Sequence[float] | None
+
+
+def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
+    """Multiply the factors out into a matrix.
+
+    Args:
+        factors: Kronecker factors, ``[O_1, I_1], [O_2, I_2], ...``
+
+    Returns:
+        The Kronecker product ``A ⊗ B ⊗ ...``, never an alias of a factor.
+        ``[O_1·O_2·…, I_1·I_2·…]``
+
+    Raises:
+        ValueError: If there are no factors, or one is not a matrix.
+    """
+    _check_matrices(factors)
+    first, *others = factors
+    return reduce(torch.kron, others, first.clone())
+
+
+def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function that multiplies with a Kronecker product.
+
+    Args:
+        factors: Kronecker factors, ``[O_1, I_1], [O_2, I_2], ...``
+
+    Returns:
+        Function of a matrix or vector, see :func:`apply_kfac_mat_prod`.
+
+    Raises:
+        ValueError: If there are no factors, or one is not a matrix.
+    """
+    _check_matrices(factors)
+    return partial(apply_kfac_mat_prod, factors)
+
+
+def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
+    """Multiply a Kronecker product with a matrix or vector, axis by axis.
+
+    Args:
+        factors: Kronecker factors, ``[O_1, I_1], [O_2, I_2], ...``
+        mat: Matrix or vector. ``[I_1·I_2·…, K]`` or ``[I_1·I_2·…]``
+
+    Returns:
+        The product ``(A ⊗ B ⊗ ...) mat``. ``[O_1·O_2·…, K]`` or ``[O_1·O_2·…]``
+
+    Raises:
+        ValueError: If there are no factors, one is not a matrix, or ``mat`` does not fit them.
+    """
+    _check_matrices(factors)
+    in_dims = [factor.shape[1] for factor in factors]
+    if mat.dim() not in (1, 2) or mat.shape[0] != prod(in_dims):
+        raise ValueError(
+            f"Expected mat of shape [{prod(in_dims)}, K] or [{prod(in_dims)}] for factors of "
+            f"shapes {_shapes(factors)}, got {tuple(mat.shape)}."
+        )
+
+    tensor = mat.reshape(*in_dims, *mat.shape[1:])
+    # A step turns the last of the factors' axes into the first: after all steps, order is restored.
+    last = len(factors) - 1
+    for factor in reversed(factors):
+        tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
+    return tensor.reshape(-1, *mat.shape[1:])
+
+
+def inv_kfac_mat_prod(factors: Sequence[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
+    """Return the function that multiplies with an inverse Kronecker product.
+
+    The factors are inverted once, when this function is called.
+
+    Args:
+        factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
+        shift: Damping of the factors, see :func:`inv_kfacs`.
+
+    Returns:
+        Function of a matrix or vector, see :func:`apply_kfac_mat_prod`.
+
+    Raises:
+        ValueError: As :func:`inv_kfacs`.
+    """
+    return kfac_mat_prod(inv_kfacs(factors, shift))
+
+
+def apply_inv_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor, shift: Shift = None) -> Tensor:
+    """Multiply an inverse Kronecker product with a matrix or vector.
+
+    Args:
+        factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
+        mat: Matrix or vector. ``[D_1·D_2·…, K]`` or ``[D_1·D_2·…]``
+        shift: Damping of the factors, see :func:`inv_kfacs`.
+
+    Returns:
+        The product ``(A ⊗ B ⊗ ...)⁻¹ mat``. Same shape as ``mat``.
+
+    Raises:
+        ValueError: As :func:`inv_kfacs` and :func:`apply_kfac_mat_prod`.
+    """
+    return apply_kfac_mat_prod(inv_kfacs(factors, shift), mat)
+
+
+def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
+    """Invert the factors, which are the factors of the inverse: ``(A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹``.
+
+    Args:
+        factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
+        shift: Multiple of the identity added to the factors before they are inverted. A number
+            for all of them, or one per factor. ``None`` adds nothing.
+
+    Returns:
+        The inverses ``(A + shift·I)⁻¹, ...``, ``[D_1, D_1], [D_2, D_2], ...``
+
+    Raises:
+        ValueError: If there are no factors, one is not square or (with its shift) singular, or
+            the number of shifts is not the number of factors.
+    """
+    _check_matrices(factors)
+    if any(rows != cols for rows, cols in _shapes(factors)):
+        raise ValueError(f"Only square factors can be inverted, got shapes {_shapes(factors)}.")
+
+    if shift is None:
+        return [_inverse(factor) for factor in factors]
+
+    shifts = list(shift) if isinstance(shift, Sequence) else [shift] * len(factors)
+    if len(shifts) != len(factors):
+        raise ValueError(f"Got {len(shifts)} shifts for {len(factors)} factors.")
+    return [
+        _inverse(factor + value * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
+        for factor, value in zip(factors, shifts, strict=True)
+    ]
+
+
+def _inverse(mat: Tensor) -> Tensor:
+    """Invert a matrix: by Cholesky if it is symmetric positive definite, else by LU.
+
+    Args:
+        mat: Matrix. ``[D, D]``
+
+    Returns:
+        The inverse. ``[D, D]``
+
+    Raises:
+        ValueError: If the matrix is singular up to round-off.
+    """
+    eps = torch.finfo(mat.dtype).eps
+    # Cholesky only reads one triangle, so it must not see an asymmetric matrix.
+    symmetric = bool((mat - mat.mT).norm() <= 10 * eps * mat.norm())
+    chol, info = torch.linalg.cholesky_ex(mat)
+    if symmetric and info == 0:
+        inverse = torch.cholesky_inverse(chol)
+    else:
+        inverse, info = torch.linalg.inv_ex(mat)
+
+    with torch.no_grad():
+        norm, inverse_norm = (torch.linalg.matrix_norm(m, ord=1) for m in (mat, inverse))
+        # The reciprocal condition number. Written such that NaN counts as singular.
+        if info != 0 or not 1 / (norm * inverse_norm) >= eps:
+            raise ValueError(
+                f"Cannot invert a factor of shape {tuple(mat.shape)}: it is singular. "
+                "A positive shift makes positive semi-definite factors invertible."
+            )
+    return inverse
+
+
+def _check_matrices(factors: Sequence[Tensor]) -> None:
+    """Check that there are factors, and that they are matrices.
+
+    Args:
+        factors: Kronecker factors.
+
+    Raises:
+        ValueError: If there are no factors, or one is not a matrix.
+    """
+    if not factors or any(factor.dim() != 2 for factor in factors):
+        raise ValueError(f"Expected a list of matrices, got shapes {_shapes(factors)}.")
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the shapes as tuples, which print nicely."""
+    return [tuple(tensor.shape) for tensor in tensors]

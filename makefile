@@ -1,0 +1,51 @@
+# Change these on the command line or in the environment, e.g. `make test PYTHON=python3.12`.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# The stamps stand for "installed from this setup.cfg".
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test install-dev lint format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictures to demo/
+	$(BIN)/python docs_src/examples/demo_digits.py --out demo
+
+test: $(READY) ## Run all tests, slow ones included, and the example in README.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		--doctest-glob=README.md $(PYTEST_ARGS) test README.md
+
+install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, benchmarks
+
+lint: $(READY) ## Check style, format and types; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy backpack
+
+format: $(READY) ## Format the code and fix what can be fixed automatically
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches, build artefacts and demo/; keep the virtual environment
+	rm -rf demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find backpack test docs_src benchmark -type d -name __pycache__ -prune \
+		-exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): setup.cfg | $(BIN)/python
+	$(BIN)/python -m pip install -e ".[test,examples]"
+	@touch $@
+
+$(READY_DEV): setup.cfg | $(BIN)/python
+	$(BIN)/python -m pip install -e ".[test,examples,docs,benchmark]"
+	@touch $@ $(READY)

@@ -1,0 +1,5 @@
+"""Build script; the metadata is in setup.cfg."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,1034 @@
+"""A database of models, inputs and losses; the tests are parametrised over it.
+
+``CASES`` lists everything. A case is built by ``model, loss, X, y = case.build()``. Helpers
+(``module_case``, ``loss_case``, ``network``) make a new case one or two lines;
+``random_dag(seed)`` makes one of random structure.
+
+Tags
+    module, loss, network     what the case is about
+    linear, conv, convtranspose, batchnorm, pool, activation, dropout, reshape, pad
+                              family of the module under test
+    mse, ce, bce              kind of the loss under test
+    nonsequential             the model is not a (nested) ``Sequential``
+    tied                      a parameter is used several times (by calls or modules)
+    branch                    a tensor has several consumers, or a module several inputs
+    view                      the model's forward contains a view
+    rows                      the loss sees ``f.view(-1, C)`` of a [N, T, C] output
+    random                    dropout in training mode: seed before every forward pass
+    mixing                    samples are mixed (BatchNorm in training mode)
+    inplace                   contains an in-place module
+    piecewise_linear          the model is piecewise linear (GGN = Hessian)
+    frozen                    contains parameters that require no gradient
+    fallback                  contains a module outside of the supported list
+    dag                       made by ``random_dag``
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.custom_module.branching import Parallel, SumModule
+
+N = 3
+Shape = tuple[int, ...]
+
+
+class Problem(NamedTuple):
+    """What a case builds."""
+
+    model: nn.Module
+    loss: nn.Module
+    X: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its input and its loss, all built on demand."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    input: Callable[[], Tensor]
+    loss: Callable[[], nn.Module]
+    target: Callable[[Tensor], Tensor]  # of the model's output
+    tags: frozenset[str] = frozenset()
+    train: bool = True
+
+    def build(
+        self,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> Problem:
+        """Build the problem; the global random state is left alone."""
+
+        def cast(t: Tensor) -> Tensor:
+            moved = t.detach().to(device, dtype if t.is_floating_point() else None)
+            return moved.requires_grad_(t.requires_grad)
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.model().train(self.train)
+            _randomise_batchnorm(model)
+            X = self.input()
+            with torch.no_grad():
+                y = self.target(copy.deepcopy(model)(X))
+            loss = self.loss()
+        return Problem(model.to(device, dtype), loss.to(device, dtype), cast(X), cast(y))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def select(*tags: str, without: str = "") -> list[Case]:
+    """Return the cases that have all ``tags`` and none of those in ``without``."""
+    excluded = set(without.split())
+    return [c for c in CASES if c.tags.issuperset(tags) and not c.tags & excluded]
+
+
+def _randomise_batchnorm(model: nn.Module) -> None:
+    for m in model.modules():
+        if isinstance(m, _BatchNorm):
+            if m.track_running_stats:
+                m.running_mean.normal_()
+                m.running_var.uniform_(0.5, 2.0)
+            if m.affine:
+                nn.init.uniform_(m.weight, 0.5, 1.5)
+                nn.init.normal_(m.bias)
+
+
+# --------------------------------------------------------------------------------------
+# Targets, as functions of the model's output
+# --------------------------------------------------------------------------------------
+
+
+def labels(f: Tensor) -> Tensor:
+    """Return class indices [N, *] for scores [N, C, *]."""
+    return torch.randint(f.shape[1], (f.shape[0], *f.shape[2:]))
+
+
+def labels_with(index: int) -> Callable[[Tensor], Tensor]:
+    """Return a function for class indices, some of which are ``index`` (to be ignored)."""
+
+    def target(f: Tensor) -> Tensor:
+        y = labels(f)
+        y.flatten()[1::3] = index  # a view: y is contiguous
+        return y
+
+    return target
+
+
+def probabilities(f: Tensor) -> Tensor:
+    """Return class probabilities of the shape of the scores."""
+    return torch.randn_like(f).softmax(1)
+
+
+def real(f: Tensor) -> Tensor:
+    """Return targets for regression."""
+    return torch.randn_like(f)
+
+
+def soft_binary(f: Tensor) -> Tensor:
+    """Return targets between 0 and 1."""
+    return torch.rand_like(f)
+
+
+def binary(f: Tensor) -> Tensor:
+    """Return targets 0 or 1."""
+    return torch.rand_like(f).round()
+
+
+class Rows(nn.Module):
+    """A loss on the rows ``f.view(-1, C)`` of an output [N, T, C]."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss of the rows."""
+        return self.loss(f.view(-1, f.size(-1)), y)
+
+
+def rows(target: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function for targets of the rows of the output."""
+    return lambda f: target(f.reshape(-1, f.shape[-1]))
+
+
+# --------------------------------------------------------------------------------------
+# Helpers: one call, one case
+# --------------------------------------------------------------------------------------
+
+
+def _mix(shape: Shape, channels: int | None = None) -> nn.Module:
+    """Return a parametrised module [N, *shape] -> [N, channels, *shape[1:]]."""
+    kinds: list[Any] = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
+    kernel = [1] if len(shape) > 1 else []
+    return kinds[len(shape) - 1](shape[0], channels or shape[0], *kernel)
+
+
+def _output_shape(model: nn.Module, shape: Shape) -> Shape:
+    with torch.no_grad():
+        return tuple(copy.deepcopy(model).eval()(torch.zeros(N, *shape)).shape[1:])
+
+
+def _call_name(cls: type, args: Sequence[object], kwargs: dict[str, Any]) -> str:
+    arguments = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{cls.__name__}({','.join(arguments)})".replace(" ", "").replace("'", "")
+
+
+def module_case(
+    cls: type[nn.Module],
+    shape: Shape,
+    *args: Any,
+    tags: str = "",
+    train: bool = True,
+    first: bool = False,
+    **kwargs: Any,
+) -> Case:
+    """Return a case for ``cls(*args, **kwargs)`` on inputs [N, *shape].
+
+    The model is a parametrised module (unless the module under test has to be the
+    ``first``), the module under test, Flatten, Tanh and Linear; the loss is cross entropy.
+    """
+
+    def model() -> nn.Module:
+        layers = nn.Sequential() if first else nn.Sequential(_mix(shape))
+        layers.append(cls(*args, **kwargs))
+        out = _output_shape(layers, shape)
+        if len(out) > 1:
+            layers.append(nn.Flatten())
+        return layers.append(nn.Tanh()).append(nn.Linear(math.prod(out), 3))
+
+    details = ["x".join(map(str, shape)), "first" * first, "eval" * (not train)]
+    return Case(
+        "-".join([_call_name(cls, args, kwargs), *filter(None, details)]),
+        model,
+        lambda: torch.randn(N, *shape),
+        nn.CrossEntropyLoss,
+        labels,
+        frozenset(["module", *tags.split(), *(["inplace"] * bool(kwargs.get("inplace")))]),
+        train,
+    )
+
+
+def loss_case(
+    cls: type[nn.Module],
+    shape: Shape,
+    target: Callable[[Tensor], Tensor],
+    *,
+    tags: str,
+    note: str = "",
+    **kwargs: Any,
+) -> Case:
+    """Return a case for the loss ``cls(**kwargs)`` on outputs [N, *shape]."""
+    hidden = (2, *shape[1:])
+
+    def plain(value: object) -> object:
+        return "tensor" if isinstance(value, Tensor) else value
+
+    name = _call_name(cls, [], {key: plain(value) for key, value in kwargs.items()})
+    return Case(
+        "-".join(filter(None, [name, "x".join(map(str, shape)), note])),
+        lambda: nn.Sequential(_mix(hidden), nn.Tanh(), _mix(hidden, shape[0])),
+        lambda: torch.randn(N, *hidden),
+        lambda: cls(**kwargs),
+        target,
+        frozenset(["loss", *tags.split()]),
+    )
+
+
+def network(
+    name: str,
+    model: Callable[[], nn.Module],
+    shape: Shape,
+    loss: Callable[[], nn.Module] = nn.CrossEntropyLoss,
+    target: Callable[[Tensor], Tensor] = labels,
+    *,
+    tags: str = "",
+    train: bool = True,
+    input: Callable[[], Tensor] | None = None,
+) -> Case:
+    """Return a case for a whole network on inputs [N, *shape]."""
+    return Case(
+        name,
+        model,
+        input or (lambda: torch.randn(N, *shape)),
+        loss,
+        target,
+        frozenset(["network", *tags.split()]),
+        train,
+    )
+
+
+# --------------------------------------------------------------------------------------
+# Modules
+# --------------------------------------------------------------------------------------
+
+
+def _linear_cases() -> list[Case]:
+    shapes: list[Shape] = [(4,), (2, 4), (2, 2, 4)]
+    return [
+        module_case(nn.Linear, shape, 4, 3, tags="linear", **kwargs)
+        for shape in shapes
+        for kwargs in ({}, {"bias": False})
+    ]
+
+
+def _conv_cases() -> list[Case]:
+    case = partial(module_case, tags="conv")
+    return [
+        case(nn.Conv1d, (2, 6), 2, 3, 3),
+        case(nn.Conv1d, (2, 6), 2, 3, 3, first=True),
+        case(nn.Conv1d, (2, 6), 2, 3, 3, bias=False),
+        case(nn.Conv1d, (2, 6), 2, 3, 3, stride=2),
+        case(nn.Conv1d, (2, 6), 2, 3, 3, dilation=2),
+        case(nn.Conv1d, (2, 6), 2, 4, 3, groups=2),
+        case(nn.Conv1d, (2, 4), 2, 2, 3, padding=2),
+        case(nn.Conv1d, (2, 6), 2, 3, 3, padding="valid"),
+        case(nn.Conv1d, (2, 4), 2, 2, 3, padding="same"),
+        case(nn.Conv1d, (2, 4), 2, 2, 2, padding="same"),
+        case(nn.Conv1d, (2, 5), 2, 2, 2, padding="same", dilation=3),
+        case(nn.Conv1d, (2, 5), 2, 2, 4, padding="same", padding_mode="circular"),
+        case(nn.Conv1d, (2, 4), 2, 2, 3, padding=2, padding_mode="circular"),
+        case(nn.Conv1d, (2, 4), 2, 2, 3, padding=2, padding_mode="reflect"),
+        case(nn.Conv1d, (2, 4), 2, 2, 3, padding=2, padding_mode="replicate"),
+        case(nn.Conv1d, (2, 6), 2, 2, 3, stride=2, padding=1, padding_mode="circular"),
+        case(nn.Conv1d, (4, 5), 4, 2, 2, stride=2, padding=1, dilation=2, groups=2),
+        case(nn.Conv2d, (2, 4, 4), 2, 3, (3, 2)),
+        case(nn.Conv2d, (2, 4, 4), 2, 3, 3, first=True),
+        case(nn.Conv2d, (2, 4, 4), 2, 2, 2, bias=False),
+        case(nn.Conv2d, (2, 4, 5), 2, 2, 2, stride=(2, 3)),
+        case(nn.Conv2d, (2, 5, 4), 2, 2, 2, dilation=(3, 2)),
+        case(nn.Conv2d, (2, 3, 3), 2, 4, 2, groups=2),
+        case(nn.Conv2d, (2, 3, 3), 2, 2, 3, padding=(0, 1)),
+        case(nn.Conv2d, (2, 3, 4), 2, 2, 3, padding="valid"),
+        case(nn.Conv2d, (1, 3, 3), 1, 2, (3, 2), padding="same"),
+        case(nn.Conv2d, (1, 3, 4), 1, 1, 2, padding="same", dilation=(1, 3)),
+        case(nn.Conv2d, (1, 3, 3), 1, 2, 2, padding="same", padding_mode="reflect"),
+        case(nn.Conv2d, (1, 2, 3), 1, 2, 3, padding=(1, 2), padding_mode="circular"),
+        case(nn.Conv2d, (1, 2, 3), 1, 2, 3, padding=(1, 2), padding_mode="reflect"),
+        case(nn.Conv2d, (1, 2, 3), 1, 2, 3, padding=(1, 2), padding_mode="replicate"),
+        case(nn.Conv2d, (4, 3, 4), 4, 2, 2, stride=2, padding=1, groups=2),
+        case(nn.Conv3d, (1, 3, 3, 3), 1, 2, 2),
+        case(nn.Conv3d, (1, 3, 2, 2), 1, 2, (2, 1, 2), bias=False),
+        case(nn.Conv3d, (1, 3, 4, 3), 1, 2, 2, stride=(1, 2, 1), dilation=(2, 1, 2)),
+        case(nn.Conv3d, (2, 3, 2, 2), 2, 4, 2, groups=2),
+        case(nn.Conv3d, (1, 2, 2, 2), 1, 2, 2, padding=(1, 0, 0)),
+        case(nn.Conv3d, (1, 2, 2, 3), 1, 2, (1, 2, 3), padding="valid"),
+        case(nn.Conv3d, (1, 2, 2, 3), 1, 1, (1, 2, 3), padding="same"),
+        case(nn.Conv3d, (1, 2, 2, 2), 1, 1, 2, padding=(1, 0, 1), padding_mode="circular"),
+        case(nn.Conv3d, (1, 2, 2, 2), 1, 1, 2, padding=(0, 1, 1), padding_mode="reflect"),
+        case(nn.Conv3d, (1, 2, 2, 2), 1, 1, 2, padding=(1, 1, 0), padding_mode="replicate"),
+    ]
+
+
+def _conv_transpose_cases() -> list[Case]:
+    case = partial(module_case, tags="convtranspose")
+    return [
+        case(nn.ConvTranspose1d, (2, 4), 2, 3, 3),
+        case(nn.ConvTranspose1d, (2, 4), 2, 3, 3, first=True),
+        case(nn.ConvTranspose1d, (2, 4), 2, 3, 3, bias=False),
+        case(nn.ConvTranspose1d, (2, 4), 2, 2, 3, stride=2),
+        case(nn.ConvTranspose1d, (2, 4), 2, 2, 3, padding=1),
+        case(nn.ConvTranspose1d, (2, 3), 2, 2, 3, dilation=2),
+        case(nn.ConvTranspose1d, (4, 2), 4, 6, 2, groups=2),
+        case(nn.ConvTranspose1d, (2, 3), 2, 2, 2, stride=3, output_padding=2),
+        case(nn.ConvTranspose1d, (2, 3), 2, 2, 3, stride=2, padding=1, output_padding=1),
+        case(nn.ConvTranspose2d, (2, 2, 2), 2, 3, (2, 1)),
+        case(nn.ConvTranspose2d, (2, 2, 2), 2, 2, (2, 3), bias=False),
+        case(nn.ConvTranspose2d, (2, 2, 2), 2, 2, 2, stride=(1, 2), output_padding=(0, 1)),
+        case(nn.ConvTranspose2d, (2, 3, 3), 2, 2, 3, padding=(2, 1)),
+        case(nn.ConvTranspose2d, (1, 2, 2), 1, 2, 2, dilation=(1, 3)),
+        case(nn.ConvTranspose2d, (2, 2, 2), 2, 4, (1, 2), groups=2),
+        case(nn.ConvTranspose3d, (1, 2, 1, 2), 1, 2, 2),
+        case(nn.ConvTranspose3d, (1, 2, 1, 2), 1, 2, (1, 2, 2), bias=False),
+        case(nn.ConvTranspose3d, (1, 2, 2, 2), 1, 2, 3, padding=1, stride=(2, 1, 1)),
+        case(nn.ConvTranspose3d, (1, 1, 1, 2), 1, 1, 2, stride=2, output_padding=(1, 0, 0)),
+        case(nn.ConvTranspose3d, (1, 2, 2, 2), 1, 1, 2, dilation=(1, 2, 1)),
+        case(nn.ConvTranspose3d, (2, 1, 1, 2), 2, 4, (2, 1, 2), groups=2),
+    ]
+
+
+def _batchnorm_cases() -> list[Case]:
+    variants: list[tuple[type[nn.Module], Shape]] = [
+        (nn.BatchNorm1d, (4,)),
+        (nn.BatchNorm1d, (2, 3)),
+        (nn.BatchNorm2d, (2, 2, 3)),
+        (nn.BatchNorm3d, (2, 2, 1, 3)),
+    ]
+    case = partial(module_case, tags="batchnorm", train=False)
+    mixing = partial(module_case, tags="batchnorm mixing")
+    return [
+        *(case(cls, shape, shape[0]) for cls, shape in variants),
+        *(case(cls, shape, shape[0], affine=False) for cls, shape in variants),
+        case(nn.BatchNorm1d, (4,), 4, first=True),
+        case(nn.BatchNorm2d, (2, 2, 3), 2, eps=0.1),
+        *(mixing(cls, shape, shape[0]) for cls, shape in variants),
+        mixing(nn.BatchNorm1d, (4,), 4, track_running_stats=False),
+    ]
+
+
+def _pool_cases() -> list[Case]:
+    case = partial(module_case, tags="pool")
+    return [
+        case(nn.MaxPool1d, (2, 6), 2),
+        case(nn.MaxPool1d, (2, 6), 3, stride=1),
+        case(nn.MaxPool1d, (2, 6), 3, stride=2, padding=1),
+        case(nn.MaxPool1d, (2, 6), 2, stride=2, dilation=3),
+        case(nn.MaxPool1d, (2, 6), 3, stride=2, ceil_mode=True),
+        case(nn.MaxPool2d, (2, 4, 4), 2),
+        case(nn.MaxPool2d, (2, 4, 4), (3, 2), stride=1),
+        case(nn.MaxPool2d, (2, 4, 4), 3, stride=2, padding=1),
+        case(nn.MaxPool2d, (2, 4, 5), 2, stride=(2, 1), dilation=(1, 3)),
+        case(nn.MaxPool2d, (2, 4, 4), 3, stride=2, ceil_mode=True),
+        case(nn.MaxPool3d, (1, 2, 4, 2), 2),
+        case(nn.MaxPool3d, (1, 3, 3, 3), 2, stride=1),
+        case(nn.MaxPool3d, (1, 3, 3, 3), 3, stride=2, padding=1),
+        case(nn.MaxPool3d, (1, 3, 3, 4), 2, stride=1, dilation=(2, 1, 3)),
+        case(nn.MaxPool3d, (1, 3, 3, 3), 2, ceil_mode=True),
+        case(nn.AvgPool1d, (2, 6), 2),
+        case(nn.AvgPool1d, (2, 6), 3, stride=1),
+        case(nn.AvgPool1d, (2, 6), 3, stride=2, padding=1),
+        case(nn.AvgPool1d, (2, 6), 3, stride=2, padding=1, count_include_pad=False),
+        case(nn.AvgPool1d, (2, 5), 2, ceil_mode=True),
+        case(nn.AvgPool1d, (2, 6), 3, padding=1, stride=2, ceil_mode=True),
+        case(nn.AvgPool2d, (2, 4, 4), 2),
+        case(nn.AvgPool2d, (2, 4, 4), (3, 2), stride=1),
+        case(nn.AvgPool2d, (2, 4, 3), 3, stride=2, padding=(1, 0)),
+        case(nn.AvgPool2d, (2, 3, 3), 2, padding=1, count_include_pad=False),
+        case(nn.AvgPool2d, (2, 5, 3), 2, ceil_mode=True),
+        case(nn.AvgPool2d, (2, 4, 4), 2, divisor_override=3),
+        case(nn.AvgPool2d, (2, 5, 5), 3, stride=2, padding=1, ceil_mode=True, divisor_override=2),
+        case(nn.AvgPool3d, (1, 2, 4, 2), 2),
+        case(nn.AvgPool3d, (1, 3, 3, 3), 2, stride=1),
+        case(nn.AvgPool3d, (1, 3, 3, 3), 2, padding=1, count_include_pad=False),
+        case(nn.AvgPool3d, (1, 3, 3, 3), 2, ceil_mode=True),
+        case(nn.AvgPool3d, (1, 2, 2, 4), 2, divisor_override=3),
+        case(nn.AdaptiveAvgPool1d, (2, 6), 3),
+        case(nn.AdaptiveAvgPool1d, (2, 5), 3),
+        case(nn.AdaptiveAvgPool1d, (2, 2), 3),
+        case(nn.AdaptiveAvgPool2d, (2, 4, 4), 2),
+        case(nn.AdaptiveAvgPool2d, (2, 4, 6), (2, 3)),
+        case(nn.AdaptiveAvgPool2d, (2, 5, 4), (3, 2)),
+        case(nn.AdaptiveAvgPool2d, (2, 3, 4), (None, 2)),
+        case(nn.AdaptiveAvgPool2d, (2, 3, 4), (2, None)),
+        case(nn.AdaptiveAvgPool3d, (1, 2, 4, 2), (1, 2, 2)),
+        case(nn.AdaptiveAvgPool3d, (1, 3, 2, 2), (2, 2, 1)),
+        case(nn.AdaptiveAvgPool3d, (1, 3, 2, 2), (None, 1, None)),
+        case(nn.AdaptiveMaxPool1d, (2, 6), 3),
+        case(nn.AdaptiveMaxPool1d, (2, 5), 3),
+        case(nn.AdaptiveMaxPool2d, (2, 4, 4), 2),
+        case(nn.AdaptiveMaxPool2d, (2, 5, 4), (3, 2)),
+        case(nn.AdaptiveMaxPool2d, (2, 3, 4), (None, 2)),
+        case(nn.AdaptiveMaxPool3d, (1, 2, 4, 2), (1, 2, 2)),
+        case(nn.AdaptiveMaxPool3d, (1, 3, 2, 2), (2, None, 1)),
+    ]
+
+
+def _activation_cases() -> list[Case]:
+    variants: list[tuple[type[nn.Module], dict[str, Any]]] = [
+        (nn.ReLU, {}),
+        (nn.ReLU, {"inplace": True}),
+        (nn.LeakyReLU, {}),
+        (nn.LeakyReLU, {"negative_slope": 0.3}),
+        (nn.LeakyReLU, {"negative_slope": 0.3, "inplace": True}),
+        (nn.ELU, {}),
+        (nn.ELU, {"alpha": 0.7}),
+        (nn.ELU, {"alpha": 0.7, "inplace": True}),
+        (nn.SELU, {}),
+        (nn.SELU, {"inplace": True}),
+        (nn.Sigmoid, {}),
+        (nn.Tanh, {}),
+        (nn.LogSigmoid, {}),
+    ]
+    shapes: list[Shape] = [(5,), (2, 3)]
+    return [
+        module_case(cls, shape, tags="activation", **kwargs)
+        for cls, kwargs in variants
+        for shape in shapes
+    ]
+
+
+def _dropout_cases() -> list[Case]:
+    variants: list[tuple[type[nn.Module], Shape]] = [
+        (nn.Dropout, (6,)),
+        (nn.Dropout, (2, 3)),
+        (nn.Dropout1d, (4, 2)),
+        (nn.Dropout2d, (4, 2, 2)),
+        (nn.Dropout3d, (4, 2, 1, 2)),
+        (nn.AlphaDropout, (6,)),
+        (nn.FeatureAlphaDropout, (4, 2)),
+    ]
+    return [
+        *(module_case(c, shape, 0.4, train=False, tags="dropout") for c, shape in variants),
+        *(module_case(c, shape, 0.4, tags="dropout random") for c, shape in variants),
+        module_case(nn.Dropout, (6,), 0.4, inplace=True, tags="dropout random"),
+        module_case(nn.Dropout, (6,), 0.0, tags="dropout"),
+    ]
+
+
+def _reshape_cases() -> list[Case]:
+    reshape = partial(module_case, tags="reshape")
+    pad = partial(module_case, tags="pad")
+    return [
+        reshape(nn.Flatten, (5,)),
+        reshape(nn.Flatten, (2, 3)),
+        reshape(nn.Flatten, (2, 2, 2), 2),
+        reshape(nn.Flatten, (2, 2, 2), start_dim=1, end_dim=2),
+        reshape(nn.Unflatten, (6,), 1, (2, 3)),
+        reshape(nn.Unflatten, (2, 4), -1, (2, 2)),
+        reshape(nn.Identity, (5,)),
+        reshape(nn.Identity, (2, 3)),
+        pad(nn.ZeroPad1d, (2, 3), (1, 2)),
+        pad(nn.ZeroPad2d, (2, 2, 2), (1, 0, 2, 1)),
+        pad(nn.ZeroPad2d, (2, 2, 2), 1),
+        pad(nn.ZeroPad3d, (1, 2, 2, 2), (1, 0, 0, 1, 1, 0)),
+        pad(nn.ConstantPad1d, (2, 3), (1, 2), 0.5),
+        pad(nn.ConstantPad2d, (2, 2, 2), (1, 0, 2, 1), 0.5),
+        pad(nn.ConstantPad2d, (2, 3, 3), (1, -1, -2, 0), 0.5),
+        pad(nn.ConstantPad3d, (1, 2, 2, 2), (1, 0, 0, 1, 1, 0), -0.5),
+    ]
+
+
+def _fallback_cases() -> list[Case]:
+    case = partial(module_case, tags="fallback")
+    return [
+        case(nn.Softplus, (5,)),
+        case(nn.GELU, (2, 3)),
+        case(nn.Softmax, (4,), dim=1),
+        case(nn.PReLU, (2, 3), 2),
+        case(nn.LayerNorm, (2, 3), 3),
+        case(nn.GroupNorm, (4, 2), 2, 4),
+    ]
+
+
+# --------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------
+
+
+def _loss_cases() -> list[Case]:
+    weight = torch.tensor([0.5, 1.5, 1.0])
+    shapes: list[Shape] = [(3,), (3, 2), (3, 2, 2)]
+    cases = []
+    for reduction in ("mean", "sum"):
+        mse = partial(loss_case, nn.MSELoss, target=real, tags="mse", reduction=reduction)
+        cases += [mse(shape) for shape in shapes]
+
+        ce = partial(loss_case, nn.CrossEntropyLoss, tags="ce", reduction=reduction)
+        for shape in shapes:
+            cases += [
+                ce(shape, labels),
+                ce(shape, labels, weight=weight),
+                ce(shape, labels_with(-100), note="ignored"),
+                ce(shape, labels_with(1), ignore_index=1, weight=weight),
+                ce(shape, labels, label_smoothing=0.2),
+                ce(shape, probabilities, note="probabilities"),
+                ce(shape, probabilities, note="probabilities", weight=weight),
+                ce(
+                    shape,
+                    probabilities,
+                    note="probabilities",
+                    weight=weight,
+                    label_smoothing=0.2,
+                ),
+                ce(shape, labels_with(2), ignore_index=2, label_smoothing=0.3),
+                ce(shape, labels, weight=weight, label_smoothing=0.3),
+                ce(
+                    shape,
+                    labels_with(0),
+                    weight=weight,
+                    label_smoothing=0.3,
+                    ignore_index=0,
+                ),
+            ]
+
+        bce = partial(loss_case, nn.BCEWithLogitsLoss, tags="bce", reduction=reduction)
+        for shape in [(1,), *shapes]:
+            per_class = weight[: shape[0]].reshape(-1, *(1 for _ in shape[1:]))
+            per_sample = weight.reshape(-1, *(1 for _ in shape)) + 0.5
+            cases += [
+                bce(shape, binary, note="binary"),
+                bce(shape, soft_binary),
+                bce(shape, soft_binary, weight=per_sample, note="sample-weight"),
+                bce(shape, binary, weight=per_class, note="class-weight"),
+                bce(shape, soft_binary, pos_weight=per_class),
+                bce(shape, soft_binary, weight=per_sample, pos_weight=per_class),
+            ]
+    return cases
+
+
+# --------------------------------------------------------------------------------------
+# Whole networks
+# --------------------------------------------------------------------------------------
+
+
+class Reused(nn.Module):
+    """One Linear and one Tanh, each called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.tanh = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        for _ in range(3):
+            x = self.tanh(self.linear(x))
+        return self.linear(x)
+
+
+class TwoConsumers(nn.Module):
+    """A non-linear module whose output has two consumers, and its input as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 3)
+        self.sigmoid = nn.Sigmoid()
+        self.left = nn.Linear(3, 3)
+        self.tanh = nn.Tanh()
+        self.right = nn.Linear(3, 3, bias=False)
+        self.sum = SumModule()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        x = self.stem(x)
+        z = self.sigmoid(x)
+        return self.head(self.sum(self.tanh(self.left(z)), self.right(z), x))
+
+
+class Residual(nn.Module):
+    """``x + block(x)``."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.sum = SumModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, *]."""
+        return self.sum(x, self.block(x))
+
+
+class Doubled(nn.Module):
+    """``x + x``: the same tensor twice in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SumModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, *]."""
+        return self.sum(x, x)
+
+
+class View(nn.Module):
+    """``x.view(N, *shape)``, which is not a module of torch."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, *shape]."""
+        return x.view(x.shape[0], *self.shape)
+
+
+class ConvWithFlatten(nn.Module):
+    """``flatten`` in the forward, as most people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 2)
+        self.tanh = nn.Tanh()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 1, 3, 3] -> [N, 3]."""
+        return self.linear(torch.flatten(self.tanh(self.conv(x)), start_dim=1))
+
+
+class TwoInputs(nn.Module):
+    """A Bilinear module of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 3)
+        self.tanh = nn.Tanh()
+        self.bilinear = nn.Bilinear(2, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        return self.bilinear(self.tanh(self.left(x)), self.right(x))
+
+
+def _tied(layers: Sequence[nn.Module], source: int, *others: int, bias: bool = False) -> nn.Module:
+    """Return a Sequential whose layers ``others`` share the parameters of ``source``."""
+    for i in others:
+        layers[i].weight = layers[source].weight
+        if bias:
+            layers[i].bias = layers[source].bias
+    return nn.Sequential(*layers)
+
+
+def _frozen(model: nn.Sequential, *names: str) -> nn.Module:
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _mlp(activation: type[nn.Module], outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 3), activation(), nn.Linear(3, 3), activation(), nn.Linear(3, outputs)
+    )
+
+
+def _cnn(*middle: nn.Module) -> nn.Sequential:
+    """Return a network on [N, 1, 5, 5] whose ``middle`` maps [N, 2, 4, 4] to [N, 2, 2, 2]."""
+    return nn.Sequential(nn.Conv2d(1, 2, 2), *middle, nn.Flatten(), nn.Linear(8, 3))
+
+
+def _network_cases() -> list[Case]:
+    row_labels, pwl = rows(labels), "piecewise_linear"
+
+    def row_ce(**kwargs: Any) -> Callable[[], nn.Module]:
+        return lambda: Rows(nn.CrossEntropyLoss(**kwargs))
+
+    return [
+        network("linear-mse", lambda: nn.Linear(4, 3), (4,), nn.MSELoss, real, tags=pwl),
+        network("sigmoid-mlp", lambda: _mlp(nn.Sigmoid), (4,)),
+        network("sigmoid-mlp-mse", lambda: _mlp(nn.Sigmoid), (4,), nn.MSELoss, real),
+        network("relu-mlp", lambda: _mlp(nn.ReLU), (4,), tags=pwl),
+        network("relu-mlp-mse", lambda: _mlp(nn.ReLU), (4,), nn.MSELoss, real, tags=pwl),
+        network("tanh-mlp-bce", lambda: _mlp(nn.Tanh, 1), (4,), nn.BCEWithLogitsLoss, binary),
+        network("cnn-maxpool", lambda: _cnn(nn.ReLU(), nn.MaxPool2d(2)), (1, 5, 5), tags=pwl),
+        network("cnn-sigmoid", lambda: _cnn(nn.Sigmoid(), nn.AvgPool2d(2)), (1, 5, 5)),
+        network(
+            "cnn-batchnorm",
+            lambda: _cnn(nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2)),
+            (1, 5, 5),
+            train=False,
+            tags=pwl,
+        ),
+        network(
+            "cnn-batchnorm-train",
+            lambda: _cnn(nn.BatchNorm2d(2), nn.Sigmoid(), nn.AvgPool2d(2)),
+            (1, 5, 5),
+            tags="mixing",
+        ),
+        network(
+            "cnn-dropout-train",
+            lambda: _cnn(nn.Tanh(), nn.Dropout(), nn.AvgPool2d(2), nn.Dropout2d()),
+            (1, 5, 5),
+            tags="random",
+        ),
+        network(
+            "nested-sequential",
+            lambda: nn.Sequential(
+                nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Tanh())), nn.Linear(3, 3)
+            ),
+            (4,),
+        ),
+        network(
+            "autoencoder",
+            lambda: nn.Sequential(
+                nn.Conv1d(1, 2, 2, stride=2), nn.Tanh(), nn.ConvTranspose1d(2, 1, 2, stride=2)
+            ),
+            (1, 6),
+            nn.MSELoss,
+            real,
+        ),
+        # requires_grad
+        network(
+            "frozen-first",
+            lambda: _frozen(_mlp(nn.Tanh), "0.weight", "0.bias"),
+            (4,),
+            tags="frozen",
+        ),
+        network(
+            "frozen-some", lambda: _frozen(_mlp(nn.Tanh), "0.bias", "2.weight"), (4,), tags="frozen"
+        ),
+        network(
+            "frozen-middle",
+            lambda: _frozen(_mlp(nn.Tanh), "2.weight", "2.bias"),
+            (4,),
+            tags="frozen",
+        ),
+        network(
+            "input-requires-grad",
+            lambda: _mlp(nn.Tanh),
+            (4,),
+            input=lambda: torch.randn(N, 4, requires_grad=True),
+        ),
+        # parameters used several times
+        network("reused-linear", Reused, (3,), tags="tied nonsequential"),
+        network(
+            "reused-in-sequential",
+            lambda: nn.Sequential(*[nn.Linear(3, 3), nn.Tanh()] * 2, nn.Linear(3, 3)),
+            (3,),
+            tags="tied",
+        ),
+        network(
+            "reused-conv",
+            lambda: nn.Sequential(
+                *[nn.Conv1d(2, 2, 2), nn.Sigmoid()] * 2, nn.Flatten(), nn.Linear(4, 3)
+            ),
+            (2, 4),
+            tags="tied",
+        ),
+        network(
+            "tied-weight-and-bias",
+            lambda: _tied([nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)], 0, 2, bias=True),
+            (3,),
+            tags="tied",
+        ),
+        network(
+            "tied-weight-own-bias",
+            lambda: _tied([nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)], 0, 2),
+            (3,),
+            tags="tied",
+        ),
+        network(
+            "tied-weight-one-bias",
+            lambda: _tied([nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3)], 0, 2),
+            (3,),
+            tags="tied",
+        ),
+        network(
+            "tied-conv",
+            lambda: _tied(
+                [
+                    nn.Conv1d(2, 2, 3, padding=1, bias=False),
+                    nn.Tanh(),
+                    nn.Conv1d(2, 2, 3, dilation=2, padding=2),
+                    nn.Flatten(),
+                    nn.Linear(8, 3),
+                ],
+                0,
+                2,
+            ),
+            (2, 4),
+            tags="tied",
+        ),
+        network(
+            "tied-embedding",
+            lambda: _tied([nn.Embedding(4, 3), nn.Tanh(), nn.Linear(3, 4)], 0, 2),
+            (),
+            row_ce(),
+            row_labels,
+            tags="tied fallback rows",
+            input=lambda: torch.randint(4, (N, 3)),
+        ),
+        # branches
+        network(
+            "residual",
+            lambda: nn.Sequential(
+                nn.Linear(4, 3),
+                nn.Tanh(),
+                Residual(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3))),
+                nn.Linear(3, 3),
+            ),
+            (4,),
+            tags="branch nonsequential",
+        ),
+        network(
+            "residual-of-input",
+            lambda: nn.Sequential(
+                Residual(nn.Linear(3, 3)), nn.Sigmoid(), Residual(nn.Tanh()), nn.Linear(3, 3)
+            ),
+            (3,),
+            tags="branch nonsequential",
+        ),
+        network(
+            "residual-conv",
+            lambda: _cnn(
+                Residual(nn.Sequential(nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())),
+                nn.MaxPool2d(2),
+            ),
+            (1, 5, 5),
+            tags="branch nonsequential",
+        ),
+        network(
+            "parallel",
+            lambda: nn.Sequential(
+                nn.Linear(4, 3),
+                nn.Tanh(),
+                Parallel(
+                    nn.Identity(), nn.Linear(3, 3), nn.Sequential(nn.Sigmoid(), nn.Linear(3, 3))
+                ),
+                nn.Linear(3, 3),
+            ),
+            (4,),
+            tags="branch nonsequential",
+        ),
+        network("two-consumers", TwoConsumers, (4,), tags="branch nonsequential"),
+        network(
+            "same-input-twice",
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Doubled(), nn.Linear(3, 3)),
+            (3,),
+            tags="branch nonsequential",
+        ),
+        network("bilinear", TwoInputs, (4,), tags="branch nonsequential fallback"),
+        # views between modules
+        network("flatten-in-forward", ConvWithFlatten, (1, 3, 3), tags="nonsequential view"),
+        network(
+            "view-in-forward",
+            lambda: nn.Sequential(
+                nn.Linear(4, 4), nn.Tanh(), View(2, 2), nn.Conv1d(2, 2, 2), View(2), nn.Linear(2, 3)
+            ),
+            (4,),
+            tags="nonsequential view",
+        ),
+        # losses on rows
+        network(
+            "rows",
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)),
+            (2, 3),
+            row_ce(),
+            row_labels,
+            tags="rows",
+        ),
+        network(
+            "rows-sum",
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)),
+            (2, 3),
+            row_ce(reduction="sum"),
+            row_labels,
+            tags="rows",
+        ),
+        network(
+            "rows-ignored",
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)),
+            (2, 3),
+            row_ce(),
+            rows(labels_with(-100)),
+            tags="rows",
+        ),
+        network(
+            "rows-mse",
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)),
+            (2, 3),
+            lambda: Rows(nn.MSELoss()),
+            rows(real),
+            tags="rows",
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------
+# Random structure
+# --------------------------------------------------------------------------------------
+
+
+class DAG(nn.Module):
+    """Modules wired by the indices of their inputs; index 0 is the model's input."""
+
+    def __init__(self, nodes: Sequence[nn.Module], wires: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.nodes = nn.ModuleList(nodes)  # may contain a module several times
+        self.wires = [tuple(inputs) for inputs in wires]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last node's output."""
+        values = [x]
+        for node, inputs in zip(self.nodes, self.wires, strict=True):
+            values.append(node(*(values[i] for i in inputs)))
+        return values[-1]
+
+
+def random_dag(seed: int, size: int | None = None) -> Case:
+    """Return a small random DAG of modules, with merges, reuse and tied parameters.
+
+    All activations between the first module and the head have the same shape, [N, 3] or
+    [N, 2, 2, 2]. ``size`` is the number of nodes in between (drawn from 3 to 8 if None).
+    """
+
+    def parametrised(image: bool, rng: random.Random) -> nn.Module:
+        bias = rng.random() < 0.7
+        if not image:
+            return nn.Linear(3, 3, bias=bias)
+        kernel = rng.choice([1, 3])
+        return nn.Conv2d(2, 2, kernel, padding=kernel // 2, bias=bias)
+
+    def model() -> nn.Module:
+        rng = random.Random(seed)
+        image = rng.random() < 0.4
+        nodes: list[nn.Module] = [nn.Conv2d(1, 2, 2) if image else nn.Linear(4, 3)]
+        wires: list[tuple[int, ...]] = [(0,)]
+
+        for _ in range(rng.randint(3, 8) if size is None else size):
+            # prefer recent values, such that the graph gets deep
+            values = range(1, len(nodes) + 1)
+            recent = max(rng.choice(values), rng.choice(values))
+            kind = rng.choice(["new", "new", "activation", "activation", "merge", "reuse", "tie"])
+            known = [m for m in nodes[1:] if not isinstance(m, SumModule)]
+            weighted = [m for m in known if isinstance(m, (nn.Linear, nn.Conv2d))]
+            if kind == "merge":
+                others = [rng.choice(values) for _ in range(rng.randint(1, 2))]
+                nodes.append(SumModule())
+                wires.append((recent, *others))
+            elif kind == "reuse" and known:
+                nodes.append(rng.choice(known))
+                wires.append((recent,))
+            elif kind == "tie" and weighted:
+                source = rng.choice(weighted)
+                tied = copy.deepcopy(source)
+                tied.weight = source.weight
+                nodes.append(tied)
+                wires.append((recent,))
+            elif kind == "activation":
+                nodes.append(rng.choice([nn.Sigmoid, nn.ReLU, nn.Tanh])())
+                wires.append((recent,))
+            else:
+                nodes.append(parametrised(image, rng))
+                wires.append((recent,))
+
+        # merge everything that nobody consumes, then the head
+        consumed = {i for inputs in wires for i in inputs}
+        loose = [i for i in range(1, len(nodes) + 1) if i not in consumed]
+        if len(loose) > 1:
+            nodes.append(SumModule())
+            wires.append(tuple(loose))
+        for head in [nn.Flatten(), nn.Linear(8, 3)] if image else [nn.Linear(3, 3)]:
+            wires.append((len(nodes),))
+            nodes.append(head)
+        return DAG(nodes, wires)
+
+    image = random.Random(seed).random() < 0.4
+    shape = (1, 3, 3) if image else (4,)
+    losses: list[tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = [
+        (nn.CrossEntropyLoss, labels),
+        (nn.MSELoss, real),
+        (lambda: nn.BCEWithLogitsLoss(reduction="sum"), soft_binary),
+    ]
+    loss, target = losses[seed % len(losses)]
+    tags = "dag branch tied nonsequential"
+    return network(f"random-dag-{seed}", model, shape, loss, target, tags=tags)
+
+
+CASES: list[Case] = [
+    *_linear_cases(),
+    *_conv_cases(),
+    *_conv_transpose_cases(),
+    *_batchnorm_cases(),
+    *_pool_cases(),
+    *_activation_cases(),
+    *_dropout_cases(),
+    *_reshape_cases(),
+    *_fallback_cases(),
+    *_loss_cases(),
+    *_network_cases(),
+    *(random_dag(seed) for seed in range(6)),
+]

@@ -1,0 +1,176 @@
+"""Products and inverses of Kronecker factors against the dense Kronecker product."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, kron
+
+from backpack.utils.kroneckers import (
+    apply_inv_kfac_mat_prod,
+    apply_kfac_mat_prod,
+    inv_kfac_mat_prod,
+    inv_kfacs,
+    kfac_mat_prod,
+    kfacs_to_mat,
+)
+
+DIM = st.integers(1, 4)
+SHAPES = st.lists(st.tuples(DIM, DIM), min_size=1, max_size=3)
+DIMS = st.lists(DIM, min_size=1, max_size=3)
+COLUMNS = st.sampled_from([(), (1,), (5,)])
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    """Return a random float64 tensor that depends on the shape and the seed only."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def rand_spd(dim: int, seed: int = 0) -> Tensor:
+    """Return a random, well-conditioned, symmetric positive definite matrix."""
+    root = rand(dim, dim, seed=seed)
+    return root @ root.T + torch.eye(dim, dtype=torch.float64)
+
+
+def dense(factors: list[Tensor]) -> Tensor:
+    """Multiply out by definition: ``(A ⊗ B)[(a, b), (i, j)] = A[a, i] B[b, j]``."""
+    product, *others = factors
+    for B in others:
+        A, (a, i), (b, j) = product, product.shape, B.shape
+        product = torch.einsum("ai,bj->abij", A, B).reshape(a * b, i * j)
+    return product
+
+
+@settings(deadline=None, max_examples=30)
+@given(SHAPES)
+def test_kfacs_to_mat_is_row_major(shapes: list[tuple[int, int]]) -> None:
+    factors = [rand(*shape, seed=i) for i, shape in enumerate(shapes)]
+    torch.testing.assert_close(kfacs_to_mat(factors), dense(factors))
+
+
+def test_kfacs_to_mat_is_fresh() -> None:
+    factor = rand(3, 3)
+    kfacs_to_mat([factor]).zero_()
+    assert factor.abs().min() > 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(SHAPES, COLUMNS)
+def test_kfac_mat_prod(shapes: list[tuple[int, int]], columns: tuple[int, ...]) -> None:
+    factors = [rand(*shape, seed=i) for i, shape in enumerate(shapes)]
+    mat = rand(prod(cols for _, cols in shapes), *columns, seed=10)
+    expected = dense(factors) @ mat
+    torch.testing.assert_close(apply_kfac_mat_prod(factors, mat), expected)
+    torch.testing.assert_close(kfac_mat_prod(factors)(mat), expected)
+
+
+def test_kfac_mat_prod_of_linear_weight() -> None:
+    B, A, V = rand(3, 3), rand(4, 4), rand(3, 4)
+    result = apply_kfac_mat_prod([B, A], V.flatten())
+    torch.testing.assert_close(result.reshape(3, 4), B @ V @ A.T)
+
+
+def test_kfac_mat_prod_never_forms_the_product() -> None:
+    dim = 100  # the dense product would have 10¹² entries
+    factors, vec = [rand(dim, dim, seed=i) for i in range(3)], rand(dim**3)
+    result = apply_kfac_mat_prod(factors, vec).reshape(dim, dim, dim)
+    expected = vec.reshape(dim, dim, dim)
+    for equation, factor in zip(
+        ["ai,ijk->ajk", "bj,ijk->ibk", "ck,ijk->ijc"], factors, strict=True
+    ):
+        expected = torch.einsum(equation, factor, expected)
+    torch.testing.assert_close(result, expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(DIMS, COLUMNS, st.sampled_from([None, 0.0, 0.5, [0.1, 0.2, 0.3]]))
+def test_inverse(
+    dims: list[int], columns: tuple[int, ...], shift: float | list[float] | None
+) -> None:
+    factors = [rand_spd(dim, seed=i) for i, dim in enumerate(dims)]
+    shift = shift[: len(dims)] if isinstance(shift, list) else shift
+    shifts = shift if isinstance(shift, list) else [shift or 0.0] * len(dims)
+    damped = [f + s * torch.eye(len(f)) for f, s in zip(factors, shifts, strict=True)]
+    mat = rand(prod(dims), *columns, seed=10)
+    expected = torch.linalg.inv(dense(damped))
+
+    torch.testing.assert_close(kfacs_to_mat(inv_kfacs(factors, shift)), expected)
+    torch.testing.assert_close(apply_inv_kfac_mat_prod(factors, mat, shift), expected @ mat)
+    torch.testing.assert_close(inv_kfac_mat_prod(factors, shift)(mat), expected @ mat)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(rand_spd(4) - 3 * torch.eye(4), id="symmetric-indefinite"),
+        # Its lower triangle alone looks like that of a positive definite matrix.
+        pytest.param(rand_spd(4) + rand(4, 4).triu(1), id="asymmetric"),
+        pytest.param(1e-12 * (rand_spd(4) + rand(4, 4).triu(1)), id="tiny-asymmetric"),
+        pytest.param(1e-200 * rand_spd(4), id="tiny"),
+    ],
+)
+def test_inverse_of_unusual_factors(factor: Tensor) -> None:
+    (inverse,) = inv_kfacs([factor])
+    torch.testing.assert_close(inverse @ factor, torch.eye(4, dtype=torch.float64))
+
+
+def test_inverse_is_differentiable_twice() -> None:
+    roots = [rand(dim, dim, seed=dim).requires_grad_() for dim in (2, 3)]
+
+    def product(*roots: Tensor) -> Tensor:
+        factors = [root @ root.T for root in roots]
+        return apply_inv_kfac_mat_prod(factors, torch.ones(6, 2, dtype=torch.float64), shift=1.0)
+
+    assert torch.autograd.gradcheck(product, roots, fast_mode=True)
+    assert torch.autograd.gradgradcheck(product, roots, fast_mode=True)
+
+
+def test_product_is_differentiable() -> None:
+    inputs = [rand(2, 3), rand(3, 2), rand(6, 2)]
+    assert torch.autograd.gradcheck(
+        lambda A, B, mat: apply_kfac_mat_prod([A, B], mat), [x.requires_grad_() for x in inputs]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular(dtype: torch.dtype) -> None:
+    # Rank-deficient only up to round-off, so that neither Cholesky nor LU notice.
+    root = rand(20, 6).to(dtype)
+    with pytest.raises(ValueError, match=r"\(20, 20\): it is singular"):
+        inv_kfacs([rand_spd(2).to(dtype), root @ root.T])
+    inv_kfacs([root @ root.T], shift=0.1)
+    with pytest.raises(ValueError, match="singular"):
+        inv_kfacs([torch.zeros(3, 3, dtype=dtype)])
+    with pytest.raises(ValueError, match="singular"):
+        inv_kfacs([torch.full((3, 3), torch.nan, dtype=dtype)])
+
+
+@pytest.mark.parametrize("function", [kfacs_to_mat, kfac_mat_prod, inv_kfacs, inv_kfac_mat_prod])
+def test_not_matrices(function) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"list of matrices, got shapes \[\]"):
+        function([])
+    with pytest.raises(ValueError, match=r"got shapes \[\(2, 2\), \(3,\)\]"):
+        function([rand(2, 2), rand(3)])
+
+
+def test_wrong_shapes() -> None:
+    factors = [rand(2, 3), rand(4, 5)]
+    for shape in [(8,), (15, 1, 1), (8, 15), ()]:
+        with pytest.raises(ValueError, match=r"\[15, K\] or \[15\].*\(2, 3\), \(4, 5\)"):
+            apply_kfac_mat_prod(factors, rand(*shape))
+    with pytest.raises(ValueError, match=r"Only square.*\(2, 3\)"):
+        inv_kfacs(factors)
+    with pytest.raises(ValueError, match="3 shifts for 2 factors"):
+        inv_kfacs([rand_spd(2), rand_spd(2)], shift=[1.0, 2.0, 3.0])
+
+
+def test_shift_goes_to_the_factors() -> None:
+    A, B = rand_spd(2), rand_spd(3)
+    inverse = kfacs_to_mat(inv_kfacs([A, B], shift=[1.0, 2.0]))
+    damped = kron(A + torch.eye(2), B + 2 * torch.eye(3))
+    torch.testing.assert_close(inverse @ damped, torch.eye(6, dtype=torch.float64))
