@@ -157,7 +157,7 @@ def test_positive_curvature_products(case: Case, modify: str) -> None:
         torch.testing.assert_close(mine, block, **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("mixing"), ids=str)
+@pytest.mark.parametrize("case", select("mixing", without="fallback"), ids=str)
 def test_networks_that_mix_samples(case: Case) -> None:
     params = run(
         case.build(),
@@ -276,7 +276,7 @@ def test_subsampling_sums(case: Case) -> None:
             torch.testing.assert_close(q.kflr[0], flat.T @ flat, **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("network", without="mixing"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing fallback"), ids=str)
 def test_scaled_loss_scales_curvature(case: Case) -> None:
     exts = [
         extensions.DiagGGNExact(),
@@ -305,7 +305,7 @@ def test_scaled_loss_scales_curvature(case: Case) -> None:
         torch.testing.assert_close(q.hmp(vector), 3 * p.hmp(vector), **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("network", without="mixing random"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing random fallback"), ids=str)
 def test_sum_of_losses_sums_curvature(case: Case) -> None:
     exts = [extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.HMP()]
     problem = case.build()
@@ -334,7 +334,7 @@ def test_negative_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", select("network", without="mixing random"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing random fallback"), ids=str)
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     """Relative error of each quantity as a whole: 1e-4 in float32, 0.1 in bfloat16 (8 bits)."""
     exts = [

@@ -116,7 +116,7 @@ class BatchAveragedSweep:
                     if self._is_needed(a, b, inputs):
                         total: Any = 0
                         for n in rows:  # E[J_aᵀ M J_b]
-                            total = total + jacobian_b(jacobian_a(own, [n]).T, [n])
+                            total = total + jacobian_b(jacobian_a(own, [n]), [n])
                         self._add(a, b, total / len(rows))
 
     def _is_needed(self, a: Node, b: Node, inputs: list[Any]) -> bool:

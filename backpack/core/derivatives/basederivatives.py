@@ -190,7 +190,7 @@ class BaseDerivatives:
         total: Tensor | int = 0
         for n in samples:  # one sample at a time: its Jacobian is a dense matrix
             (once,) = self.dense_jacobian_products(module, g_inp, g_out, mat, [n])
-            (twice,) = self.dense_jacobian_products(module, g_inp, g_out, once.T, [n])
+            (twice,) = self.dense_jacobian_products(module, g_inp, g_out, once, [n])
             total = total + twice
         return total / len(samples)  # type: ignore[return-value]
 
