@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
@@ -35,8 +35,8 @@ class CTX:
     """
 
     configuration = Configuration()
-    _handles: list[RemovableHandle] = []
-    _extended: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
+    _handles: ClassVar[list[RemovableHandle]] = []
+    _extended: ClassVar[WeakKeyDictionary[Module, RemovableHandle]] = WeakKeyDictionary()
 
     @classmethod
     def set_active_exts(cls, active_exts: tuple[BackpropExtension, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
 import torch
@@ -57,7 +57,7 @@ class BackwardPass:
     elsewhere too. Everything else runs when the backward pass is over.
     """
 
-    _running: dict[int, BackwardPass] = {}
+    _running: ClassVar[dict[int, BackwardPass]] = {}
     roots: tuple[Tensor, ...] | None = None  # what backward() was called on, where that is known
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class BackwardPass:
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
         call.check()
         if all(g is None for g in call.g_out):
-            call.params = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
+            call.trained = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
             self.calls.append(call)
         call.g_out[slot] = grad
         if len(call.outputs) == 1 and call.uses_each_parameter_alone():
@@ -188,10 +188,10 @@ class BackwardPass:
         for call in plan.everything:
             rule = ext.rule_for(call.module)
             if rule is None:
-                if call.params and not ext.needs:
+                if call.trained and not ext.needs:
                     ext.fail(no_rule(call))
                 continue
-            if any(len(plan.uses[p]) > 1 for p in call.params.values()):
+            if any(len(plan.uses[p]) > 1 for p in call.trained.values()):
                 raise NotImplementedError(
                     f"{ext.savefield}: the rule for {call!r} cannot be used, because a parameter "
                     "of the module is used several times. Register derivatives instead "
@@ -263,7 +263,7 @@ class BackwardPass:
                     continue
                 unknown = [
                     name
-                    for name in call.params
+                    for name in call.trained
                     if call.derivatives is None or name not in call.derivatives.params
                 ]
                 if unknown or (call.derivatives is None and call in plan.calls):
@@ -336,7 +336,8 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
     stack, seen = [(root.grad_fn, root.output_nr)], set()
     while stack:
         node, slot = stack.pop()
-        if node in seen or node.metadata.get(("backpack", slot)) in losses:
+        marks: Any = node.metadata
+        if node in seen or marks.get(("backpack", slot)) in losses:
             continue
         seen.add(node)
         parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]

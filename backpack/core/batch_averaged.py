@@ -1,8 +1,8 @@
 """KFRA's propagation: one matrix for the whole batch, averaged over the samples at every module.
 
-For a chain of modules this is ``M_in = E_n[J_nᵀ M_out J_n]``. In a graph with branches the matrix has
-a block for every pair of tensors that are alive; where a module consumes one of the two, its block
-meets the average Jacobian. A parameter is one more input of its module.
+For a chain of modules this is ``M_in = E_n[J_nᵀ M_out J_n]``. In a graph with branches the matrix
+has a block for every pair of tensors that are alive; where a module consumes one of the two, its
+block meets the average Jacobian. A parameter is one more input of its module.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BatchAveragedSweep:
         with call.bound() as module:
             rows = row_numbers(self.plan.base, self.subsampling)
             if derivatives.jacobian_is_constant(module) and (
-                derivatives.kronecker_rows_are_constant or not call.params
+                derivatives.kronecker_rows_are_constant or not call.trained
             ):
                 rows = rows[:1]
             for other, matrix in across.items():  # E[J]ᵀ M
@@ -136,7 +136,7 @@ class BatchAveragedSweep:
             for i, origin in enumerate(call.origins_in)
             if origin is not None and origin in self.plan.producers
         ]
-        nodes += [(p, self._param_jacobian(call, name)) for name, p in call.params.items()]
+        nodes += [(p, self._param_jacobian(call, name)) for name, p in call.trained.items()]
         return nodes
 
     def _input_jacobian(self, call: Call, i: int) -> Jacobian:
@@ -157,7 +157,7 @@ class BatchAveragedSweep:
             kronecker = derivatives.kronecker_rows(
                 name, call.module, None, call.g_out, stacked, rows
             )
-            self.groups[call.params[name]] = kronecker.shape[2]
+            self.groups[call.trained[name]] = kronecker.shape[2]
             return kronecker.mean(1).flatten(1)
 
         return apply

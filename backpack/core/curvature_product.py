@@ -1,8 +1,8 @@
 """Products with a parameter's block of the GGN, the Hessian, or its positive part, matrix-free.
 
-The R-operator (Pearlmutter 1994; Schraudolph 2002) on the reached calls: push the parameter's tangent
-forward to the loss, apply the loss Hessian, pull the result back; on the way, the Hessian adds the
-second derivative of every nonlinear module times the tangent at its input.
+The R-operator (Pearlmutter 1994; Schraudolph 2002) on the reached calls: push the parameter's
+tangent forward to the loss, apply the loss Hessian, pull the result back; on the way, the Hessian
+adds the second derivative of every nonlinear module times the tangent at its input.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def clip(residual: Tensor) -> Tensor:
 class CurvatureBlock:
     """The map ``[V, *p] -> [V, *p]`` that applies a parameter's diagonal block.
 
-    Where a parameter is used several times, the Hessian includes the second derivatives with respect
-    to one use and, through the module's input, another. They are indefinite, so the GGN and the
-    positive-curvature Hessian leave them out.
+    Where a parameter is used several times, the Hessian includes the second derivatives with
+    respect to one use and, through the module's input, another. They are indefinite, so the GGN and
+    the positive-curvature Hessian leave them out.
 
     Args:
         plan: Reached calls that outlive the backward pass.
@@ -111,7 +111,7 @@ class CurvatureBlock:
         return diagonal.reshape(*diagonal.shape[:-1], *p.shape)
 
     def product(self, mat: Tensor, per_sample: bool = False) -> Tensor:
-        """Apply the block to ``[V, *p]``; ``per_sample`` keeps the samples apart: ``[V, N, *p]``."""
+        """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""
         if any(p._version != version for p, version in self.versions.items()):
             raise RuntimeError(
                 "A parameter was changed in place (by an optimiser step?) after the backward pass "
@@ -144,7 +144,7 @@ class CurvatureBlock:
             tangent: Any = 0
             with call.bound() as module:
                 if any(t is not None for t in inputs):
-                    own = inputs if len(inputs) > 1 else inputs[0]
+                    own: Any = inputs if len(inputs) > 1 else inputs[0]
                     tangent = derivatives.jac_mat_prod(
                         module,
                         None,
@@ -276,7 +276,7 @@ class CurvatureBlock:
         return len(self.plan.uses[self.parameter]) > 1
 
     def _name_in(self, call: Call) -> str | None:
-        return next((name for name, p in call.params.items() if p is self.parameter), None)
+        return next((name for name, p in call.trained.items() if p is self.parameter), None)
 
     def _shape_in(self, call: Call, i: int, samples: Rows) -> Sequence[int]:
         shape = call.shape_in[i]

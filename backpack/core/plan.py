@@ -59,7 +59,7 @@ class Plan:
                 self.after_loss.add(call)
         self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
         for call in self.everything:
-            for name, p in call.params.items():
+            for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
         rows = [self.num_rows(call) for call in self.calls if self.num_rows(call)]
         self.base = gcd(*rows) if rows else 0

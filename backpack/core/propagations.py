@@ -1,4 +1,4 @@
-"""What can be propagated. Two extensions with equal propagations share one pass and its products."""
+"""What can be propagated. Extensions with equal propagations share one pass and its products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from backpack.core.batch_averaged import BatchAveragedSweep
 from backpack.core.curvature_product import CurvatureBlock, Modify, clip, identity
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import Products, Use

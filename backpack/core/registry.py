@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.nn import Module
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 Rule = TypeVar("Rule", bound="type[BaseDerivatives]")
 
 REGISTRY: dict[type[Module], BaseDerivatives] = {}
+_CACHE: dict[type[Module], BaseDerivatives | None] = {}
 
 # Methods that a subclass may override without changing what the module computes.
 HARMLESS = {"__init__", "extra_repr", "__repr__", "reset_parameters", "__setstate__"}
@@ -32,19 +32,24 @@ def register(*module_classes: type[Module]) -> Callable[[Rule], Rule]:
     def decorate(rule: Rule) -> Rule:
         for module_class in module_classes:
             REGISTRY[module_class] = rule()
-        class_derivatives.cache_clear()
+        _CACHE.clear()
         return rule
 
     return decorate
 
 
-@cache
 def class_derivatives(module_class: type[Module]) -> BaseDerivatives | None:
     """Look up the derivatives of a module class along its base classes.
 
     A subclass that overrides a method of the registered class may compute something else: it does
     not inherit the derivatives.
     """
+    if module_class not in _CACHE:
+        _CACHE[module_class] = _look_up(module_class)
+    return _CACHE[module_class]
+
+
+def _look_up(module_class: type[Module]) -> BaseDerivatives | None:
     overridden: set[str] = set()
     for base in module_class.__mro__:
         if base in REGISTRY:

@@ -1,8 +1,8 @@
 """The end-of-backward pass: fetch what arrived, extract at the parameters, propagate to the inputs.
 
 A :class:`Source` emits columns somewhere in the network (at a loss, or at a nonlinear module for
-the Hessian). The :class:`Sweep` carries them back through all reached calls, newest first, in slices
-of samples (and, for a single sample, of columns), so that memory stays bounded.
+the Hessian). The :class:`Sweep` carries them back through all reached calls, newest first, in
+slices of samples (and, for a single sample, of columns), so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Sweep:
             if call.derivatives is None:
                 self._unsupported(call)
                 continue
-            for name, p in call.params.items():
+            for name, p in call.trained.items():
                 use = Use(call, name, factor, rows)
                 if len(self.plan.uses[p]) == 1:
                     yield Products(p, [use], self.wanted, terms)

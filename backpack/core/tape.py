@@ -81,7 +81,8 @@ def upstream_origins(tensor: Tensor, sought: Mapping[Origin, Any]) -> list[Origi
         if node is None or node in seen:
             continue
         seen.add(node)
-        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and m in sought]
+        metadata: Any = node.metadata
+        marks = [m for m in metadata.values() if isinstance(m, Origin) and m in sought]
         found += marks
         if not marks:
             stack += [parent for parent, _ in node.next_functions]
@@ -99,6 +100,7 @@ class Call:
         origins_out: Identity of each output.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
+        trained: Those of them that the backward pass at hand accumulates a gradient into.
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
     """
 
@@ -118,6 +120,7 @@ class Call:
         "saved",
         "shape_in",
         "shape_out",
+        "trained",
         "versions",
     )
 
@@ -130,6 +133,7 @@ class Call:
         self.params: dict[str, Parameter] = {
             name: p for name, p in module._parameters.items() if p is not None and p.requires_grad
         }
+        self.trained = self.params
         self.saved: dict[str, Any] = (
             {} if self.derivatives is None else self.derivatives.saved(module, inputs, outputs)
         )
@@ -204,7 +208,7 @@ class Call:
         return clone
 
     @contextmanager
-    def bound(self) -> Iterator[Module]:
+    def bound(self) -> Iterator[Any]:
         """Give the module ``input0, input1, …`` and ``output`` of this call.
 
         Raises:
@@ -271,7 +275,7 @@ def live_calls(module: Module) -> list[Call]:
 
 
 @contextmanager
-def bound(module: Module) -> Iterator[Module]:
+def bound(module: Module) -> Iterator[Any]:
     """Give ``module`` the tensors of the call at hand, else those of its latest recorded call.
 
     Raises:
@@ -341,12 +345,12 @@ def record(
     if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
         return
     outputs = flatten_outputs(output)
-    if not any(out.requires_grad for out in outputs):
+    if not any(out.grad_fn is not None for out in outputs):
         return
     inputs = positional(module, args, kwargs)
     call = Call(module, inputs, outputs)
     for i, out in enumerate(outputs):
-        if out.requires_grad:
+        if out.grad_fn is not None:
             out.register_hook(lambda grad, i=i: reached(call, i, grad))
     if CTX.get_debug():
         print(f"[backpack] recorded {call!r}")

@@ -94,15 +94,14 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match.
         """
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        had_v = True
         with bound(module):
-            several = not isinstance(mat, Tensor)
-            mats = list(mat) if several else [mat]
-            checked, had_v = [], True
-            for i, m in enumerate(mats):
-                if m is not None:
-                    m, had_v = self._check(module, m, vars(module)[f"input{i}"].shape, subsampling)
-                checked.append(m)
-            arguments = checked if several else checked[0]
+            for i, one in enumerate(mats):
+                if one is not None:
+                    shape = vars(module)[f"input{i}"].shape
+                    mats[i], had_v = self._check(module, one, shape, subsampling)
+            arguments = mats[0] if isinstance(mat, Tensor) else mats
             result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
         return result if had_v else result.squeeze(0)
 
@@ -129,8 +128,8 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match.
         """
-        with bound(module):
-            mat, had_v = self._check(module, mat, module.output.shape, subsampling)
+        with bound(module) as m:
+            mat, had_v = self._check(module, mat, m.output.shape, subsampling)
             result = self._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
         if had_v:
             return result
@@ -168,8 +167,8 @@ class BaseDerivatives:
         Raises:
             ValueError: If ``mat`` is not square in the number of outputs.
         """
-        with bound(module):
-            dim = module.output.shape[1:].numel()
+        with bound(module) as m:
+            dim = m.output.shape[1:].numel()
             if mat.shape != (dim, dim):
                 raise ValueError(
                     f"{describe(module)}: expected a matrix of shape {[dim, dim]} (entries of one "
@@ -198,8 +197,8 @@ class BaseDerivatives:
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
     ) -> tuple[Tensor, ...]:
         """Average ``matᵀ J`` over samples, for each input: ``[D_out, K] -> [K, D_in]``."""
-        with bound(module):
-            shape = subsample(module.output, subsampling=subsampling).shape
+        with bound(module) as m:
+            shape = subsample(m.output, subsampling=subsampling).shape
         stacked = mat.T.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
         products = self.jac_t_mat_prod(module, g_inp, g_out, stacked, subsampling=subsampling)
         products = products if isinstance(products, tuple) else (products,)
@@ -235,8 +234,8 @@ class BaseDerivatives:
             ValueError: If a shape does not match, or there is no such parameter.
         """
         rule = self._rule(module, param_str, "_jac_t_mat_prod")
-        with bound(module):
-            mat, had_v = self._check(module, mat, module.output.shape, subsampling)
+        with bound(module) as m:
+            mat, had_v = self._check(module, mat, m.output.shape, subsampling)
             result = rule(module, g_inp, g_out, mat, sum_batch, subsampling)
         return result if had_v else result.squeeze(0)
 
@@ -308,7 +307,7 @@ class BaseDerivatives:
         subsampling: Rows = None,
         signs: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with ``signs [V, N]``: ``[V, *out] -> [N, *p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V, with ``signs`` (``[V, N]``): ``[N, *p]``."""
         squares = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling).square()
         return squares.sum(0) if signs is None else torch.einsum("vn...,vn->n...", squares, signs)
 
@@ -322,7 +321,7 @@ class BaseDerivatives:
         subsampling: Rows = None,
         signs: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with ``signs [V, N]``: ``-> [*p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with ``signs`` (``[V, N]``): ``[*p]``."""
         total: Tensor | int = 0
         for part, rows, span in self._in_slices(param_str, module, mat, subsampling):
             part_signs = None if signs is None else signs[:, span]
@@ -421,8 +420,8 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match, or ``g_out`` is missing.
         """
-        with bound(module):
-            mat, had_v = self._check(module, mat, module.input0.shape, subsampling)
+        with bound(module) as m:
+            mat, had_v = self._check(module, mat, m.input0.shape, subsampling)
             if self.hessian_is_zero(module):
                 result = torch.zeros_like(mat)
             else:
@@ -523,8 +522,8 @@ class BaseDerivatives:
         size = max(1, SLICE_ENTRIES // max(1, per_sample))
         if size >= mat.shape[1]:
             return [(mat, subsampling, slice(None))]
-        with bound(module):
-            rows = row_numbers(module.output.shape[0], subsampling)
+        with bound(module) as m:
+            rows = row_numbers(m.output.shape[0], subsampling)
         spans = [slice(i, i + size) for i in range(0, len(rows), size)]
         return [(mat[:, span], take_rows(rows, span), span) for span in spans]
 

@@ -19,7 +19,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     With running statistics (evaluation mode) the module is a linear map of each sample. With the
     statistics of the batch (training mode, or no running statistics) it mixes samples: its Jacobian
-    acts on the batch as a whole, ``J = (γ/s) (I - 1 1ᵀ/m - x̂ x̂ᵀ/m)`` for the m entries of a channel.
+    acts on the batch as a whole, ``J = (γ/s) (I - 1 1ᵀ/m - x̂ x̂ᵀ/m)``, m entries in a channel.
     """
 
     params = ("weight", "bias")

@@ -1,4 +1,4 @@
-"""Binary cross entropy with logits, ``ℓ = -c · sum_i w_i [q_i y_i log σ(f_i) + (1 - y_i) log σ(-f_i)]``."""
+"""Binary cross entropy, ``ℓ = -c · sum_i w_i [q_i y_i log σ(f_i) + (1 - y_i) log σ(-f_i)]``."""
 
 from __future__ import annotations
 

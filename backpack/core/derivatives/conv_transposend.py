@@ -136,7 +136,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         return crop(pad(mat, widths), [(x - 1) * s + d * (k - 1) + 1 for x, s, d, k in sizes])
 
     def _unfold(self, module: Any, mat: Tensor) -> Tensor:
-        """Return the output patches of each input position: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
+        """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
         padded = fold(self._pad(module, mat))
         unfolded = PerSampleConvolution.unfolded(padded, module, module.input0.shape[2:])
         return unfold_like(unfolded, mat)
@@ -185,8 +185,6 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         channels, taps = x.shape[1], torch.Size(module.kernel_size).numel()
         # one output channel for each entry of the kernel copies x to where that entry reads it
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
-        weight = one_hot.reshape(1, taps, *module.kernel_size).expand(
-            channels, -1, *(-1,) * (x.dim() - 2)
-        )
-        unfolded = self._convolve(module, x, weight.contiguous(), channels).flatten(2)
+        weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *module.kernel_size)
+        unfolded = self._convolve(module, x, weight, channels).flatten(2)
         return [einsum("nit,njt->ij", unfolded, unfolded) / x.shape[0]]

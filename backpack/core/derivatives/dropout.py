@@ -1,4 +1,4 @@
-"""Dropout and its variants: an affine map of each entry whose slope is drawn in the forward pass."""
+"""Dropout and its variants: an affine map of each entry, with a random slope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that are linear maps of their input up to a constant: pooling by averages, padding, shapes."""
+"""Modules that are linear up to a constant: average pooling, padding, resizing, shapes."""
 
 from __future__ import annotations
 

@@ -92,9 +92,9 @@ class BaseLossDerivatives(BaseDerivatives):
         """
 
         def hessian_mat_prod(mat: Tensor, subsampling: Rows = None) -> Tensor:
-            with bound(module):
+            with bound(module) as m:
                 self._need_scalar(module)
-                mat, had_v = self._check(module, mat, module.input0.shape, subsampling)
+                mat, had_v = self._check(module, mat, m.input0.shape, subsampling)
                 result = self._hessian_mat_prod(module, mat, subsampling)
             return result if had_v else result.squeeze(0)
 
@@ -103,7 +103,7 @@ class BaseLossDerivatives(BaseDerivatives):
     def sum_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Tensor:
-        """Hessian of the loss with respect to a sample's prediction, summed over samples: ``[D, D]``."""
+        """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
         factor = self.sqrt_hessian(module, g_inp, g_out, subsampling).flatten(2).flatten(0, 1)
         return factor.T @ factor
 

@@ -73,7 +73,7 @@ class MaxPoolNDDerivatives(SelectionDerivatives):
 
 @register(AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d)
 class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
-    """Derivatives of ``torch.nn.AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d``, ``AdaptiveMaxPool3d``."""
+    """Derivatives of ``AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d`` and ``AdaptiveMaxPool3d``."""
 
     def indices(self, module: Any) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""

@@ -9,10 +9,11 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
 class PCHMP(SecondOrderBackpropExtension):
-    """Product with the parameter's block of the positive-curvature Hessian, ``[V, *p] -> [V, *p]``.
+    """Product with the parameter's block of the positive-curvature Hessian: ``[V, *p] -> [V, *p]``.
 
-    The second derivative of every module is made positive semidefinite on the way back. Source: Chen,
-    EA-CG: an approximate second-order method for training fully-connected neural networks (2018).
+    The second derivative of every module is made positive semidefinite on the way back. Source:
+    Chen, Chou, Chang, EA-CG: an approximate second-order method for training fully-connected
+    neural networks (AAAI 2019).
     """
 
     needs = ("product",)

@@ -12,7 +12,7 @@ class DiagGGNExact(SecondOrderBackpropExtension):
     """Diagonal of the GGN, saved in ``diag_ggn_exact`` as ``[*p]``.
 
     The exact factor of the loss Hessian travels back. Source: Dangel, Kunstner, Hennig, BackPACK
-    (ICLR 2020), equation (19).
+    (ICLR 2020).
     """
 
     propagation = ExactFactor()

@@ -41,9 +41,9 @@ class ExpectationApproximation:
 class HBP(SecondOrderBackpropExtension):
     """Kronecker factors of the GGN, ``A ⊗ B ⊗ …`` in the order of the parameter's axes.
 
-    A weight has ``[B, A]``, with B from what travels back and A from the inputs; any other parameter
-    has its whole block ``[B]``. Source: Dangel, Harmeling, Hennig, Modular block-diagonal curvature
-    approximations for feedforward architectures (AISTATS 2020).
+    A weight has ``[B, A]``, with B from what travels back and A from the inputs; any other
+    parameter has its whole block ``[B]``. Source: Dangel, Harmeling, Hennig, Modular block-diagonal
+    curvature approximations for feedforward architectures (AISTATS 2020).
     """
 
     needs = ("gram",)
@@ -97,8 +97,8 @@ class HBP(SecondOrderBackpropExtension):
 class KFAC(HBP):
     """Kronecker factors with sampled gradients, saved in ``kfac``.
 
-    Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate curvature
-    (ICML 2015).
+    Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate
+    curvature (ICML 2015).
     """
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
@@ -117,7 +117,8 @@ class KFAC(HBP):
 class KFLR(HBP):
     """Kronecker factors with the exact factor of the loss Hessian, saved in ``kflr``.
 
-    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML 2017).
+    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
+    2017).
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None):
@@ -135,7 +136,8 @@ class KFLR(HBP):
 class KFRA(HBP):
     """Kronecker factors with a batch-averaged matrix travelling back, saved in ``kfra``.
 
-    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML 2017).
+    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
+    2017).
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None):
