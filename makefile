@@ -19,9 +19,9 @@ help: ## Show this list
 demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictures to demo/
 	$(BIN)/python docs_src/examples/demo_digits.py --out demo
 
-test: $(READY) ## Run all tests, slow ones included, and the example in README.md
+test: $(READY) ## Run all tests, slow ones included, and the examples in README.md and docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-		--doctest-glob=README.md $(PYTEST_ARGS) test README.md
+		--doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) test README.md backpack
 
 install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, benchmarks
 

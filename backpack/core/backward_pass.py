@@ -70,6 +70,7 @@ class BackwardPass:
         self.calls: list[Call] = []
         self.deferred: list[Call] = []
         self.written: list[tuple[Parameter, str]] = []
+        self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.roots = BackwardPass.roots
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
@@ -123,8 +124,11 @@ class BackwardPass:
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
         call.check()
+        call.check_batched()
+        call.check_parameters(trained_only=not self.second_order)
         if all(g is None for g in call.g_out):
             call.trained = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
+            self.untrained.update(set(call.params.values()) - set(call.trained.values()))
             self.calls.append(call)
         call.g_out[slot] = grad
         if len(call.outputs) == 1 and call.uses_each_parameter_alone():
@@ -153,7 +157,7 @@ class BackwardPass:
             self._run_first_order(Plan(dict.fromkeys(self.deferred)))
         if self.second_order:
             self._run_second_order()
-        for call in reversed(self.calls):
+        for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
             self._done(call)
 
     def _done(self, call: Call) -> None:
@@ -167,6 +171,8 @@ class BackwardPass:
             call.release()
 
     def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
+        if p in self.untrained:
+            return
         if self.configuration.debug:
             print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
         self.written.append((p, ext.savefield))
@@ -224,8 +230,7 @@ class BackwardPass:
             {name for ext in exts for name in ext.needs},
         )
         for call, _ in uses:
-            assert call.derivatives is not None
-            if call.derivatives.mixes_samples(call.module):
+            if call.mixes_samples:
                 warn(
                     f"{describe(call.module)} mixes the samples of a batch: its individual "
                     "gradients are those of the loss as a whole with respect to one sample's "
@@ -258,6 +263,8 @@ class BackwardPass:
         for ext in self.second_order:
             if plan.gap is not None:
                 ext.fail(plan.gap, ValueError)
+            if plan.unreached is not None and ext.needs:
+                ext.fail(plan.why_unreached(plan.unreached), ValueError)
             for call in plan.everything:
                 if ext.rule_for(call.module) is not None:
                     continue
@@ -343,6 +350,8 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
         parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
         name = node.name().removesuffix("Backward0").removesuffix("Backward1")
         product = name in ("Mul", "Div") and len(parents) == 1
+        if name == "Div":  # a constant divided by the loss is no multiple of it
+            product = product and node.next_functions[0][0] is not None
         if not (product or name in LINEAR_NODES or name.startswith("View")):
             return node.name()
         stack += parents

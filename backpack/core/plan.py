@@ -65,10 +65,7 @@ class Plan:
         self.base = gcd(*rows) if rows else 0
         if self.base < min(rows, default=0):
             self.base = 0  # no common batch: neither slices of samples nor subsampling
-        self.mixing = any(
-            call.derivatives is not None and call.derivatives.mixes_samples(call.module)
-            for call in self.calls
-        )
+        self.mixing = any(call.mixes_samples for call in self.calls)
 
     @classmethod
     def of_one(cls, call: Call) -> Plan:
@@ -135,6 +132,14 @@ class Plan:
     @cached_property
     def gap(self) -> str | None:
         """Describe the first break: a reached call feeds another through what is not a module."""
+        for loss in self.losses:
+            for x, origin in zip(loss.inputs[1:], loss.origins_in[1:], strict=True):
+                if origin in self.producers or (origin and upstream_origins(x, self.producers)):
+                    return (
+                        f"the target of {loss!r} depends on the output of a module, but the "
+                        "curvature is that with respect to the prediction alone. Use "
+                        "target.detach() if the target is meant to be constant."
+                    )
         consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
         for consumer in reversed(consumers):
             for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
@@ -154,6 +159,20 @@ class Plan:
                         "change, or a module that was not extended). Make it a module (see "
                         "backpack.custom_module) or use extend(model, use_converter=True)."
                     )
+        return None
+
+    @cached_property
+    def unreached(self) -> Call | None:
+        """Find the last call whose output does not enter the prediction of a loss."""
+        fed: set[Origin | None] = set()
+        for call in reversed(self.calls):
+            if call in self.losses:
+                fed.add(call.origins_in[0])
+            elif call not in self.after_loss:
+                if not fed.intersection(call.origins_out):
+                    return call
+                fed.update(call.origins_in)
+            fed.discard(None)
         return None
 
     def why_unreached(self, call: Call) -> str:

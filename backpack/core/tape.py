@@ -112,6 +112,7 @@ class Call:
         "index",
         "inputs",
         "is_container",
+        "mixes_samples",
         "module",
         "origins_in",
         "origins_out",
@@ -121,6 +122,7 @@ class Call:
         "shape_in",
         "shape_out",
         "trained",
+        "training",
         "versions",
     )
 
@@ -134,9 +136,13 @@ class Call:
             name: p for name, p in module._parameters.items() if p is not None and p.requires_grad
         }
         self.trained = self.params
-        self.saved: dict[str, Any] = (
-            {} if self.derivatives is None else self.derivatives.saved(module, inputs, outputs)
-        )
+        # as they are now: the mode may have changed when the backward pass comes
+        self.training = module.training
+        self.mixes_samples = self.derivatives is not None and self.derivatives.mixes_samples(module)
+        self.saved: dict[str, Any] = {}
+        if self.derivatives is not None:
+            with disable():  # if they differentiate, that is no backward pass of the user
+                self.saved = self.derivatives.saved(module, inputs, outputs)
         # A module that returns its own input would own its own graph: a leak.
         owned = {id(out) for out in outputs}
         self.inputs = tuple(x.detach() if id(x) in owned else x for x in inputs)
@@ -217,6 +223,7 @@ class Call:
         self.check()
         attributes = {f"input{i}": x for i, x in enumerate(self.inputs)}
         attributes |= {"output": self._output(), "_backpack_saved": self.saved}
+        attributes["training"] = self.training
         previous = {k: v for k, v in vars(self.module).items() if k in attributes}
         vars(self.module).update(attributes)
         try:
@@ -232,6 +239,35 @@ class Call:
             with disable():  # the stored output has no graph; differentiate through a fresh one
                 outputs = (self.module.forward(*self.inputs),)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def check_batched(self) -> None:
+        """Refuse input without a batch axis.
+
+        Raises:
+            ValueError: If the output has too few axes.
+        """
+        needed = 0 if self.derivatives is None else self.derivatives.min_dims(self.module)
+        if len(self.shape_out[0]) < needed:
+            raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
+
+    def check_parameters(self, trained_only: bool) -> None:
+        """Refuse parameters that are not dense floating-point tensors.
+
+        Args:
+            trained_only: Frozen parameters do not matter.
+
+        Raises:
+            NotImplementedError: If one is sparse or quantised.
+        """
+        for name, p in self.module._parameters.items():
+            if p is None or (trained_only and name not in self.params):
+                continue
+            if p.is_quantized or p.layout is not torch.strided:
+                kind = "quantised" if p.is_quantized else f"sparse ({p.layout})"
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
+                    "dense floating-point parameters: convert it (to_dense(), dequantize())."
+                )
 
     def check(self) -> None:
         """Refuse to work with tensors that are gone or were changed in place.

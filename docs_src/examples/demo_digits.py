@@ -15,7 +15,6 @@ Run it with ``make demo``. The pictures are written to ``demo/``.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +59,7 @@ from backpack.extensions import (
 SEED = 0
 BATCH_SIZE = 64
 EPOCHS = 30
+PROGRESS = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 # %%
@@ -190,7 +190,7 @@ def train(run: Run, data: Digits, epochs: int = EPOCHS) -> None:
         model, loss_function = extend(model), extend(loss_function)
     optimizer = run.make_optimizer(model.parameters())
 
-    progress = tqdm(range(epochs), desc=f"{run.name:<17}", unit="epoch")
+    progress = tqdm(range(epochs), desc=f"{run.name:<17}", bar_format=PROGRESS)
     for epoch in progress:
         if epoch == 0:
             record(run, *evaluate(model, loss_function, data))
@@ -201,7 +201,7 @@ def train(run: Run, data: Digits, epochs: int = EPOCHS) -> None:
                 loss.backward()
             optimizer.step()
         record(run, *evaluate(model, loss_function, data))
-        progress.set_postfix(loss=f"{run.loss[-1]:.1e}", accuracy=f"{run.accuracy[-1]:.1%}")
+        progress.set_postfix_str(f"loss {run.loss[-1]:.1e}, {run.accuracy[-1]:.1%}")
 
 
 def record(run: Run, loss: float, accuracy: float) -> None:
@@ -309,12 +309,12 @@ def step_seconds(
     return time.perf_counter() - start
 
 
-def measure_costs(data: Digits, rounds: int = 20, budget: float = 40.0) -> list[Cost]:
+def measure_costs(data: Digits, rounds: int = 20, budget: float = 30.0) -> list[Cost]:
     """Measure every extension on its own, relative to a model that is not extended.
 
-    Every round times everything once, so that a busy moment of the machine or a drift of its
-    speed hits all of them alike; medians over the rounds are compared. There are at least 5
-    rounds, and no new one begins after ``budget`` seconds.
+    Every round times everything once, so that a drift of the machine's speed hits all of them
+    alike. The fastest rounds are compared: whatever else runs on the machine only adds time. There
+    are at least 5 rounds, and no new one begins after ``budget`` seconds.
     """
     x, y = next(batches(data, epoch=0))
     todo = [(family, cls) for family, members in FAMILIES.items() for cls in members]
@@ -326,7 +326,7 @@ def measure_costs(data: Digits, rounds: int = 20, budget: float = 40.0) -> list[
 
     times: list[list[float]] = [[] for _ in setups]
     begin = time.perf_counter()
-    for done in tqdm(range(-1, rounds), desc="Timing extensions", unit="round"):
+    for done in tqdm(range(-1, rounds), desc="Timing extensions", bar_format=PROGRESS):
         if done >= 5 and time.perf_counter() - begin > budget:
             break
         for (model, loss_function, extensions), seconds in zip(setups, times, strict=True):
@@ -334,18 +334,34 @@ def measure_costs(data: Digits, rounds: int = 20, budget: float = 40.0) -> list[
             if done >= 0:  # the round before the first one warms up
                 seconds.append(elapsed)
 
-    reference, *medians = [statistics.median(seconds) for seconds in times]
+    reference, *fastest = map(min, times)
     costs = [
-        Cost(cls.__name__, family, median / reference)
-        for (family, cls), median in zip(todo, medians, strict=True)
+        Cost(cls.__name__, family, seconds / reference)
+        for (family, cls), seconds in zip(todo, fastest, strict=True)
     ]
     return sorted(costs, key=lambda cost: cost.ratio)
 
 
-def costs_line(costs: list[Cost]) -> str:
-    """Summarise the costs in one line of text."""
-    parts = ", ".join(f"{cost.name} {cost.ratio:.1f}×" for cost in costs)
-    return f"Time relative to the gradient alone: {parts}."
+def ratio_str(ratio: float) -> str:
+    """Write a ratio with two digits or more: ``1.5×``, ``12×``."""
+    return f"{ratio:.1f}×" if ratio < 9.95 else f"{ratio:.0f}×"
+
+
+def costs_table(costs: list[Cost]) -> Table:
+    """Tabulate the costs in as many columns as fit into 80 characters."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.title = "Time of forward and backward pass, relative to the gradient alone"
+    table.title_justify = "left"
+    columns = 3
+    rows = -(-len(costs) // columns)
+    for row in range(rows):
+        cells = []
+        for cost in costs[row::rows]:
+            cells += [cost.name, ratio_str(cost.ratio)]
+        table.add_row(*cells)
+    for column in table.columns[1::2]:
+        column.justify = "right"
+    return table
 
 
 # %%
@@ -394,7 +410,7 @@ def plot_costs(costs: list[Cost], path: Path) -> None:
     for row, cost in enumerate(costs):
         axes.barh(row, cost.ratio - 1, left=1, height=0.7, color=FAMILY_COLORS[cost.family])
         axes.annotate(
-            f"{cost.ratio:.1f}×",
+            ratio_str(cost.ratio),
             (max(cost.ratio, 1), row),
             xytext=(4, 0),
             textcoords="offset points",
@@ -429,7 +445,7 @@ def scale_log(axes: Axes, largest: float) -> None:
 def main(out: Path) -> None:
     """Train, print the table and the costs, write the pictures to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Console(highlight=False)
     set_style()
     data = load_data()
 
@@ -439,8 +455,10 @@ def main(out: Path) -> None:
     table = quantities_table(data)
     costs = measure_costs(data)
 
-    console.print(table)
-    console.print(costs_line(costs))
+    for part in (table, costs_table(costs)):
+        console.print()
+        console.print(part)
+    console.print()
     for run in runs:
         console.print(
             f"{run.name}: training loss {run.loss[-1]:.1e}, test accuracy {run.accuracy[-1]:.1%}"

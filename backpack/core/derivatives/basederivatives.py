@@ -63,6 +63,10 @@ class BaseDerivatives:
         """Return whether a sample's output depends on other samples."""
         return False
 
+    def min_dims(self, module: Module) -> int:
+        """Return how many axes an output has at least, the batch axis included."""
+        return 0
+
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
@@ -85,7 +89,8 @@ class BaseDerivatives:
             module: Module whose call is at hand.
             g_inp: Gradients with respect to the inputs (not used).
             g_out: Gradients with respect to the outputs.
-            mat: ``[V, *in]``; for several inputs a sequence with one entry (or None) for each.
+            mat: ``[V, *in]``; for several inputs a sequence with one entry (or None) for each
+                argument of the call.
             subsampling: Rows of the batch that ``mat`` holds. Default: all.
 
         Returns:
@@ -97,11 +102,12 @@ class BaseDerivatives:
         mats = [mat] if isinstance(mat, Tensor) else list(mat)
         had_v = True
         with bound(module):
+            inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
             for i, one in enumerate(mats):
                 if one is not None:
-                    shape = vars(module)[f"input{i}"].shape
-                    mats[i], had_v = self._check(module, one, shape, subsampling)
-            arguments = mats[0] if isinstance(mat, Tensor) else mats
+                    mats[i], had_v = self._check(module, one, inputs[i].shape, subsampling)
+            several = sum(isinstance(x, Tensor) for x in inputs) > 1  # others are options
+            arguments = mats if several else mats[0]
             result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
         return result if had_v else result.squeeze(0)
 
@@ -422,11 +428,15 @@ class BaseDerivatives:
         """
         with bound(module) as m:
             mat, had_v = self._check(module, mat, m.input0.shape, subsampling)
-            if self.hessian_is_zero(module):
-                result = torch.zeros_like(mat)
-            else:
-                result = mat * self.hessian_diagonal(module, g_inp, g_out, subsampling)
+            result = self._residual_mat_prod(module, g_inp, g_out, mat, subsampling)
         return result if had_v else result.squeeze(0)
+
+    def _residual_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        if self.hessian_is_zero(module):
+            return torch.zeros_like(mat)
+        return mat * self.hessian_diagonal(module, g_inp, g_out, subsampling)
 
     def mixed_residual(
         self,
@@ -488,9 +498,9 @@ class BaseDerivatives:
         self, module: Module, mat: Tensor, shape: Size, subsampling: Rows
     ) -> tuple[Tensor, bool]:
         """Check ``mat`` against ``[V, *shape]`` and add the V axis if it is missing."""
-        if subsampling is not None:
+        if subsampling is not None and shape:
             shape = Size([len(row_numbers(shape[0], subsampling)), *shape[1:]])
-        if mat.shape[1:] == shape:
+        if mat.dim() > len(shape) and mat.shape[1:] == shape:
             return mat, True
         if mat.shape == shape:
             return mat.unsqueeze(0), False

@@ -10,6 +10,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.convnd import sum_positions
 from backpack.core.registry import register
+from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
 
 
@@ -70,6 +71,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
         if not self.mixes_samples(module):
             s = self._per_channel(module, (module.running_var + module.eps).sqrt())
             return mat * self._gain(module, s)
+        self._whole_batch(module, subsampling)
         x_hat, s = self._normalized(module)
         return self._gain(module, s) * self._project(module, x_hat, mat)
 
@@ -82,17 +84,20 @@ class BatchNormNdDerivatives(BaseDerivatives):
     ) -> Tensor:
         return self._jac_mat_prod(module, g_inp, g_out, mat, subsampling)  # J is symmetric
 
-    def residual_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Any,
-        mat: Tensor,
-        subsampling: Rows = None,
+    def _whole_batch(self, module: Any, subsampling: Rows) -> None:
+        if subsampling is not None:
+            raise ValueError(
+                f"{describe(module)} mixes the samples of the batch: its Jacobian acts on the "
+                f"whole batch, got subsampling={subsampling}."
+            )
+
+    def _residual_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Any, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        """Apply the second derivative, the change of ``Jᵀ g_out`` along ``mat``."""
+        # the change of Jᵀ g_out along mat
         if self.hessian_is_zero(module):
-            return super().residual_mat_prod(module, g_inp, g_out, mat, subsampling)
+            return super()._residual_mat_prod(module, g_inp, g_out, mat, subsampling)
+        self._whole_batch(module, subsampling)
         self._need_g_out(module, g_out)
         (g,) = g_out
         x_hat, s = self._normalized(module)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import BCEWithLogitsLoss
+from torch.nn.functional import logsigmoid
 
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, same_shape, scaled_identity
@@ -36,10 +37,13 @@ class BCEWithLogitsLossDerivatives(BaseLossDerivatives):
 
     def _hessian(self, module: Any, subsampling: Rows) -> Tensor:
         sigma, scale = self._pieces(module, subsampling)
-        return scale * sigma * (1 - sigma)
+        return scale * sigma * torch.sigmoid(-subsample(module.input0, subsampling=subsampling))
 
     def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        return scaled_identity(self._hessian(module, subsampling).sqrt())
+        _, scale = self._pieces(module, subsampling)
+        x = subsample(module.input0, subsampling=subsampling)
+        # not the root of the Hessian, which has no derivative where that is zero
+        return scaled_identity(scale.sqrt() * ((logsigmoid(x) + logsigmoid(-x)) / 2).exp())
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         sigma, scale = self._pieces(module, None)

@@ -156,6 +156,10 @@ class ChannelBiasDerivatives(BaseDerivatives):
     params = ("weight", "bias")
     kronecker_rows_are_constant = True
 
+    def min_dims(self, module: Any) -> int:
+        """Return the number of spatial axes, and batch and channels."""
+        return len(module.kernel_size) + 2
+
     def _bias_jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import CrossEntropyLoss
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.registry import register
+from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
 
 
@@ -25,7 +26,11 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     def _scale(self, module: Any) -> Tensor:
         """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, *d]``."""
         x, y = module.input0, module.input1
-        num_classes = x.shape[1] if x.dim() > 1 else x.shape[0]
+        if x.dim() < 2:
+            raise ValueError(
+                f"{describe(module)}: the prediction needs a batch axis, got shape {list(x.shape)}."
+            )
+        num_classes = x.shape[1]
         weight = x.new_ones(num_classes) if module.weight is None else module.weight.to(x.dtype)
         smooth = module.label_smoothing
         if y.is_floating_point():  # the target is a distribution over the classes
@@ -47,7 +52,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
         p, scale = self._pieces(module, subsampling)
         # S = sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ): column k is sqrt(p_k) (e_k - p)
-        roots = (p * scale).sqrt()
+        log_p = subsample(module.input0, subsampling=subsampling).log_softmax(1)
+        roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero has no derivative
         classes = range(p.shape[1])
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
         columns[classes, :, classes] += roots.movedim(1, 0)

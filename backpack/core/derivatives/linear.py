@@ -50,6 +50,10 @@ class LinearDerivatives(BaseDerivatives):
     ) -> Tensor:
         return mat @ module.weight
 
+    def min_dims(self, module: Module) -> int:
+        """Return 2: batch and features."""
+        return 2
+
     def jacobian_is_constant(self, module: Module) -> bool:
         """Return True."""
         return True

@@ -131,7 +131,8 @@ class BaseLossDerivatives(BaseDerivatives):
     ) -> Tensor:
         self._need_scalar(module)
         mat = mat if isinstance(mat, Tensor) else mat[0]
-        return (mat * self._gradient(module)).flatten(1).sum(1)
+        gradient = subsample(self._gradient(module), subsampling=subsampling)
+        return (mat * gradient).flatten(1).sum(1)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -45,9 +45,11 @@ class SumModuleDerivatives(BaseDerivatives):
         module: Any,
         g_inp: Grads,
         g_out: Grads,
-        mat: Sequence[Tensor | None],
+        mat: Tensor | Sequence[Tensor | None],
         subsampling: Rows,
     ) -> Tensor:
+        if isinstance(mat, Tensor):  # of the only input
+            return mat
         return sum(m for m in mat if m is not None)  # type: ignore[return-value]
 
     def _jac_t_mat_prod(

@@ -1,0 +1,264 @@
+"""Which module works with which extension, read off the registered derivatives.
+
+``python -m backpack.support`` prints it; ``--summary`` makes it short, ``--markdown`` a table for
+a web page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from enum import Enum
+from itertools import groupby
+from textwrap import fill, wrap
+
+from torch.nn import Module
+
+from backpack import extensions
+from backpack.core.derivatives import REGISTRY, BaseDerivatives, BaseLossDerivatives
+from backpack.core.propagations import (
+    BatchAveraged,
+    Blocks,
+    HessianFactors,
+    SampledFactor,
+    identity,
+)
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.hbp import (
+    HBP,
+    BackpropStrategy,
+    Curvature,
+    ExpectationApproximation,
+    LossHessianStrategy,
+)
+
+
+class Support(str, Enum):
+    """What an extension finds in the derivatives of a module."""
+
+    CLOSED_FORM = "closed form"
+    NOT_NEEDED = "not needed"
+    UNDEFINED = "undefined"
+    MISSING = "missing"
+
+
+EXPLANATIONS = {
+    Support.CLOSED_FORM: "the derivatives of the module are written down",
+    Support.NOT_NEEDED: "no parameters, and the gradient is that of autograd: any module will do",
+    Support.UNDEFINED: "not defined where a module mixes the samples of a batch",
+    Support.MISSING: "the registered derivatives lack what the extension calls",
+}
+SYMBOLS = {
+    Support.CLOSED_FORM: "+",
+    Support.NOT_NEEDED: ".",
+    Support.UNDEFINED: "-",
+    Support.MISSING: "?",
+}
+
+Matrix = dict[type[Module], dict[type[BackpropExtension], Support]]
+
+
+def all_extensions() -> list[BackpropExtension]:
+    """Return an instance of every extension, those of first order first."""
+    classes = [getattr(extensions, name) for name in extensions.__all__]
+    ggn = (
+        Curvature.GGN,
+        LossHessianStrategy.EXACT,
+        BackpropStrategy.SQRT,
+        ExpectationApproximation.BOTEV_MARTENS,
+    )
+    instances = [cls(*ggn) if cls is HBP else cls() for cls in classes]
+    return sorted(
+        instances, key=lambda ext: (ext.expects_backpropagation_quantities(), type(ext).__module__)
+    )
+
+
+def support_matrix(mixing: bool = False) -> Matrix:
+    """Tell for every registered module and every extension whether they work together.
+
+    Args:
+        mixing: Ask about networks that mix the samples of a batch, which batch normalisation does
+            unless it uses running statistics.
+
+    Returns:
+        ``matrix[module class][extension class]``; modules of one family are neighbours, those with
+        parameters come first and losses last.
+    """
+    exts = all_extensions()
+    return {
+        module_class: {type(ext): _cell(REGISTRY[module_class], ext, mixing) for ext in exts}
+        for module_class in sorted(REGISTRY, key=_family)
+    }
+
+
+def _family(module_class: type[Module]) -> tuple[bool, bool, str]:
+    """Sort and group by kind and by the file of the derivatives; all losses are one family."""
+    derivatives = REGISTRY[module_class]
+    is_loss = isinstance(derivatives, BaseLossDerivatives)
+    return is_loss, not derivatives.params, "" if is_loss else type(derivatives).__module__
+
+
+def _cell(derivatives: BaseDerivatives, ext: BackpropExtension, mixing: bool) -> Support:
+    if not ext.expects_backpropagation_quantities() and not derivatives.params:
+        return Support.NOT_NEEDED
+    if mixing and _needs_independent_samples(ext):
+        return Support.UNDEFINED
+    is_loss = isinstance(derivatives, BaseLossDerivatives)
+    needed = _needed_of_loss(ext) if is_loss else _needed_of_module(derivatives, ext)
+    complete = all(any(_implements(derivatives, name) for name in names) for names in needed)
+    return Support.CLOSED_FORM if complete else Support.MISSING
+
+
+def _needs_independent_samples(ext: BackpropExtension) -> bool:
+    """Whether the quantity is defined sample by sample, or entry by entry of an activation."""
+    propagation = ext.propagation
+    if isinstance(propagation, Blocks):
+        return propagation.modify not in (None, identity)
+    if isinstance(propagation, HessianFactors):
+        return "batch_square" in ext.needs
+    return isinstance(propagation, BatchAveraged)
+
+
+def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> list[list[str]]:
+    """List the methods that an extension calls, with alternatives."""
+    propagation, params = ext.propagation, derivatives.params
+    needed = [[f"{name}_jac_t_mat_prod"] for name in params]
+    if propagation is not None:
+        needed += [["jac_t_mat_prod"]]
+    if isinstance(propagation, Blocks):
+        needed += [["jac_mat_prod"], *([f"{name}_jac_mat_prod"] for name in params)]
+    hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
+    if hessian and _implements(derivatives, "hessian_is_zero"):
+        needed += [["hessian_diagonal", "residual_mat_prod"]]
+    return needed
+
+
+def _needed_of_loss(ext: BackpropExtension) -> list[list[str]]:
+    if isinstance(ext.propagation, Blocks):
+        return [["hessian_mat_prod"]]
+    sampled = isinstance(ext.propagation, SampledFactor)
+    return [["sqrt_hessian_sampled" if sampled else "sqrt_hessian"]]
+
+
+def _implements(derivatives: BaseDerivatives, name: str) -> bool:
+    """Whether a class below the abstract ones has the method, or the private one behind it."""
+    abstract = (
+        BaseLossDerivatives if isinstance(derivatives, BaseLossDerivatives) else BaseDerivatives
+    )
+    below = type(derivatives).__mro__[: type(derivatives).__mro__.index(abstract)]
+    return any(name in vars(cls) or f"_{name}" in vars(cls) for cls in below)
+
+
+# --------------------------------------------------------------------------------------
+# Text
+# --------------------------------------------------------------------------------------
+
+
+def report(markdown: bool = False, summary: bool = False) -> str:
+    """Write the support matrix as text.
+
+    Args:
+        markdown: Write a table in markdown instead of plain text for 80 columns.
+        summary: A row for each family of modules instead of one for each module.
+
+    Returns:
+        The text, with explanations below.
+    """
+    matrix = support_matrix()
+    families = [list(members) for _, members in groupby(matrix, _family)]
+    lines = (_summary if summary else _full)(matrix, families, markdown)
+    cells = {cell for row in matrix.values() for cell in row.values()}
+    notes = [
+        f"{cell.value if summary else f'{SYMBOLS[cell]} {cell.value}'}: {text}."
+        for cell, text in EXPLANATIONS.items()
+        if cell in cells
+    ]
+    if any(map(_mixes, matrix)):
+        notes.append(_footnote())
+    notes = [f"- {note}" if markdown else fill(note, 80) for note in notes]
+    return "\n".join([*lines, "", *notes])
+
+
+def _mixes(module_class: type[Module]) -> bool:
+    """Whether modules of this class can mix the samples of a batch."""
+    return _implements(REGISTRY[module_class], "mixes_samples")
+
+
+def _footnote() -> str:
+    matrix = support_matrix(mixing=True)
+    rows = [row for module_class, row in matrix.items() if _mixes(module_class)]
+    names = {e.__name__: 0 for row in rows for e, c in row.items() if c is Support.UNDEFINED}
+    return (
+        "¹ With running statistics (`eval()`). With the statistics of the batch, which mix its "
+        f"samples, first-order extensions warn, and {', '.join(names)} raise an error."
+    )
+
+
+def _full(matrix: Matrix, families: list[list[type[Module]]], markdown: bool) -> list[str]:
+    exts = [ext.__name__ for ext in next(iter(matrix.values()))]
+    rows = [
+        [[_name(m), *(SYMBOLS[cell] for cell in matrix[m].values())] for m in members]
+        for members in families
+    ]
+    if markdown:
+        return _markdown_table(["", *exts], [row for family in rows for row in family])
+    columns = wrap("  ".join(f"{i}\N{NO-BREAK SPACE}{name}" for i, name in enumerate(exts, 1)), 80)
+    lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in columns]
+    for family in [[["", *map(str, range(1, len(exts) + 1))]], *rows]:
+        lines += ["", *(f"{row[0]:<22}" + "".join(f"{c:>3}" for c in row[1:]) for row in family)]
+    return lines
+
+
+def _summary(matrix: Matrix, families: list[list[type[Module]]], markdown: bool) -> list[str]:
+    first = {type(e) for e in all_extensions() if not e.expects_backpropagation_quantities()}
+    rows = []
+    for members in families:
+        verdicts = []
+        for of_first_order in (True, False):
+            found = {}  # in order, each once
+            for m in members:
+                for ext, cell in matrix[m].items():
+                    gap = cell in (Support.UNDEFINED, Support.MISSING)
+                    if (ext in first) == of_first_order:
+                        found[f"{cell.value}: {_name(m)} {ext.__name__}" if gap else cell.value] = 0
+            verdicts.append(", ".join(found))
+        rows.append((_shortened(map(_name, members)), verdicts))
+    if markdown:
+        return _markdown_table(
+            ["modules", "first-order extensions", "second-order extensions"],
+            [[", ".join(f"`{n}`".replace("¹`", "` ¹") for n in names), *v] for names, v in rows],
+        )
+    lines = []
+    for names, (one, two) in rows:
+        lines += [fill(", ".join(names), 80), f"    first order: {one}", f"    second order: {two}"]
+    return lines
+
+
+def _name(module_class: type[Module]) -> str:
+    return module_class.__name__ + "¹" * _mixes(module_class)
+
+
+def _shortened(names: Iterable[str]) -> list[str]:
+    """Write ``Conv1d, Conv2d`` as ``Conv1d/2d``."""
+    joined = ", ".join(names)
+    for _ in range(2):
+        joined = re.sub(r"\b(\w+)(\dd(?:/\dd)*)¹?, \1(\dd¹?)(?=,|$)", r"\1\2/\3", joined)
+    return joined.split(", ")
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows]]
+
+
+def main() -> None:
+    """Print the support matrix."""
+    parser = argparse.ArgumentParser(prog="python -m backpack.support", description=__doc__)
+    parser.add_argument("--markdown", action="store_true", help="tables in markdown")
+    parser.add_argument("--summary", action="store_true", help="a row for each family of modules")
+    options = parser.parse_args()
+    print(report(options.markdown, options.summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,964 @@
+"""Bad input gets a clear error (or warning), and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import CTX, backpack, disable, extend, extensions
+from backpack.context import Configuration
+from backpack.core.backward_pass import BackwardPass
+from backpack.core.registry import REGISTRY
+from backpack.custom_module.branching import SumModule
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+
+N = 4
+FIRST = [extensions.BatchGrad, extensions.BatchL2Grad, extensions.SumGradSquared]
+FIRST += [extensions.Variance]
+SECOND = [
+    extensions.DiagGGNExact,
+    extensions.BatchDiagGGNExact,
+    extensions.SqrtGGNExact,
+    extensions.DiagGGNMC,
+    extensions.BatchDiagGGNMC,
+    extensions.SqrtGGNMC,
+    extensions.KFAC,
+    extensions.KFLR,
+    extensions.KFRA,
+    extensions.DiagHessian,
+    extensions.BatchDiagHessian,
+    extensions.GGNMP,
+    extensions.HMP,
+    extensions.PCHMP,
+]
+ALL = FIRST + SECOND
+
+
+def each(exts: list[Any]) -> Any:
+    return pytest.mark.parametrize("ext", exts, ids=lambda ext: ext.__name__)
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(2, (N,))
+
+
+def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return extend(nn.CrossEntropyLoss())(extend(model)(batch[0]), batch[1])
+
+
+def assert_clean(*models: nn.Module) -> None:
+    """Check that a failed backward pass left no traces, and that a good one works."""
+    for model in models:
+        assert not any(vars(p) for p in model.parameters())
+        assert not any({"input0", "output"} & set(vars(m)) for m in model.modules())
+    assert CTX.configuration == Configuration()
+    assert not BackwardPass._running and BackwardPass.roots is None
+    assert disable.should_store_io()
+    check_works(mlp())
+
+
+def check_works(model: nn.Module) -> None:
+    batch = data()
+    for p in model.parameters():
+        p.grad = None
+    loss = forward(model, batch)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()):
+        loss.backward()
+    problem = copy.deepcopy(model), nn.CrossEntropyLoss(), *batch
+    for field, truth in (
+        ("grad_batch", oracle.batch_grad(*problem)),
+        ("diag_ggn_exact", oracle.ggn_diag(*problem)),
+        ("diag_h", oracle.hessian_diag(*problem)),
+        ("grad", oracle.grad(*problem)),
+    ):
+        for p, value in zip(oracle.trainable(model), truth, strict=True):
+            torch.testing.assert_close(getattr(p, field), value)
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@each(ALL)
+def test_class_instead_of_instance(ext: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{ext.__name__}\(\).*instance"):
+        backpack(ext)
+    with pytest.raises(ValueError, match=rf"{ext.__name__}\(\)"):
+        backpack(extensions.BatchGrad(), ext)
+
+
+@pytest.mark.parametrize("thing", [1, "BatchGrad", None, nn.Linear(1, 1), [extensions.BatchGrad()]])
+def test_something_else_instead_of_an_extension(thing: Any) -> None:
+    with pytest.raises(ValueError, match="instances"):
+        backpack(thing)
+    assert_clean()
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, F.relu, torch.rand(1), None])
+def test_extend_something_else(thing: Any) -> None:
+    with pytest.raises(TypeError, match="Module"):
+        extend(thing)
+
+
+def test_second_module_extension() -> None:
+    ext = extensions.BatchGrad()
+    with pytest.raises(ValueError, match=r"Linear.*overwrite"):
+        ext.set_module_extension(nn.Linear, ModuleExtension())
+    ext.set_module_extension(nn.Bilinear, ModuleExtension())
+    with pytest.raises(ValueError, match=r"Bilinear.*overwrite"):
+        ext.set_module_extension(nn.Bilinear, ModuleExtension())
+
+
+@pytest.mark.parametrize("mc_samples", [0, -1, 1.5])
+@each([extensions.DiagGGNMC, extensions.SqrtGGNMC, extensions.KFAC])
+def test_number_of_monte_carlo_samples(ext: Any, mc_samples: Any) -> None:
+    model = mlp()
+    with pytest.raises((ValueError, TypeError), match="mc_samples"):
+        run_with(model, ext, mc_samples=mc_samples)
+    assert_clean(model)
+
+
+def run_with(model: nn.Module, ext: Any, **options: Any) -> None:
+    with backpack(ext(**options)):
+        forward(model, data()).backward()
+
+
+# ------------------------------------------------------------------ subsampling
+
+
+@pytest.mark.parametrize(
+    "indices", [[N], [0, 17], [-N - 1], [0.5], ["a"], [True, False, True, True]], ids=str
+)
+@each(ALL)
+def test_subsampling_that_does_not_fit(ext: Any, indices: list[Any]) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=rf"{ext().savefield}.*subsampling"):
+        run_with(model, ext, subsampling=indices)
+    assert_clean(model)
+
+
+@each(ALL)
+def test_empty_subsampling(ext: Any) -> None:
+    with pytest.raises(ValueError, match="subsampling"):
+        ext(subsampling=[])
+
+
+def test_one_of_several_subsamplings_does_not_fit() -> None:
+    model = mlp()
+    loss = forward(model, data())
+    exts = [extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.KFLR(subsampling=[9])]
+    with pytest.raises(ValueError, match="kflr"), backpack(*exts):
+        loss.backward()
+    assert_clean(model)
+
+
+def test_negative_and_repeated_indices_are_python_indices() -> None:
+    model, batch = mlp(), data()
+    with backpack(
+        extensions.BatchGrad(subsampling=[-1, 1, 1]), extensions.DiagGGNExact(subsampling=[-1])
+    ):
+        forward(model, batch).backward()
+    problem = copy.deepcopy(model), nn.CrossEntropyLoss(), *batch
+    for p, grads, diagonals in zip(
+        model.parameters(),
+        oracle.batch_grad(*problem),
+        oracle.batch_ggn_diag(*problem),
+        strict=True,
+    ):
+        torch.testing.assert_close(p.grad_batch, grads[[-1, 1, 1]])
+        torch.testing.assert_close(p.diag_ggn_exact, diagonals[-1])
+
+
+# ------------------------------------------------------------------ unsupported modules
+
+
+class Unknown(nn.Module):
+    """A leaf that nobody has derivatives for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """A model with a module of a given kind deep inside."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Sequential(middle))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+@each(FIRST)
+def test_unsupported_module_warns_for_first_order(ext: Any) -> None:
+    model = Net(Unknown())
+    loss = forward(model, data())
+    with backpack(ext()), pytest.warns(UserWarning) as caught:
+        loss.backward()
+    (message,) = {str(w.message) for w in caught}
+    check_names_the_module(message, ext)
+    assert not vars(model.encoder[1][0].weight)
+    assert hasattr(model.encoder[0].weight, ext().savefield)
+
+
+def check_names_the_module(message: str, ext: Any) -> None:
+    for part in ("encoder.1.0", "Unknown", ext.__name__, ext().savefield):
+        assert part in message
+    for advice in ("register", "set_module_extension"):
+        assert advice in message
+
+
+@each(SECOND)
+def test_unsupported_module_is_an_error_for_second_order(ext: Any) -> None:
+    model = Net(Unknown())
+    loss = forward(model, data())
+    with backpack(ext()), pytest.raises(NotImplementedError) as caught:
+        loss.backward()
+    check_names_the_module(str(caught.value), ext)
+    assert_clean(model)
+
+
+def test_unsupported_frozen_module_does_not_matter_for_first_order() -> None:
+    model = Net(Unknown())
+    model.encoder[1][0].weight.requires_grad_(False)
+    loss = forward(model, data())
+    with backpack(extensions.BatchGrad()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    assert hasattr(model.encoder[0].weight, "grad_batch")
+
+
+# ------------------------------------------------------------------ losses
+
+
+@each(SECOND)
+def test_loss_that_is_not_scalar(ext: Any) -> None:
+    model, (X, y) = mlp(), data()
+    loss = extend(nn.CrossEntropyLoss(reduction="none"))(extend(model)(X), y)
+    with backpack(ext()), pytest.raises(ValueError, match=r"scalar loss.*reduction"):
+        loss.sum().backward()
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("extend_it", [True, False])
+@pytest.mark.parametrize("lossfunc", [nn.L1Loss, nn.HuberLoss], ids=lambda c: c.__name__)
+@each(SECOND)
+def test_unsupported_loss(ext: Any, lossfunc: Any, extend_it: bool) -> None:
+    model = mlp()
+    criterion = extend(lossfunc()) if extend_it else lossfunc()
+    loss = criterion(extend(model)(data()[0]), torch.rand(N, 2))
+    with backpack(ext()), pytest.raises(ValueError, match="supported loss"):
+        loss.backward()
+    assert_clean(model)
+
+
+@each(SECOND)
+def test_no_loss_module(ext: Any) -> None:
+    model, (X, y) = mlp(), data()
+    loss = F.cross_entropy(extend(model)(X), y)
+    with backpack(ext()), pytest.raises(ValueError, match="supported loss"):
+        loss.backward()
+    assert_clean(model)
+
+
+@each(SECOND)
+def test_backward_of_a_model_without_a_loss(ext: Any) -> None:
+    model = mlp()
+    with backpack(ext()), pytest.raises(ValueError, match="supported loss"):
+        extend(model)(data()[0]).sum().backward()
+    assert_clean(model)
+
+
+MODIFIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda loss: loss**2,
+    "exp": lambda loss: loss.exp(),
+    "times itself": lambda loss: loss * loss,
+    "constant / loss": lambda loss: torch.tensor(2.0) / loss,
+    "number / loss": lambda loss: 2 / loss,
+    "constant / (2 loss)": lambda loss: torch.tensor(2.0).div(2 * loss),
+    "sqrt of a sum": lambda loss: (1 + loss).sqrt(),
+    "maximum": lambda loss: torch.maximum(loss, torch.zeros_like(loss)),
+    "product of a stack": lambda loss: torch.stack([loss, loss]).prod(),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_modified_loss_warns(name: str) -> None:
+    model = mlp()
+    loss = MODIFIED[name](forward(model, data()))
+    with backpack(extensions.DiagGGNExact()), pytest.warns(UserWarning, match="CrossEntropyLoss"):
+        try:
+            loss.backward()
+        except ValueError as error:  # decreasing in the loss: no square root
+            assert "negative" in str(error)
+
+
+def test_regularised_loss_warns() -> None:
+    model = mlp()
+    loss = forward(model, data()) + 0.1 * model[0].weight.square().sum()
+    with backpack(extensions.DiagHessian()), pytest.warns(UserWarning, match="modified"):
+        loss.backward()
+
+
+def test_modified_loss_does_not_warn_for_first_order() -> None:
+    model, batch = mlp(), data()
+    loss = forward(model, batch) ** 2
+    with backpack(extensions.BatchGrad()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+UNMODIFIED: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "plain": (1, lambda loss: loss),
+    "constant factor": (3, lambda loss: 3 * loss),
+    "tensor factor": (3, lambda loss: loss * torch.tensor(3.0)),
+    "quotient": (0.25, lambda loss: loss / 4),
+    "quotient by a tensor": (0.25, lambda loss: loss / torch.tensor(4.0)),
+    "constant summand": (1, lambda loss: loss + 5),
+    "difference": (1, lambda loss: 7 * loss - 6 * loss),
+    "minus minus": (1, lambda loss: -(-loss)),
+    "itself twice": (2, lambda loss: loss + loss),
+    "sum": (2, lambda loss: sum([loss, loss])),
+    "stack, sum": (2, lambda loss: torch.stack([loss, loss]).sum()),
+    "stack, mean": (1, lambda loss: torch.stack([loss, loss]).mean()),
+    "cat": (2, lambda loss: torch.cat([loss[None], loss.view(1)]).sum()),
+    "reshape": (1, lambda loss: loss.reshape(1).squeeze()),
+    "expand": (3, lambda loss: loss.expand(3).sum()),
+    "other precision": (2, lambda loss: (loss.float() * 2).double()),
+    "clone": (1, lambda loss: loss.clone()),
+    "in place": (3, lambda loss: loss.clone().mul_(3).add_(1)),
+    "lerp of itself": (0.5, lambda loss: loss.mean() * 0.5),
+}
+
+
+@pytest.mark.parametrize("name", UNMODIFIED)
+def test_constant_factors_and_sums_do_not_warn(name: str) -> None:
+    (factor, change), model, batch = UNMODIFIED[name], mlp(), data()
+    loss = change(forward(model, batch))
+    with backpack(extensions.DiagGGNExact()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    expected = oracle.ggn_diag(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, factor * value)
+
+
+@each([extensions.DiagGGNExact, extensions.SqrtGGNExact, extensions.KFAC, extensions.KFRA])
+def test_negative_factor_has_no_square_root(ext: Any) -> None:
+    model = mlp()
+    loss = -forward(model, data())
+    with backpack(ext()), pytest.raises(ValueError, match="negative"):
+        loss.backward()
+    assert_clean(model)
+
+
+@each([extensions.DiagGGNExact, extensions.KFLR, extensions.GGNMP, extensions.HMP])
+def test_target_that_depends_on_the_model(ext: Any) -> None:
+    """The loss Hessian is that of the prediction alone; the target's part would be lost."""
+    encoder, decoder, X = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(N, 3)
+    extend(encoder), extend(decoder)
+    h = encoder(X)
+    loss = extend(nn.MSELoss())(decoder(h), h)
+    with backpack(ext()), pytest.raises(ValueError, match="MSELoss"):
+        loss.backward()
+    assert_clean(encoder, decoder)
+
+
+def test_detached_target_is_fine() -> None:
+    encoder, decoder, X = extend(nn.Linear(3, 3)), extend(nn.Linear(3, 3)), torch.randn(N, 3)
+    h = encoder(X)
+    target = h.detach()
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.MSELoss())(decoder(h), target).backward()
+    model = nn.Sequential(copy.deepcopy(encoder), copy.deepcopy(decoder))
+    for p, value in zip(
+        [*encoder.parameters(), *decoder.parameters()],
+        oracle.ggn_diag(model, nn.MSELoss(), X, target),
+        strict=True,
+    ):
+        torch.testing.assert_close(p.diag_ggn_exact, value)
+
+
+# ------------------------------------------------------------------ between modules
+
+
+BREAKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.relu": F.relu,
+    "method": lambda h: h.tanh(),
+    "sum with itself": lambda h: h + h,
+    "constant factor": lambda h: 2 * h,
+    "transpose": lambda h: h.transpose(0, 1).transpose(0, 1),
+    "slice": lambda h: torch.cat([h[:, 2:], h[:, :2]], 1),
+    "in place": lambda h: h.mul_(2),
+    "in-place function": lambda h: F.relu_(h),
+    "in-place item": lambda h: h.index_fill_(1, torch.tensor([0]), 0.0),
+    "not extended": nn.Sigmoid(),
+    "residual": lambda h: h + h.detach(),
+    "two": lambda h: F.softplus(h.view(-1)).view(-1, 4),
+}
+
+
+class Broken(nn.Module):
+    """A model with something between its modules that is not a module."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.front, self.back, self.name = nn.Linear(3, 4), nn.Linear(4, 2), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(BREAKS[self.name](self.front(x)))
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_quantity_that_does_not_arrive(name: str) -> None:
+    model = Broken(name)
+    loss = forward(model, data())
+    with backpack(extensions.DiagGGNExact()), pytest.raises(ValueError) as caught:
+        loss.backward()
+    for part in ("'front' (Linear)", "'back' (Linear)", "use_converter=True", "DiagGGNExact"):
+        assert part in str(caught.value)
+    assert_clean(model)
+
+
+@each(SECOND)
+def test_function_in_forward_for_every_extension(ext: Any) -> None:
+    model = Broken("F.relu")
+    loss = forward(model, data())
+    with backpack(ext()), pytest.raises(ValueError, match=r"front.*back.*use_converter"):
+        loss.backward()
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("name", [n for n in BREAKS if "in-place item" not in n])
+def test_first_order_does_not_mind(name: str) -> None:
+    model, batch = Broken(name), data()
+    loss = forward(model, batch)
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    expected = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value)
+
+
+class Skip(nn.Module):
+    """A skip connection around a module: with a function, or as a module."""
+
+    def __init__(self, add: nn.Module | None) -> None:
+        super().__init__()
+        self.front, self.middle, self.back = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.add = add
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(x)
+        m = self.middle(h)
+        return self.back(h + m if self.add is None else self.add(h, m))
+
+
+def test_skip_connection_by_a_function() -> None:
+    model = Skip(None)
+    loss = forward(model, data())
+    with backpack(extensions.DiagGGNExact()), pytest.raises(ValueError, match=r"middle.*back"):
+        loss.backward()
+    assert_clean(model)
+    check_works(Skip(SumModule()))
+
+
+class Leaks(nn.Module):
+    """A model whose second output path ends in a function after the last module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(x)
+        return self.back(h) + h[:, :2]
+
+
+def test_function_between_model_and_loss() -> None:
+    model = Leaks()
+    loss = forward(model, data())
+    with backpack(extensions.KFLR()), pytest.raises(ValueError, match=r"CrossEntropyLoss"):
+        loss.backward()
+    assert_clean(model)
+
+
+def test_path_that_avoids_the_loss() -> None:
+    model, side, batch = mlp(), extend(nn.Linear(3, 1)), data()
+    loss = forward(model, batch) + side(batch[0]).sum()
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match=r"Linear.*not through.*CrossEntropyLoss"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        loss.backward()
+    assert_clean(model, side)
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad(), extensions.DiagGGNExact()], ids=repr)
+@pytest.mark.parametrize("what", ["data", "activation", "output"])
+def test_tensor_changed_in_place_after_a_module_read_it(what: str, ext: Any) -> None:
+    front, act, back, (X, y) = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2), data()
+    for module in (front, act, back):
+        extend(module)
+    h = front(X)
+    a = act(h)
+    loss = extend(nn.CrossEntropyLoss())(back(a), y)
+    with torch.no_grad():
+        {"data": X, "activation": h, "output": a}[what].add_(1)
+    with backpack(ext), pytest.raises(RuntimeError, match="in place|inplace"):
+        loss.backward()
+    assert_clean(front, act, back)
+
+
+def test_in_place_change_names_the_module() -> None:
+    model, (X, y) = mlp(), data()
+    loss = forward(model, (X, y))
+    X.zero_()
+    with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError, match=r"'0' \(Linear\)"):
+        loss.backward()
+    assert_clean(model)
+
+
+def test_targets_changed_in_place() -> None:
+    model, (X, y) = mlp(), data()
+    loss = forward(model, (X, y))
+    y.zero_()
+    with backpack(extensions.DiagGGNExact()), pytest.raises(RuntimeError, match="in ?place"):
+        loss.backward()
+    assert_clean(model)
+
+
+# ------------------------------------------------------------------ parameters
+
+
+class SparseLinear(nn.Linear):
+    """A linear layer whose weight is stored sparsely."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weight = nn.Parameter(self.weight.detach().to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to_dense(), self.bias)
+
+
+class WithQuantised(nn.Module):
+    """A leaf with a quantised weight, which is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            weight = torch.quantize_per_tensor(torch.rand(4).float(), 0.1, 0, torch.qint8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.dequantize()
+
+
+def sparse_weight() -> nn.Module:
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(linear.weight.detach().to_sparse())
+    return linear
+
+
+ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sparse": (sparse_weight, "sparse_coo"),
+    "sparse in a subclass": (lambda: SparseLinear(4, 4), "sparse_coo"),
+    "quantised": (WithQuantised, "quanti"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about sparse tensors
+@each([extensions.DiagGGNExact, extensions.KFRA, extensions.HMP])
+def test_sparse_and_quantised_parameters(ext: Any, name: str) -> None:
+    make, layout = ODD[name]
+    model = Net(make())
+    loss = forward(model, data())
+    with backpack(ext()), pytest.raises(NotImplementedError) as caught:
+        loss.backward()
+    for part in ("encoder.1.0", "weight", layout):
+        assert part in str(caught.value)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse in a subclass"])
+@each(FIRST)
+def test_sparse_parameters_for_first_order(ext: Any, name: str) -> None:
+    test_sparse_and_quantised_parameters(ext, name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ODD)
+def test_frozen_sparse_and_quantised_parameters_for_first_order(name: str) -> None:
+    """Nothing is computed for them: a frozen backbone may have any format."""
+    model = Net(ODD[name][0]()).requires_grad_(False)
+    model.encoder[0].requires_grad_(True)
+    loss = forward(model, data())
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    for p in model.encoder[0].parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sparse_parameters_without_extensions_are_fine() -> None:
+    model = Net(sparse_weight())
+    forward(model, data()).backward()
+    assert model.head.weight.grad is not None
+
+
+# ------------------------------------------------------------------ shapes in public products
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(3, 2), (N, 3)),
+    "Linear with more axes": (lambda: nn.Linear(3, 2), (N, 5, 3)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 2), (N, 2, 4, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 3, 2), (N, 2, 4)),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3).eval(), (N, 3)),
+    "Sigmoid": (nn.Sigmoid, (N, 3)),
+    "MaxPool2d": (lambda: nn.MaxPool2d(2), (N, 1, 4, 4)),
+    "AvgPool1d": (lambda: nn.AvgPool1d(2), (N, 1, 4)),
+    "Flatten": (nn.Flatten, (N, 2, 4)),
+    "ZeroPad2d": (lambda: nn.ZeroPad2d(1), (N, 1, 2, 2)),
+    "Dropout": (nn.Dropout, (N, 3)),
+}
+
+
+def called(name: str) -> tuple[Any, Any, Tensor, Tensor]:
+    make, shape = MODULES[name]
+    module, x = extend(make()), torch.rand(shape, requires_grad=True)
+    return REGISTRY[type(module)], module, x, module(x)
+
+
+def wrong_shapes(shape: torch.Size) -> list[torch.Size]:
+    return [
+        torch.Size([5, *shape[:-1], shape[-1] + 1]),
+        torch.Size([5, shape[0] + 1, *shape[1:]]),
+        torch.Size([2, 5, *shape]),
+        torch.Size(shape[1:]),
+        torch.Size([]),
+        torch.Size([*shape, 1]),
+    ]
+
+
+def check_message(message: str, wrong: torch.Size, right: torch.Size) -> None:
+    assert str(list(wrong)) in message, message
+    assert str(list(right))[1:-1] in message, message
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_wrong_shapes_of_jacobian_products(name: str) -> None:
+    derivatives, module, x, out = called(name)
+    for method, right in (
+        ("jac_mat_prod", x.shape),
+        ("jac_t_mat_prod", out.shape),
+        ("residual_mat_prod", x.shape),
+    ):
+        product = getattr(derivatives, method)
+        grads = None, (torch.ones_like(out),)
+        for wrong in wrong_shapes(right):
+            with pytest.raises(ValueError) as caught:
+                product(module, *grads, torch.rand(wrong))
+            check_message(str(caught.value), wrong, right)
+            assert type(module).__name__ in str(caught.value)
+        assert product(module, *grads, torch.rand(5, *right)).shape[0] == 5
+        without_v = product(module, *grads, torch.rand(right))
+        assert without_v.dim() == product(module, *grads, torch.rand(1, *right)).dim() - 1
+        with pytest.raises(ValueError) as caught:  # the rows must be those of the subsampling
+            product(module, *grads, torch.rand(5, *right), subsampling=[0, 1])
+        check_message(str(caught.value), torch.Size([5, *right]), torch.Size([2, *right[1:]]))
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if REGISTRY[type(called(n)[1])].params])
+def test_wrong_shapes_of_parameter_products(name: str) -> None:
+    derivatives, module, _x, out = called(name)
+    for param in ("weight", "bias"):
+        p = getattr(module, param)
+        for wrong in wrong_shapes(out.shape):
+            for product in (
+                lambda mat, param=param: derivatives.param_mjp(param, module, None, None, mat),
+                lambda mat, param=param: getattr(derivatives, f"{param}_jac_t_mat_prod")(
+                    module, None, None, mat
+                ),
+            ):
+                with pytest.raises(ValueError) as caught:
+                    product(torch.rand(wrong))
+                check_message(str(caught.value), wrong, out.shape)
+        for wrong in [s for s in wrong_shapes(p.shape) if s[1:] != p.shape]:
+            with pytest.raises(ValueError) as caught:
+                getattr(derivatives, f"{param}_jac_mat_prod")(module, None, None, torch.rand(wrong))
+            check_message(str(caught.value), wrong, p.shape)
+    with pytest.raises(ValueError, match="'gamma'"):
+        derivatives.param_mjp("gamma", module, None, None, torch.rand(5, *out.shape))
+
+
+def test_product_with_a_parameter_that_is_not_there() -> None:
+    module = extend(nn.Linear(3, 2, bias=False))
+    out = module(torch.rand(N, 3))
+    derivatives = REGISTRY[nn.Linear]
+    with pytest.raises(ValueError, match="'bias'"):
+        derivatives.param_mjp("bias", module, None, None, torch.rand(1, *out.shape))
+    with pytest.raises(ValueError, match="'bias'"):
+        derivatives.bias_jac_mat_prod(module, None, None, torch.rand(1, 2))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_wrong_shapes_of_averaged_products(name: str) -> None:
+    derivatives, module, x, out = called(name)
+    D = out.shape[1:].numel()
+    for wrong in ([D], [D, D + 1], [D + 1, D + 1], [1, D, D]):
+        with pytest.raises(ValueError) as caught:
+            derivatives.ea_jac_t_mat_jac_prod(module, None, None, torch.rand(wrong))
+        check_message(str(caught.value), torch.Size(wrong), torch.Size([D, D]))
+    D_in = x.shape[1:].numel()
+    assert derivatives.ea_jac_t_mat_jac_prod(module, None, None, torch.eye(D)).shape == (D_in, D_in)
+
+
+@pytest.mark.parametrize("lossfunc", [nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+def test_wrong_shapes_of_loss_products(lossfunc: Any) -> None:
+    module, x = extend(lossfunc()), torch.rand(N, 2, requires_grad=True)
+    out = module(x, torch.rand(N, 2))
+    product = REGISTRY[lossfunc].make_hessian_mat_prod(module, None, None)
+    for wrong in wrong_shapes(x.shape):
+        with pytest.raises(ValueError) as caught:
+            product(torch.rand(wrong))
+        check_message(str(caught.value), wrong, x.shape)
+    assert product(torch.rand(5, N, 2)).shape == (5, N, 2)
+    assert product(torch.rand(N, 2)).shape == (N, 2)
+    assert out.requires_grad
+
+
+def test_second_derivatives_need_the_gradient() -> None:
+    _derivatives, module, x, out = called("Sigmoid")
+    with pytest.raises(ValueError, match="g_out"):
+        REGISTRY[nn.Sigmoid].residual_mat_prod(module, None, None, torch.rand(5, *x.shape))
+    assert out.requires_grad
+
+
+def test_derivatives_without_a_forward_pass() -> None:
+    module = extend(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match=r"forward pass.*Linear"):
+        REGISTRY[nn.Linear].jac_t_mat_prod(module, None, None, torch.rand(1, N, 2))
+
+
+@each([extensions.GGNMP, extensions.HMP, extensions.PCHMP])
+def test_wrong_shapes_of_curvature_products(ext: Any) -> None:
+    model = mlp()
+    loss = forward(model, data())
+    with backpack(ext(savefield="product")):
+        loss.backward()
+    for p in model.parameters():
+        for wrong in [s for s in wrong_shapes(p.shape) if s[1:] != p.shape]:
+            with pytest.raises(ValueError) as caught:
+                p.product(torch.rand(wrong))
+            check_message(str(caught.value), wrong, p.shape)
+        assert p.product(torch.rand(5, *p.shape)).shape == (5, *p.shape)
+        assert p.product(torch.rand(p.shape)).shape == p.shape
+
+
+@each([extensions.GGNMP, extensions.HMP, extensions.PCHMP])
+def test_curvature_product_after_an_optimiser_step(ext: Any) -> None:
+    model = mlp()
+    loss = forward(model, data())
+    with backpack(ext(savefield="product")):
+        loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="in place"):
+        model[0].weight.product(torch.rand(1, 4, 3))
+
+
+def test_modify_of_the_positive_curvature_hessian() -> None:
+    with pytest.raises(ValueError, match=r"clip.*abs.*'square'"):
+        extensions.PCHMP(modify="square")
+
+
+def test_unknown_member_of_the_kronecker_family() -> None:
+    with pytest.raises(ValueError, match="NOTHING"):
+        extensions.HBP("GGN", "NOTHING", "SQRT", "BOTEV_MARTENS")
+
+
+# ------------------------------------------------------------------ exceptions in user code
+
+
+class Oops(Exception):
+    """Raised by user code."""
+
+
+@pytest.mark.parametrize("at", [nn.CrossEntropyLoss, nn.Sigmoid, nn.Linear])
+@pytest.mark.parametrize(
+    "exts",
+    [
+        [extensions.BatchGrad()],
+        [extensions.DiagGGNExact()],
+        [extensions.BatchGrad(), extensions.KFLR(), extensions.HMP()],
+    ],
+    ids=len,
+)
+def test_exception_in_the_extension_hook(exts: list[Any], at: Any) -> None:
+    model = mlp()
+
+    def hook(module: nn.Module) -> None:
+        if isinstance(module, at):
+            raise Oops
+
+    loss = forward(model, data())
+    with pytest.raises(Oops), backpack(*exts, extension_hook=hook):
+        loss.backward()
+    assert_clean(model)
+    check_works(model)
+
+
+class Failing(ModuleExtension):
+    """A rule that fails."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(["weight"] if method == "weight" else [])
+        self.method = method
+
+    def weight(self, *args: Any) -> None:
+        raise Oops
+
+    def backpropagate(self, *args: Any) -> None:
+        raise Oops
+
+
+@each([extensions.BatchGrad, extensions.DiagGGNExact, extensions.SqrtGGNExact, extensions.KFAC])
+@pytest.mark.parametrize("method", ["weight", "backpropagate"])
+def test_exception_in_a_rule(method: str, ext: Any) -> None:
+    model, failing = Net(Unknown()), ext()
+    failing.set_module_extension(Unknown, Failing(method))
+    others = [extensions.Variance()]
+    loss = forward(model, data())
+    if method == "backpropagate" and not failing.expects_backpropagation_quantities():
+        with backpack(failing):
+            loss.backward()  # a first-order rule passes nothing on
+        return
+    with pytest.raises(Oops), warnings.catch_warnings(), backpack(*others, failing):
+        warnings.simplefilter("ignore")
+        loss.backward()
+    assert_clean(model)
+
+
+def test_exception_in_extract() -> None:
+    class Extract(extensions.DiagGGNExact):
+        count = 0
+
+        def extract(self, products: Any) -> Any:
+            Extract.count += 1
+            if Extract.count == 3:
+                raise Oops
+            return super().extract(products)
+
+    model = mlp()
+    loss = forward(model, data())
+    with pytest.raises(Oops), backpack(extensions.BatchGrad(), Extract()):
+        loss.backward()
+    assert_clean(model)
+    check_works(model)
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad(), extensions.DiagGGNExact()], ids=repr)
+def test_exception_of_somebody_else(ext: Any) -> None:
+    """A hook of the program fails in the middle of the backward pass."""
+    model, (X, y) = mlp(), data()
+
+    def fail(grad: Tensor) -> None:
+        raise Oops
+
+    extend(model)
+    h = model[0](X)
+    h.register_hook(fail)
+    loss = extend(nn.CrossEntropyLoss())(model[2](model[1](h)), y)
+    with pytest.raises(Oops), backpack(ext):
+        loss.backward()
+    assert_clean(model)
+    check_works(model)
+
+
+def test_exception_is_caught_inside_the_context() -> None:
+    """Another backward pass in the same context is not disturbed."""
+    model, batch = mlp(), data()
+    fail = [True]
+
+    def hook(module: nn.Module) -> None:
+        if fail[0] and isinstance(module, nn.Sigmoid):
+            raise Oops
+
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extension_hook=hook):
+        with pytest.raises(Oops):
+            forward(model, data()).backward()
+        assert not any(vars(p) for p in model.parameters())
+        fail[0] = False
+        for p in model.parameters():
+            p.grad = None
+        forward(model, batch).backward()
+    for p, value in zip(
+        model.parameters(),
+        oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch),
+        strict=True,
+    ):
+        torch.testing.assert_close(p.grad_batch, value)
+
+
+def test_retry_after_an_error_with_the_graph_retained() -> None:
+    model, batch = mlp(), data()
+    loss = forward(model, batch)
+    with pytest.raises(ValueError), backpack(extensions.KFLR(subsampling=[99]), retain_graph=True):
+        loss.backward(retain_graph=True)
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    expected = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value)
+
+
+def test_error_in_the_inner_context_restores_the_outer() -> None:
+    model, outer = mlp(), extensions.BatchGrad()
+    with backpack(outer):
+        with pytest.raises(ValueError), backpack(extensions.DiagGGNExact()):
+            F.cross_entropy(extend(model)(data()[0]), data()[1]).backward()
+        assert tuple(CTX.get_active_exts()) == (outer,)
+        forward(model, data()).backward()
+    assert all(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+def test_extension_without_a_kind() -> None:
+    """An extension that subclasses the base must say what travels back."""
+    model = mlp()
+    with pytest.raises(NotImplementedError), backpack(BackpropExtension("x")):
+        forward(model, data()).backward()
+    assert_clean(model)

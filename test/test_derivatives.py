@@ -1,0 +1,790 @@
+"""The contract of the derivatives, for every registered class, against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import CASES, Case, module_case, select
+from torch import Tensor, einsum, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack import extend
+from backpack.core.derivatives import REGISTRY, BaseDerivatives, BaseLossDerivatives, derivatives_of
+from backpack.core.derivatives import basederivatives as base
+from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.tape import bound
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.utils.subsampling import subsample
+
+V = 2
+ROWS: list[Any] = [None, [2, 0], [-1], slice(1, None)]
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-11}
+
+EVERYTHING = slice(None)
+EXTRA = [
+    module_case(nn.ChannelShuffle, (4, 2, 1), 2),
+    module_case(nn.CircularPad1d, (2, 3), (1, 2)),
+    module_case(nn.CircularPad2d, (1, 2, 3), (1, 2, 0, 1)),
+    module_case(nn.CircularPad3d, (1, 2, 2, 2), (1, 0, 2, 0, 0, 1)),
+    module_case(nn.Fold, (4, 4), (3, 3), 2),
+    module_case(nn.PixelShuffle, (4, 2, 1), 2),
+    module_case(nn.PixelUnshuffle, (1, 2, 4), 2),
+    module_case(nn.ReflectionPad1d, (2, 3), (1, 2)),
+    module_case(nn.ReflectionPad2d, (1, 2, 3), (1, 2, 0, 1)),
+    module_case(nn.ReflectionPad3d, (1, 2, 2, 2), (1, 0, 1, 0, 0, 1)),
+    module_case(nn.ReplicationPad1d, (2, 3), (1, 2)),
+    module_case(nn.ReplicationPad2d, (1, 2, 3), (1, 2, 0, 1)),
+    module_case(nn.ReplicationPad3d, (1, 2, 2, 2), (1, 0, 2, 0, 0, 1)),
+    module_case(nn.RReLU, (2, 3)),
+    module_case(nn.RReLU, (5,), train=False),
+    module_case(nn.Unfold, (2, 3, 3), 2, padding=1, stride=2),
+    module_case(nn.Upsample, (2, 3), scale_factor=2),
+    module_case(nn.Upsample, (2, 2, 3), size=(3, 5), mode="bilinear", align_corners=True),
+    module_case(nn.Upsample, (1, 3, 4), scale_factor=1.5, mode="bicubic"),
+    module_case(nn.UpsamplingBilinear2d, (2, 2, 3), scale_factor=2),
+    module_case(nn.UpsamplingNearest2d, (2, 2, 3), scale_factor=2),
+    module_case(Pad, (2, 3), (1, 2), value=0.5),
+    module_case(Pad, (2, 2, 3), (1, 2, 0, 1), mode="circular"),
+    module_case(Permute, (2, 3, 1), 0, 3, 1, 2),
+    module_case(Permute, (2, 3), 1, 2, init_transpose=True),
+    module_case(ScaleModule, (2, 3), 0.7),
+    module_case(Slicing, (2, 3), (EVERYTHING, EVERYTHING, -1)),
+    module_case(Slicing, (4,), (Ellipsis, slice(1, None, 2))),
+]
+
+
+class Probe(NamedTuple):
+    """A module and the inputs of one call of it."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+
+
+def _probes(case: Case) -> Iterator[Probe]:
+    """Yield the calls of registered modules; of the one under test, if there is one."""
+    calls: list[tuple[nn.Module, tuple[Tensor, ...]]] = []
+    model, _, X, _ = case.build()
+    handles = [
+        m.register_forward_pre_hook(
+            lambda m, args: calls.append((m, tuple(x.detach().clone() for x in args)))
+        )
+        for m in model.modules()
+        if type(m) in REGISTRY
+        and ("module" not in case.tags or case.name.startswith(f"{type(m).__name__}("))
+    ]
+    model(X)
+    for handle in handles:
+        handle.remove()
+    for module, inputs in calls:
+        shapes = "_".join("x".join(map(str, x.shape)) for x in inputs)
+        name = f"{module}-{shapes}{'' if module.training else '-eval'}".replace(" ", "")
+        yield Probe(name, copy.deepcopy(module).requires_grad_(), inputs)
+
+
+PROBES = list({p.name: p for case in [*CASES, *EXTRA] for p in _probes(case)}.values())
+WITH_PARAMS = [p for p in PROBES if any(True for _ in p.module.parameters())]
+LOSSES = select("loss")
+
+each_probe = pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
+each_with_params = pytest.mark.parametrize("probe", WITH_PARAMS, ids=lambda p: p.name)
+each_loss = pytest.mark.parametrize("case", LOSSES, ids=str)
+
+
+class Call:
+    """A module called with inputs that require a gradient; holds what the truth needs."""
+
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], target: Tensor | None = None):
+        self.module = extend(copy.deepcopy(module))
+        self.xs = [x.clone().requires_grad_().clone() for x in inputs]  # not leaves
+        torch.manual_seed(0)
+        self.recorded = self.module(*self.xs, *(() if target is None else (target,)))
+        self.out = elementary(self.module, self.xs, self.recorded)
+        self.derivatives: Any = derivatives_of(self.module)
+        self.g_out = (torch.randn_like(self.out),)
+        self.params = dict(self.module.named_parameters(recurse=False))
+        self.mixing = self.derivatives.mixes_samples(self.module)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the derivatives, applied to this call."""
+        method = getattr(self.derivatives, name)
+        return lambda *args, **keywords: method(self.module, None, self.g_out, *args, **keywords)
+
+    def param(self, method: str, name: str, *args: Any, **keywords: Any) -> Any:
+        """Call a method that takes the name of a parameter first."""
+        function = getattr(self.derivatives, method)
+        return function(name, self.module, None, self.g_out, *args, **keywords)
+
+    def reduced(self, method: str, *args: Any, generic: bool = False) -> Any:
+        """Call a reduction (its generic body) as extensions do, with the call's tensors bound."""
+        owner = BaseDerivatives if generic else type(self.derivatives)
+        name, *rest = args
+        with bound(self.module):
+            return getattr(owner, method)(
+                self.derivatives, name, self.module, None, self.g_out, *rest
+            )
+
+    def phi(self) -> Tensor:
+        """Return ``<out, g_out>``, whose second derivative modules are asked for."""
+        return (self.out * self.g_out[0]).sum()
+
+    def blocks(self) -> Tensor:
+        """Jacobian of each sample, ``[N, D_out, D_in]``."""
+        J = jacobian(self.out, self.xs[0]).reshape(*per_sample(self.out), *per_sample(self.xs[0]))
+        return torch.stack([J[n, :, n] for n in range(len(J))])
+
+
+def elementary(module: Any, xs: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Return ``out``, computed such that autograd has its third derivatives."""
+    if not isinstance(module, _BatchNorm):
+        return out
+    (x,) = xs
+    axes = [0, *range(2, x.dim())]
+
+    def spread(values: Tensor) -> Tensor:
+        return values.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+    if module.training or module.running_mean is None:
+        var, mean = torch.var_mean(x, axes, correction=0)
+    else:
+        var, mean = module.running_var, module.running_mean
+    y = (x - spread(mean)) / spread((var + module.eps).sqrt())
+    y = y if module.weight is None else y * spread(module.weight) + spread(module.bias)
+    close(y, out)
+    return y
+
+
+def start(probe: Probe) -> Call:
+    """Call the module of a probe."""
+    return Call(probe.module, probe.inputs)
+
+
+def start_loss(case: Case) -> Call:
+    """Call the loss of a case on its model's output."""
+    model, lossfunc, X, y = case.build()
+    return Call(lossfunc, [model(X).detach()], y)
+
+
+def per_sample(x: Tensor) -> tuple[int, int]:
+    """Return N and the number of entries of a sample."""
+    return x.shape[0], x[0].numel()
+
+
+def gradient(y: Tensor, xs: Sequence[Tensor], v: Tensor | None = None, **keywords: Any) -> Any:
+    """Return ``vᵀ dy/dx`` for each x, zeros where y does not depend on x."""
+    if not y.requires_grad:
+        return tuple(torch.zeros_like(x) for x in xs)
+    options = {"retain_graph": True, "materialize_grads": True, **keywords}
+    return torch.autograd.grad(y, xs, v, **options)
+
+
+def jacobian(y: Tensor, x: Tensor) -> Tensor:
+    """Return dy/dx row by row: ``[numel(y), numel(x)]``."""
+    rows = [gradient(entry, [x])[0].flatten() for entry in y.flatten().unbind()]
+    return torch.stack(rows)
+
+
+def hessian(y: Tensor, x: Tensor) -> Tensor:
+    """Return ``d²y/dx²``: ``[numel(x), numel(x)]``."""
+    return jacobian(gradient(y, [x], create_graph=True)[0], x)
+
+
+def tangent(ys: Sequence[Tensor], xs: Sequence[Tensor], ts: Sequence[Tensor]) -> Any:
+    """Return ``dy/dx t`` for each y, summed over the xs, by differentiating twice."""
+    us = [torch.zeros_like(y).requires_grad_() for y in ys]
+    pulled = sum((gradient(y, xs, u, create_graph=True) for y, u in zip(ys, us, strict=True)), ())
+    total = sum((p * t).sum() for p, t in zip(pulled, [*ts] * len(ys), strict=True))
+    return gradient(total, us, create_graph=True)
+
+
+def embed(mat: Tensor, rows: Any, shape: Sequence[int]) -> Tensor:
+    """Put ``[V, rows, *]`` into zeros of ``[V, *shape]``."""
+    if rows is None:
+        return mat
+    full = mat.new_zeros(mat.shape[0], *shape)
+    full[:, rows] = mat
+    return full
+
+
+def random_mat(like: Tensor, rows: Any = None, v: int = V) -> Tensor:
+    """Return ``[V, rows, *]``."""
+    return torch.randn(v, *subsample(like, subsampling=rows).shape, dtype=like.dtype)
+
+
+def close(one: Any, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+def test_every_registered_class_is_tested() -> None:
+    """A new module needs a case (in cases.py) or a probe (EXTRA)."""
+    tested = {type(p.module) for p in PROBES} | {type(c.loss()) for c in LOSSES}
+    ours = {cls for cls in REGISTRY if cls.__module__.startswith(("torch.", "backpack."))}
+    assert tested >= ours, sorted(cls.__name__ for cls in ours - tested)
+
+
+# --------------------------------------------------------------------------------------
+# Facts
+# --------------------------------------------------------------------------------------
+
+
+@each_probe
+def test_facts(probe: Probe) -> None:
+    call = start(probe)
+    derivatives, module = call.derivatives, call.module
+    assert {*call.params} <= {*derivatives.params}
+
+    x = call.xs[0]
+    J = jacobian(call.out, x).reshape(*per_sample(call.out), *per_sample(x))
+    mixed = any(J[n, :, m].abs().max() > 1e-12 for n in range(3) for m in range(3) if n != m)
+    assert call.mixing == mixed
+    if derivatives.jacobian_is_constant(module):
+        blocks = call.blocks()
+        close(blocks, blocks[:1].expand_as(blocks))
+
+    H = hessian(call.phi(), x)
+    off_diagonal = H - H.diagonal().diag()
+    assert derivatives.hessian_is_zero(module) == bool(H.abs().max() < 1e-12)
+    assert derivatives.hessian_is_diagonal(module) == bool(off_diagonal.abs().max() < 1e-12)
+    if derivatives.hessian_is_psd():
+        assert torch.linalg.eigvalsh(H).min() > -1e-12
+
+
+# --------------------------------------------------------------------------------------
+# Jacobians with respect to the inputs
+# --------------------------------------------------------------------------------------
+
+
+@each_probe
+def test_input_jacobians(probe: Probe) -> None:
+    call = start(probe)
+    jacobians = [jacobian(call.out, x) for x in call.xs]
+    several = len(call.xs) > 1
+    for rows in [None] if call.mixing else ROWS:
+        us = [random_mat(x, rows) for x in call.xs]
+        s = random_mat(call.out, rows)
+        pushed = call.jac_mat_prod(us if several else us[0], subsampling=rows)
+        result = call.jac_t_mat_prod(s, subsampling=rows)
+        pulled = result if several else (result,)
+
+        expected = sum(
+            embed(u, rows, x.shape).flatten(1) @ J.T
+            for u, x, J in zip(us, call.xs, jacobians, strict=True)
+        ).reshape(V, *call.out.shape)
+        close(pushed, subsample(expected, 1, rows))
+        full = embed(s, rows, call.out.shape).flatten(1)
+        for p, J, x in zip(pulled, jacobians, call.xs, strict=True):
+            close(p, subsample((full @ J).reshape(V, *x.shape), 1, rows))
+
+        inner = sum((u * p).sum() for u, p in zip(us, pulled, strict=True))
+        close((pushed * s).sum(), inner)
+
+        without_v = [u[0] for u in us]
+        close(call.jac_mat_prod(without_v if several else without_v[0], rows), pushed[0])
+        result = call.jac_t_mat_prod(s[0], rows)
+        for one, stacked in zip(result if several else (result,), pulled, strict=True):
+            close(one, stacked[0])
+
+
+def test_several_inputs_some_without_a_tangent() -> None:
+    (probe, *_) = [p for p in PROBES if len(p.inputs) > 2]
+    call = start(probe)
+    tangents = [None, random_mat(call.xs[1]), *[None] * (len(call.xs) - 2)]
+    close(call.jac_mat_prod(tangents), tangents[1])
+
+
+def test_sum_of_a_single_input() -> None:
+    x = torch.rand(3, 2, dtype=torch.float64)
+    call = Call(SumModule(), [x])
+    u = random_mat(x)
+    close(call.jac_mat_prod(u), u)
+    close(call.jac_mat_prod([u]), u)
+    close(call.jac_t_mat_prod(u)[0], u)
+
+
+@each_probe
+def test_averaged_products(probe: Probe) -> None:
+    call = start(probe)
+    if len(call.xs) > 1 or call.mixing:
+        mat = torch.rand(call.out[0].numel(), 2, dtype=call.out.dtype)
+        if not call.mixing:
+            expected = [mat.T @ jacobian(call.out, x).reshape(3, -1, x.numel()) for x in call.xs]
+            averages = call.dense_jacobian_products(mat)
+            for average, J, x in zip(averages, expected, call.xs, strict=True):
+                close(average, J.sum(0).reshape(2, 3, x[0].numel()).mean(1))
+        return
+    J = call.blocks()
+    mat = torch.randn(J.shape[1], J.shape[1], dtype=J.dtype)
+    for rows in ROWS:
+        part = subsample(J, subsampling=rows)
+        expected = einsum("nai,ab,nbj->ij", part, mat, part) / len(part)
+        close(call.ea_jac_t_mat_jac_prod(mat, subsampling=rows), expected)
+        (average,) = call.dense_jacobian_products(mat[:, :2], subsampling=rows)
+        close(average, einsum("ak,nai->ki", mat[:, :2], part) / len(part))
+
+
+# --------------------------------------------------------------------------------------
+# Jacobians with respect to the parameters
+# --------------------------------------------------------------------------------------
+
+
+def param_jacobians(call: Call) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield each parameter's name and Jacobian ``[N, D_out, P]``."""
+    for name, p in call.params.items():
+        yield name, p, jacobian(call.out, p).reshape(*per_sample(call.out), -1)
+
+
+@each_with_params
+def test_param_jacobians(probe: Probe) -> None:
+    call = start(probe)
+    for name, p, J in param_jacobians(call):
+        for rows in ROWS:
+            part = subsample(J, subsampling=rows)
+            s = random_mat(call.out, rows)
+            each = einsum("vno,nop->vnp", s.flatten(2), part).reshape(V, -1, *p.shape)
+            close(call.param("param_mjp", name, s, False, rows), each)
+            close(call.param("param_mjp", name, s, subsampling=rows), each.sum(1))
+            close(call.param("param_mjp", name, s[0], False, rows), each[0])
+            close(getattr(call, f"{name}_jac_t_mat_prod")(s, False, rows), each)
+
+            u = torch.randn(V, *p.shape, dtype=p.dtype)
+            pushed = einsum("nop,vp->vno", part, u.flatten(1)).reshape(s.shape)
+            close(call.param("param_jac_mat_prod", name, u, rows), pushed)
+            product = getattr(call, f"{name}_jac_mat_prod")
+            close(product(u, subsampling=rows), pushed)
+            close(product(u[0], subsampling=rows), pushed[0])
+
+
+REDUCTIONS = ["param_mjp_batch_square", "param_mjp_square_sum", "param_mjp_square_norm"]
+
+
+@each_with_params
+@pytest.mark.parametrize("v", [1, 5])
+def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = start(probe)
+    for name, p, J in param_jacobians(call):
+        for rows in ROWS:
+            s = random_mat(call.out, rows, v)
+            each = einsum("vno,nop->vnp", s.flatten(2), subsample(J, subsampling=rows)).square()
+            signs = torch.randn(s.shape[:2]).sign().to(s.dtype)
+            expected = {
+                "param_mjp_batch_square": each.sum(0).reshape(-1, *p.shape),
+                "param_mjp_square_sum": each.sum((0, 1)).reshape(p.shape),
+                "param_mjp_square_norm": each.sum((0, 2)),
+            }
+            signed = einsum("vnp,vn->np", each, signs).reshape(-1, *p.shape)
+            for entries in (2**21, p.numel() * v, 1):
+                monkeypatch.setattr(base, "SLICE_ENTRIES", entries)
+                for generic in (False, True):
+                    for method, value in expected.items():
+                        close(call.reduced(method, name, s, rows, generic=generic), value)
+                    method = "param_mjp_batch_square"
+                    close(call.reduced(method, name, s, rows, signs, generic=generic), signed)
+                    method = "param_mjp_square_sum"
+                    result = call.reduced(method, name, s, rows, signs, generic=generic)
+                    close(result, signed.sum(0))
+
+
+@each_with_params
+def test_kronecker_rows(probe: Probe) -> None:
+    """The map is linear, acts on each sample alone, and in the same way if it says so."""
+    call = start(probe)
+    for name in call.params:
+        s = random_mat(call.out)
+        whole = call.reduced("kronecker_rows", name, s)
+        for rows in ROWS[1:]:
+            part = call.reduced("kronecker_rows", name, subsample(s, 1, rows), rows)
+            close(part, subsample(whole, 1, rows))
+        total = call.reduced("kronecker_rows", name, s[:1] + 2 * s[1:])
+        close(total, whole[:1] + 2 * whole[1:])
+        if call.derivatives.kronecker_rows_are_constant:
+            same = call.reduced("kronecker_rows", name, s[:, :1].expand_as(s))
+            close(same, same[:, :1].expand_as(same))
+
+
+CONVOLUTIONS = [p for p in WITH_PARAMS if type(p.module).__name__.startswith("Conv")]
+
+
+@pytest.mark.parametrize("probe", CONVOLUTIONS, ids=lambda p: p.name)
+def test_save_memory(probe: Probe) -> None:
+    call = start(probe)
+    for rows in ROWS:
+        s = random_mat(call.out, rows)
+        for sum_batch in (True, False):
+            with weight_jac_t_save_memory(False):
+                fast = call.weight_jac_t_mat_prod(s, sum_batch, rows)
+            with weight_jac_t_save_memory():
+                small = call.weight_jac_t_mat_prod(s, sum_batch, rows)
+                with weight_jac_t_save_memory(False):
+                    assert not weight_jac_t_save_memory.active
+                assert weight_jac_t_save_memory.active
+            assert not weight_jac_t_save_memory.active
+            close(small, fast)
+
+
+# --------------------------------------------------------------------------------------
+# Second derivatives
+# --------------------------------------------------------------------------------------
+
+
+@each_probe
+def test_second_derivative(probe: Probe) -> None:
+    call = start(probe)
+    x = call.xs[0]
+    if len(call.xs) > 1:
+        assert call.derivatives.hessian_is_zero(call.module)
+        return
+    H = hessian(call.phi(), x)
+    for rows in [None] if call.mixing else ROWS:
+        u = random_mat(x, rows)
+        expected = (embed(u, rows, x.shape).flatten(1) @ H).reshape(V, *x.shape)
+        product = call.residual_mat_prod(u, subsampling=rows)
+        close(product, subsample(expected, 1, rows))
+        close(call.residual_mat_prod(u[0], subsampling=rows), product[0])
+        if call.derivatives.hessian_is_diagonal(call.module):
+            diagonal = subsample(H.diagonal().reshape(x.shape), subsampling=rows)
+            close(call.hessian_diagonal(subsampling=rows), diagonal)
+
+
+def mixed_residual(call: Call, *args: Any) -> Any:
+    """Call the method as the engine does, with the call's tensors bound."""
+    with bound(call.module):
+        return call.derivatives.mixed_residual(call.module, call.g_out, *args)
+
+
+@pytest.mark.parametrize(
+    "probe", [p for p in WITH_PARAMS if not start(p).mixing], ids=lambda p: p.name
+)
+def test_mixed_residual(probe: Probe) -> None:
+    call = start(probe)
+    (x,), (g,), ps = call.xs, call.g_out, [*call.params.values()]
+    wrt = [x, *ps]
+    # second derivatives of <out, g_out>, and of each sample's part of it
+    (slope,) = gradient(call.phi(), [x], create_graph=True)
+    H_x = [jacobian(slope, t).reshape(*x.shape, -1) for t in wrt]
+    slopes = [gradient((call.out[n] * g[n]).sum(), ps, create_graph=True) for n in range(len(x))]
+    H_ps = [
+        [torch.stack([jacobian(row[i], t).reshape(*p.shape, -1) for row in slopes]) for t in wrt]
+        for i, p in enumerate(ps)
+    ]
+
+    def directional(hessians: list[Tensor], ts: list[Tensor], rows: Any) -> Tensor:
+        change = sum(
+            einsum("...t,vt->v...", H, t.flatten(1)) for H, t in zip(hessians, ts, strict=True)
+        )
+        return subsample(change, 1, rows)
+
+    for rows in ROWS:
+        tx = random_mat(x, rows)
+        tps = {name: torch.randn(V, *p.shape, dtype=p.dtype) for name, p in call.params.items()}
+        for given, full in ([tx], embed(tx, rows, x.shape)), ([None], torch.zeros(V, *x.shape)):
+            (d_input,), d_params = mixed_residual(call, given, tps, rows)
+            ts = [full.to(x.dtype), *tps.values()]
+            close(d_input, directional(H_x, ts, rows))
+            for H_p, name in zip(H_ps, tps, strict=True):
+                close(d_params[name], directional(H_p, ts, rows))
+
+
+# --------------------------------------------------------------------------------------
+# Differentiability: with grad enabled, products have the derivatives that autograd's have
+# --------------------------------------------------------------------------------------
+
+
+def same_derivatives(call: Call, mine: Tensor, truth: Tensor, *others: Tensor) -> None:
+    """Compare values, and gradients with respect to inputs, parameters and others."""
+    close(mine, truth)
+    weights = torch.randn_like(truth)
+    wrt = [*call.xs, *call.params.values(), *others]
+    expected = gradient(truth, wrt, weights)
+    for one, other in zip(gradient(mine, wrt, weights), expected, strict=True):
+        close(one, other)
+
+
+@each_probe
+def test_products_are_differentiable(probe: Probe) -> None:
+    call = start(probe)
+    s = random_mat(call.out, v=1).requires_grad_()
+    us = [random_mat(x, v=1).requires_grad_() for x in call.xs]
+    several = len(us) > 1
+
+    pulled = call.jac_t_mat_prod(s)
+    for mine, x in zip(pulled if several else [pulled], call.xs, strict=True):
+        truth = gradient(call.out, [x], s[0], create_graph=True)[0]
+        same_derivatives(call, mine[0], truth, s)
+
+    (truth,) = tangent([call.out], call.xs, [u[0] for u in us])
+    mine = call.jac_mat_prod(us if several else us[0])
+    same_derivatives(call, mine[0], truth, *us)
+
+    if several:
+        return
+    (x,), (u,) = call.xs, us
+    slope = gradient(call.phi(), [x], create_graph=True)[0]
+    truth = gradient((slope * u[0]).sum(), [x], create_graph=True)[0]
+    same_derivatives(call, call.residual_mat_prod(u)[0], truth, u)
+    if call.derivatives.hessian_is_diagonal(call.module):
+        (truth,) = gradient(slope.sum(), [x], create_graph=True)
+        same_derivatives(call, call.hessian_diagonal(), truth)
+
+
+@each_with_params
+def test_param_products_are_differentiable(probe: Probe) -> None:
+    call = start(probe)
+    for name, p in call.params.items():
+        s = random_mat(call.out).requires_grad_()
+        u = torch.randn(1, *p.shape, dtype=p.dtype).requires_grad_()
+        (truth,) = tangent([call.out], [p], [u[0]])
+        mine = call.param("param_jac_mat_prod", name, u)
+        same_derivatives(call, mine[0], truth, u)
+
+        each = torch.stack(
+            [
+                torch.stack(
+                    [
+                        gradient(o, [p], t, create_graph=True)[0]
+                        for o, t in zip(call.out, v, strict=True)
+                    ]
+                )
+                for v in s
+            ]
+        )
+        same_derivatives(call, call.param("param_mjp", name, s), each.sum(1), s)
+        same_derivatives(call, call.param("param_mjp", name, s, False), each, s)
+        squares = each.square()
+        truths = [squares.sum(0), squares.sum((0, 1)), squares.flatten(2).sum((0, 2))]
+        for method, truth in zip(REDUCTIONS, truths, strict=True):
+            same_derivatives(call, call.reduced(method, name, s), truth, s)
+        with weight_jac_t_save_memory():
+            same_derivatives(call, call.param("param_mjp", name, s, False), each, s)
+
+
+# --------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------
+
+
+def loss_hessian(call: Call) -> Tensor:
+    """Return each sample's Hessian ``[N, D, D]``; different samples are independent."""
+    (f,) = call.xs
+    H = hessian(call.out, f).reshape(*per_sample(f), *per_sample(f))
+    blocks = torch.stack([H[n, :, n] for n in range(len(H))])
+    close(H.pow(2).sum(), blocks.pow(2).sum())
+    return blocks
+
+
+@each_loss
+def test_exact_factor(case: Case) -> None:
+    call = start_loss(case)
+    H = loss_hessian(call)
+    assert call.derivatives.hessian_is_psd()
+    assert not call.derivatives.hessian_is_zero(call.module)
+    for rows in ROWS:
+        S = call.sqrt_hessian(subsampling=rows)
+        part = subsample(H, subsampling=rows)
+        assert S.shape[1:] == subsample(call.xs[0], subsampling=rows).shape
+        flat = S.flatten(2)
+        close(einsum("vna,vnb->nab", flat, flat), part)
+        close(call.sum_hessian(subsampling=rows), part.sum(0))
+
+        u = random_mat(call.xs[0], rows)
+        expected = einsum("nab,vnb->vna", part, u.flatten(2)).reshape(u.shape)
+        product = call.make_hessian_mat_prod()
+        close(product(u, rows), expected)
+        close(product(u[0], subsampling=rows), expected[0])
+
+
+@each_loss
+def test_sampled_factor(case: Case) -> None:
+    call, num = start_loss(case), 10_000
+    H = loss_hessian(call)
+    torch.manual_seed(0)
+    S = call.sqrt_hessian_sampled(mc_samples=num)
+    assert S.shape == (num, *call.xs[0].shape)
+    flat = S.detach().flatten(2) * math.sqrt(num)
+    outer = einsum("mna,mnb->mnab", flat, flat)
+    error = (outer.mean(0) - H).abs()
+    assert (error <= 5 * outer.std(0) / math.sqrt(num) + 1e-12).all()
+
+    for rows in ROWS[1:]:
+        torch.manual_seed(0)
+        part = call.sqrt_hessian_sampled(mc_samples=num, subsampling=rows)
+        assert torch.equal(part, subsample(S, 1, rows))
+
+
+@pytest.mark.parametrize("case", select("loss", without="mse"), ids=str)
+def test_samples_are_gradients(case: Case) -> None:
+    """Of the negative log likelihood of labels that are drawn, up to a factor for each sample."""
+    call = start_loss(case)
+    f = call.xs[0].detach()
+    S = call.sqrt_hessian_sampled(mc_samples=4).detach() * 2
+    if "bce" in case.tags:
+        p = f.sigmoid()
+        curvature = loss_hessian(call).diagonal(dim1=1, dim2=2).reshape(f.shape)
+        label = p - S / (curvature / p / (1 - p)).sqrt()
+        close(label, label.round())
+        assert label.round().unique().tolist() == [0, 1]
+    else:  # p - e_k: the sum over the classes is zero, and all but one are a multiple of p
+        close(S.sum(2), torch.zeros_like(S.sum(2)))
+        multiples = (S / f.softmax(1)).sort(2).values
+        close(multiples[:, :, 1], multiples[:, :, 2])
+
+
+@each_loss
+def test_loss_as_a_module(case: Case) -> None:
+    call = start_loss(case)
+    (f,) = call.xs
+    (g,) = gradient(call.out, [f])
+    for rows in ROWS:
+        u = random_mat(f, rows)
+        part = subsample(g, subsampling=rows)
+        close(call.jac_mat_prod(u, subsampling=rows), (u * part).flatten(1).sum(1))
+        close(call.jac_mat_prod(u[0], subsampling=rows), (u[0] * part).sum())
+        s = torch.randn(V, dtype=f.dtype)
+        close(call.jac_t_mat_prod(s, subsampling=rows), einsum("v,n...->vn...", s, part))
+        close(call.jac_t_mat_prod(s[0], subsampling=rows), s[0] * part)
+
+
+@each_loss
+def test_losses_are_differentiable(case: Case) -> None:
+    call = start_loss(case)
+    (f,) = call.xs
+    H = hessian_graph(call)
+    S = call.sqrt_hessian().flatten(2)
+    outer = einsum("vna,vnb->nab", S, S)
+    same_derivatives(call, outer, H)
+    u = random_mat(f, v=1).requires_grad_()
+    truth = einsum("nab,nb->na", H, u[0].flatten(1)).reshape(f.shape)
+    same_derivatives(call, call.make_hessian_mat_prod()(u)[0], truth, u)
+    (truth,) = gradient(call.out, [f], create_graph=True)
+    same_derivatives(call, call.jac_t_mat_prod(torch.ones_like(call.out)), truth)
+
+    draws = []
+    for shift in (0.0, 1e-6):  # the same samples, slightly different predictions
+        moved = Call(call.module, [f.detach() + shift], case.build().y)
+        torch.manual_seed(3)
+        draws.append((moved.xs[0], moved.sqrt_hessian_sampled(mc_samples=2), moved))
+    (x, S, _), (_, other, _) = draws
+    (slope,) = tangent([S], [x], [torch.ones_like(x)])
+    torch.testing.assert_close((other - S) / 1e-6, slope, rtol=1e-4, atol=1e-5)
+
+
+def hessian_graph(call: Call) -> Tensor:
+    """Return each sample's Hessian ``[N, D, D]`` with a graph."""
+    (f,) = call.xs
+    (g,) = gradient(call.out, [f], create_graph=True)
+    size = per_sample(f)[1]
+    rows = [gradient(g.flatten(1)[:, i].sum(), [f], create_graph=True)[0] for i in range(size)]
+    return torch.stack([row.flatten(1) for row in rows], 1)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+def test_saturated_predictions(loss: type[nn.Module]) -> None:
+    """Probabilities of exactly 0 and 1 have finite derivatives."""
+    f = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 1e4]], dtype=torch.float64)
+    call = Call(loss(), [f], torch.full_like(f, 1 / 3))
+    for S in (call.sqrt_hessian(), call.sqrt_hessian_sampled(mc_samples=3)):
+        assert S.isfinite().all()
+        assert gradient(S.square().sum(), call.xs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize(
+    "method", ["sqrt_hessian", "sqrt_hessian_sampled", "sum_hessian", "make_hessian_mat_prod"]
+)
+def test_loss_without_reduction(loss: type[nn.Module], method: str) -> None:
+    f = torch.rand(3, 2, dtype=torch.float64)
+    call = Call(loss(reduction="none"), [f], torch.rand_like(f))
+    with pytest.raises(ValueError, match="scalar"):
+        result = getattr(call, method)()
+        result(f)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_that_broadcast(loss: type[nn.Module]) -> None:
+    f = torch.rand(3, 3, dtype=torch.float64)
+    if loss is nn.MSELoss:
+        call = Call(loss(), [f], torch.rand(3, 1, dtype=f.dtype))
+        with pytest.raises(ValueError, match=r"\[3, 3\], \[3, 1\]"):
+            call.sqrt_hessian()
+    else:
+        with pytest.raises(ValueError, match="size"):
+            Call(loss(), [f], torch.rand(3, 1, dtype=f.dtype))
+
+
+# --------------------------------------------------------------------------------------
+# Bad input
+# --------------------------------------------------------------------------------------
+
+ONE_EACH = list({type(p.module): p for p in PROBES}.values())
+
+
+@pytest.mark.parametrize("probe", ONE_EACH, ids=lambda p: type(p.module).__name__)
+def test_wrong_shapes_are_named(probe: Probe) -> None:
+    call = start(probe)
+
+    def refuses(method: Callable[..., Any], right: Sequence[int], *wrongs: Tensor) -> None:
+        for wrong in wrongs:
+            with pytest.raises(ValueError) as error:
+                method(wrong)
+            for shape in (right, wrong.shape):
+                assert ", ".join(map(str, shape)) in str(error.value)
+
+    def wrong(x: Tensor) -> tuple[Tensor, ...]:
+        longer = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)
+        return longer, longer.unsqueeze(0), x[:-1].detach(), x.detach().expand(2, 2, *x.shape)
+
+    out = call.out
+    refuses(call.jac_t_mat_prod, out.shape, *wrong(out))
+    dim = out[0].numel()
+    refuses(call.ea_jac_t_mat_jac_prod, (dim, dim), torch.zeros(dim + 1, dim), torch.zeros(dim))
+    if len(call.xs) == 1:
+        x = call.xs[0]
+        refuses(call.jac_mat_prod, x.shape, *wrong(x))
+        refuses(call.residual_mat_prod, x.shape, *wrong(x))
+    for name, p in call.params.items():
+        refuses(lambda mat, name=name: call.param("param_mjp", name, mat), out.shape, *wrong(out))
+        longer, *_, deeper = wrong(p)
+        refuses(getattr(call, f"{name}_jac_mat_prod"), p.shape, longer, deeper)
+    with pytest.raises(ValueError, match="no parameter 'nonsense'"):
+        call.param("param_mjp", "nonsense", out)
+    with pytest.raises(ValueError, match="no parameter 'nonsense'"):
+        call.param("param_jac_mat_prod", "nonsense", out)
+    with pytest.raises(ValueError, match="g_out"):
+        call.derivatives.hessian_diagonal(call.module, None, None)
+
+
+@pytest.mark.parametrize("case", LOSSES[:1] + LOSSES[3:4] + LOSSES[-1:], ids=str)
+def test_wrong_shapes_at_losses(case: Case) -> None:
+    call = start_loss(case)
+    assert isinstance(call.derivatives, BaseLossDerivatives)
+    shape = call.xs[0].shape
+    with pytest.raises(ValueError, match=", ".join(map(str, shape))):
+        call.make_hessian_mat_prod()(torch.zeros(*shape, 2))
+
+
+@pytest.mark.parametrize("probe", [p for p in PROBES if start(p).mixing], ids=lambda p: p.name)
+def test_part_of_a_mixed_batch_is_refused(probe: Probe) -> None:
+    """The Jacobian acts on the batch as a whole; a part of it would be silently wrong."""
+    call = start(probe)
+    x = call.xs[0]
+    for method in (call.jac_mat_prod, call.jac_t_mat_prod, call.residual_mat_prod):
+        for rows in ROWS[1:]:
+            with pytest.raises(ValueError, match="batch"):
+                method(random_mat(x, rows), subsampling=rows)
+    with pytest.raises(ValueError, match="batch"):
+        call.ea_jac_t_mat_jac_prod(torch.eye(x[0].numel(), dtype=x.dtype))
+
+
+def test_without_a_forward_pass() -> None:
+    module = extend(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="No forward pass"):
+        derivatives_of(module).jac_t_mat_prod(module, None, None, torch.zeros(1, 4, 2))

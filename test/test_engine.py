@@ -1,0 +1,1372 @@
+"""The engine: hooks, contexts, what is recorded, shared, released; as a stranger would use it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import backpack as package
+from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
+from backpack.context import CTX as CONTEXT_CTX
+from backpack.core import tape
+from backpack.core.registry import REGISTRY
+
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+N = 4
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp(activation: type[nn.Module] = nn.Sigmoid) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), activation(), nn.Linear(4, 2))
+
+
+def data(features: int = 3, classes: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(N, features), torch.randint(classes, (N,))
+
+
+def values(model: nn.Module, field: str) -> list[Any]:
+    return [getattr(p, field) for p in oracle.trainable(model)]
+
+
+def check(model: nn.Module, field: str, expected: list[Tensor]) -> None:
+    assert len(expected) > 0
+    for mine, truth in zip(values(model, field), expected, strict=True):
+        torch.testing.assert_close(mine, truth, **TOLERANCE)
+
+
+def check_all(model: nn.Module, plain: nn.Module, lossfunc: nn.Module, *batch: Tensor) -> None:
+    """Check one quantity of each kind of propagation against the oracle on ``plain``."""
+    check(model, "grad_batch", oracle.batch_grad(plain, lossfunc, *batch))
+    check(model, "diag_ggn_exact", oracle.ggn_diag(plain, lossfunc, *batch))
+    check(model, "diag_h", oracle.hessian_diag(plain, lossfunc, *batch))
+
+
+def some() -> list[Any]:
+    """Return one extension of each kind of propagation."""
+    return [extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()]
+
+
+def run(model: nn.Module, *exts: Any, batch: tuple[Tensor, Tensor], **options: Any) -> None:
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(extend(model)(batch[0]), batch[1])
+    with backpack(*exts, **options):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ extend
+
+
+def test_extend_returns_the_module_and_sets_the_flag() -> None:
+    model = mlp()
+    assert extend(model) is model
+    assert all(m._backpack_extend is True for m in model.modules())
+
+
+def record_counts(model: nn.Module, X: Tensor) -> tuple[Tensor, list[int]]:
+    out = model(X)
+    return out, [len(tape.live_calls(m)) for m in model]
+
+
+def test_extend_twice_records_once() -> None:
+    model = extend(extend(mlp()))
+    extend(model[0])
+    out, counts = record_counts(model, torch.rand(N, 3))
+    assert counts == [1, 1, 1]
+    assert out.requires_grad
+
+
+def test_extend_again_after_the_flag_was_reset() -> None:
+    model = extend(mlp())
+    for m in model.modules():
+        m._backpack_extend = False
+    extend(model)
+    _out, counts = record_counts(model, torch.rand(N, 3))
+    assert counts == [1, 1, 1]
+    batch = data()
+    run(model, *some(), batch=batch)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+def test_reset_flag_leaves_other_hooks_alone() -> None:
+    model, seen = nn.Linear(3, 2), []
+    model.register_forward_hook(lambda *_: seen.append("forward"))
+    extend(model)
+    model._backpack_extend = False
+    extend(model)
+    model(torch.rand(N, 3))
+    assert seen == ["forward"]
+
+
+def test_extend_new_child_of_an_extended_model() -> None:
+    model = extend(mlp())
+    model.append(nn.Linear(2, 2))
+    run(model, extensions.BatchGrad(), batch=data())
+    assert model[3].weight.grad_batch.shape == (N, 2, 2)
+
+
+def test_debug_prints(capsys: pytest.CaptureFixture) -> None:
+    model = extend(mlp(), debug=True)
+    shown = capsys.readouterr().out
+    assert "Linear" in shown and "Sigmoid" in shown
+    X, y = data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    lossfunc(model(X), y).backward()
+    assert capsys.readouterr().out == ""
+    with backpack(extensions.BatchGrad(), debug=True):
+        lossfunc(model(X), y).backward()
+    shown = capsys.readouterr().out
+    assert "grad_batch" in shown and "Linear" in shown
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.Dropout], ids=lambda c: c.__name__
+)
+def test_inplace_modules(
+    activation: Callable[..., nn.Module], capsys: pytest.CaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), activation(inplace=True), nn.Linear(4, 2)).eval()
+    plain, batch = copy.deepcopy(model), data()
+    extend(model, debug=True)
+    assert capsys.readouterr().out.count("inplace") == 1
+    extend(model, debug=True)
+    assert "inplace" not in capsys.readouterr().out
+    assert model[1].inplace is False
+    torch.testing.assert_close(model(batch[0]), plain(batch[0]))
+    plain[1].inplace = False
+    run(model, *some(), batch=batch)
+    check_all(model, plain, nn.CrossEntropyLoss(), *batch)
+
+
+def test_values_and_gradients_do_not_change() -> None:
+    plain = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
+    model, X = extend(copy.deepcopy(plain)), torch.rand(N, 1, 3, 3, requires_grad=True)
+    Z, y = X.detach().clone().requires_grad_(), torch.randint(2, (N,))
+    nn.CrossEntropyLoss()(plain(Z), y).backward()
+    run(model, *some(), batch=(X, y))
+    assert torch.equal(X.grad, Z.grad)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+# ------------------------------------------------------------------ CTX and contexts
+
+
+def test_ctx_setters_and_getters() -> None:
+    assert CTX is CONTEXT_CTX is package.CTX
+    ext, hook = extensions.BatchGrad(), print
+    with backpack():
+        CTX.set_active_exts([ext])
+        CTX.set_debug(True)
+        CTX.set_extension_hook(hook)
+        CTX.set_retain_graph(True)
+        assert tuple(CTX.get_active_exts()) == (ext,)
+        assert CTX.get_debug() is True
+        assert CTX.get_extension_hook() is hook
+        assert CTX.get_retain_graph() is True
+        assert CTX.is_extension_active(extensions.BatchGrad)
+        assert CTX.is_extension_active(extensions.KFAC, extensions.BatchGrad)
+        assert not CTX.is_extension_active(extensions.Variance, extensions.KFAC)
+        assert not CTX.is_extension_active()
+    assert tuple(CTX.get_active_exts()) == ()
+    assert CTX.get_debug() is False
+    assert CTX.get_extension_hook() is None
+    assert CTX.get_retain_graph() is False
+
+
+def test_ctx_set_active_exts_runs_them() -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    CTX.set_active_exts((extensions.BatchGrad(),))
+    try:
+        loss.backward()
+    finally:
+        CTX.set_active_exts(())
+    check(model, "grad_batch", oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y))
+
+
+def test_context_reads_its_options() -> None:
+    ext, hook = extensions.BatchGrad(), print
+    context = backpack(ext, extension_hook=hook, debug=True, retain_graph=True)
+    assert tuple(context.exts) == (ext,)
+    assert (context.debug, context.extension_hook, context.retain_graph) == (True, hook, True)
+    assert tuple(CTX.get_active_exts()) == ()  # nothing is active before it is entered
+    with context:
+        assert CTX.get_debug() is True
+
+
+def test_nested_contexts_restore() -> None:
+    outer, inner = extensions.BatchGrad(), extensions.Variance()
+    model, (X, y) = extend(mlp()), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(outer, debug=False, retain_graph=True):
+        with backpack(inner):
+            assert tuple(CTX.get_active_exts()) == (inner,)
+            assert CTX.get_retain_graph() is False
+            lossfunc(model(X), y).backward()
+        assert tuple(CTX.get_active_exts()) == (outer,)
+        assert CTX.get_retain_graph() is True
+        assert not hasattr(model[0].weight, "grad_batch")
+        lossfunc(model(X), y).backward()
+        assert hasattr(model[0].weight, "grad_batch")
+    assert tuple(CTX.get_active_exts()) == ()
+
+
+def test_context_restores_after_an_exception() -> None:
+    with pytest.raises(KeyError), backpack(extensions.BatchGrad(), debug=True):
+        raise KeyError
+    assert tuple(CTX.get_active_exts()) == () and CTX.get_debug() is False
+
+
+def test_context_can_be_entered_again() -> None:
+    model, batch = extend(mlp()), data()
+    lossfunc, context = extend(nn.CrossEntropyLoss()), backpack(extensions.BatchGrad())
+    for _ in range(2):
+        with context:
+            lossfunc(model(batch[0]), batch[1]).backward()
+        assert model[0].weight.grad_batch.shape == (N, 4, 3)
+        del model[0].weight.grad_batch
+
+
+def test_no_extension_leaves_nothing() -> None:
+    model = extend(mlp())
+    run(model, batch=data())
+    for p in model.parameters():
+        assert vars(p) == {}
+    for m in model.modules():
+        assert not {"input0", "output"} & set(vars(m))
+
+
+def test_remove_hooks_then_extend() -> None:
+    model, batch = extend(mlp()), data()
+    other = nn.Linear(3, 2)
+    calls: list[str] = []
+    CTX.add_hook_handle(other.register_forward_hook(lambda *_: calls.append("x")))
+    CTX.remove_hooks()
+    other(batch[0])
+    assert calls == []
+    _out, counts = record_counts(model, batch[0])
+    assert counts == [0, 0, 0]
+    assert not any(m._forward_hooks for m in model.modules())
+    extend(model)
+    run(model, *some(), batch=batch)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+def test_remove_hooks_reaches_copies() -> None:
+    model = copy.deepcopy(extend(mlp()))
+    X, _ = data()
+    extend(model)
+    CTX.remove_hooks()
+    extend(model)
+    _out, counts = record_counts(model, X)
+    assert counts == [1, 1, 1]
+
+
+# ------------------------------------------------------------------ disable, memory_cleanup
+
+
+def test_disable() -> None:
+    model = extend(mlp())
+    X, _ = data()
+    assert disable.should_store_io()
+    with disable():
+        assert not disable.should_store_io()
+        with disable():
+            assert not disable.should_store_io()
+        assert not disable.should_store_io()
+        _out, counts = record_counts(model, X)
+        assert counts == [0, 0, 0]
+    assert disable.should_store_io()
+    _out, counts = record_counts(model, X)
+    assert counts == [1, 1, 1]
+
+
+def test_disable_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), disable():
+        raise KeyError
+    assert disable.should_store_io()
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_stored_without_gradients(grad_mode: Callable[[], Any]) -> None:
+    model = extend(mlp())
+    with grad_mode():
+        _out, counts = record_counts(model, torch.rand(N, 3))
+    assert counts == [0, 0, 0]
+
+
+def test_memory_cleanup() -> None:
+    model, (X, y) = extend(nn.Sequential(mlp(), nn.Flatten())), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(X), y)
+    memory_cleanup(model)
+    assert all(not tape.live_calls(m) for m in model.modules())
+    assert len(tape.live_calls(lossfunc)) == 1
+    with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError, match="memory_cleanup"):
+        loss.backward()
+    run(model, *some(), batch=(X, y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+def test_memory_cleanup_on_any_module() -> None:
+    for module in (mlp(), nn.ReLU(), nn.ModuleList([nn.Linear(1, 1)]), extend(mlp()), nn.Module()):
+        memory_cleanup(module)
+        memory_cleanup(module)
+
+
+def test_memory_cleanup_then_plain_backward() -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = F.cross_entropy(model(X), y)
+    memory_cleanup(model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+# ------------------------------------------------------------------ extension_hook
+
+
+class WithOwnParameter(nn.Module):
+    """A custom container with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(3))
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.shift)
+
+
+class CustomContainer(nn.Module):
+    """A custom container without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+HOOK_EXTS = [
+    [extensions.BatchGrad()],
+    [extensions.DiagGGNExact()],
+    [extensions.BatchGrad(), extensions.KFLR(), extensions.DiagHessian()],
+]
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_extension_hook(exts: list[Any]) -> None:
+    model = extend(nn.Sequential(CustomContainer(), nn.Sequential(nn.Linear(4, 2), nn.Tanh())))
+    lossfunc, (X, y) = extend(nn.CrossEntropyLoss()), data()
+    seen: list[nn.Module] = []
+
+    def hook(module: nn.Module) -> None:
+        seen.append(module)
+        for p in module.parameters(recurse=False):
+            assert all(hasattr(p, ext.savefield) for ext in exts)
+        inputs = [module.input0, module.input1] if module is lossfunc else [module.input0]
+        torch.testing.assert_close(module.output, module.forward(*inputs))
+
+    with backpack(*exts, extension_hook=hook):
+        lossfunc(model(X), y).backward()
+    first, relu = model[0].layers
+    assert seen == [lossfunc, model[1][1], model[1][0], relu, first]
+    assert not any("input0" in vars(m) for m in seen)
+
+
+def test_extension_hook_on_containers_with_own_parameters() -> None:
+    model = extend(nn.Sequential(WithOwnParameter(), nn.Linear(4, 2)))
+    seen: list[nn.Module] = []
+    with pytest.warns(UserWarning, match="WithOwnParameter"):
+        run(model, extensions.BatchGrad(), batch=data(), extension_hook=seen.append)
+    assert len(seen) == 4 and seen[1] is model[1]
+    assert set(seen[2:]) == {model[0], model[0].inner}
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad(), extensions.DiagGGNExact()])
+def test_extension_hook_once_per_call(ext: Any) -> None:
+    linear = nn.Linear(3, 3)
+    model = nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh(), linear)
+    seen: Counter[str] = Counter()
+    batch = torch.rand(N, 3), torch.randint(3, (N,))
+    run(model, ext, batch=batch, extension_hook=lambda m: seen.update([type(m).__name__]))
+    assert seen == {"Linear": 3, "Tanh": 2, "CrossEntropyLoss": 1}
+
+
+@pytest.mark.parametrize("field", ["grad_batch", "diag_ggn_exact"])
+def test_extension_hook_may_delete_and_compress(field: str) -> None:
+    model, sums = extend(mlp()), {}
+
+    def hook(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            sums[p] = getattr(p, field).sum()
+            delattr(p, field)
+        if isinstance(module, nn.Linear):
+            del module.input0, module.output
+
+    exts = [extensions.BatchGrad(), extensions.DiagGGNExact()]
+    batch = data()
+    run(model, *exts, batch=batch, extension_hook=hook)
+    assert set(sums) == set(model.parameters())
+    assert not any(hasattr(p, field) for p in model.parameters())
+    run(model, *exts, batch=batch)
+    for p in model.parameters():
+        torch.testing.assert_close(sums[p], getattr(p, field).sum())
+
+
+def test_extension_hook_without_extensions_is_harmless() -> None:
+    run(mlp(), batch=data(), extension_hook=lambda module: None)
+
+
+def test_extension_hook_only_with_its_context() -> None:
+    model, seen = extend(mlp()), []
+    run(model, extensions.BatchGrad(), batch=data(), extension_hook=seen.append)
+    count = len(seen)
+    run(model, extensions.BatchGrad(), batch=data())
+    assert len(seen) == count == 4
+
+
+# ------------------------------------------------------------------ retain_graph
+
+
+def test_retain_graph() -> None:
+    model, lossfunc, (X, y) = extend(mlp()), extend(nn.CrossEntropyLoss()), data()
+    loss = lossfunc(model(X), y)
+    for factor in (1.0, 2.0, 1.0):
+        with backpack(*some(), retain_graph=True):
+            (factor * loss).backward(retain_graph=True)
+        scaled = lambda f, t, c=factor: c * nn.CrossEntropyLoss()(f, t)  # noqa: E731
+        check_all(model, copy.deepcopy(model), scaled, X, y)
+    with backpack(*some()):
+        loss.backward()
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    assert all(not tape.live_calls(m) for m in [*model.modules(), lossfunc])
+
+
+def test_retain_graph_with_other_extensions() -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad(), retain_graph=True):
+        loss.backward(retain_graph=True)
+    with backpack(extensions.DiagHessian(), retain_graph=True):
+        loss.backward(retain_graph=True)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad(), extensions.KFLR()])
+def test_released_calls_say_what_to_do(ext: Any) -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(ext):
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"retain_graph=True.*and.*retain_graph=True"):
+            loss.backward()
+
+
+def test_plain_backward_does_not_release() -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    loss.backward(retain_graph=True)
+    with backpack(*some()):
+        loss.backward()
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+# ------------------------------------------------------------------ backward(inputs=), autograd.grad
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_backward_inputs_restricts(exts: list[Any]) -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*exts):
+        loss.backward(inputs=[model[0].bias, model[2].weight])
+    whole = copy.deepcopy(model)
+    run(whole, *exts, batch=(X, y))
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        wanted = name in ("0.bias", "2.weight")
+        assert (p.grad is not None) == wanted
+        for ext in exts:
+            assert hasattr(p, ext.savefield) == wanted, name
+            if wanted:
+                torch.testing.assert_close(getattr(p, ext.savefield), getattr(q, ext.savefield))
+
+
+def test_backward_inputs_then_everything() -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*some(), retain_graph=True):
+        loss.backward(inputs=[model[0].weight], retain_graph=True)
+        loss.backward(retain_graph=True)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+def test_backward_inputs_forgets_all_uses() -> None:
+    model, batch = extend(mlp()), data()
+    before = dict(tape._uses)
+    loss = extend(nn.CrossEntropyLoss())(model(batch[0]), batch[1])
+    with backpack(extensions.BatchGrad()):
+        loss.backward(inputs=[model[0].weight])
+    del loss
+    assert dict(tape._uses) == before
+
+
+def test_backward_inputs_of_the_data_alone() -> None:
+    model, (X, y) = extend(mlp()), data()
+    X.requires_grad_()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*some()):
+        loss.backward(inputs=[X])
+    assert X.grad is not None
+    assert not any(vars(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_autograd_grad_in_the_context(exts: list[Any]) -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*exts):
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+    for p, g in zip(model.parameters(), grads, strict=True):
+        assert p.grad is None
+        if hasattr(p, "grad_batch"):
+            torch.testing.assert_close(p.grad_batch.sum(0), g)
+    whole = copy.deepcopy(model)
+    run(whole, *exts, batch=(X, y))
+    for ext in exts:
+        for mine, truth in zip(
+            values(model, ext.savefield), values(whole, ext.savefield), strict=True
+        ):
+            torch.testing.assert_close(mine, truth)
+
+
+def test_backward_functions_of_torch() -> None:
+    model, (X, y) = extend(mlp()), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(*some()):
+        torch.autograd.backward(lossfunc(model(X), y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    with backpack(*some()):
+        lossfunc(model(X), y).backward(gradient=torch.tensor(3.0))
+    triple = lambda f, t: 3 * nn.CrossEntropyLoss()(f, t)  # noqa: E731
+    check_all(model, copy.deepcopy(model), triple, X, y)
+
+
+# ------------------------------------------------------------------ create_graph
+
+
+def smooth_networks() -> dict[str, tuple[nn.Module, nn.Module, Tensor, Tensor]]:
+    def images() -> Tensor:
+        return torch.randn(N, 1, 5, 5)
+
+    norm = nn.BatchNorm2d(2)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return {
+        "conv, sigmoid, pooling": (
+            nn.Sequential(
+                nn.Conv2d(1, 2, 2),
+                nn.Sigmoid(),
+                nn.AvgPool2d(2),
+                nn.Flatten(),
+                nn.Linear(8, 2),
+            ),
+            nn.CrossEntropyLoss(),
+            images(),
+            torch.randint(2, (N,)),
+        ),
+        "conv, batchnorm, tanh, maxpool": (
+            nn.Sequential(
+                nn.Conv2d(1, 2, 2, bias=False),
+                norm,
+                nn.Tanh(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(8, 2),
+            ).eval(),
+            nn.MSELoss(),
+            images(),
+            torch.randn(N, 2),
+        ),
+        "elu, logsigmoid": (
+            nn.Sequential(
+                nn.Linear(3, 4), nn.ELU(), nn.Linear(4, 3), nn.LogSigmoid(), nn.Linear(3, 2)
+            ),
+            nn.BCEWithLogitsLoss(reduction="sum"),
+            torch.randn(N, 3),
+            torch.rand(N, 2),
+        ),
+        "reused": (
+            nn.Sequential(*[nn.Linear(3, 3), nn.Tanh()] * 2),
+            nn.MSELoss(),
+            torch.randn(N, 3),
+            torch.randn(N, 3),
+        ),
+    }
+
+
+def _diagonals(blocks: list[Tensor]) -> list[Tensor]:
+    return [block.diagonal() for block in blocks]
+
+
+def _product(mp: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    return mp(torch.eye(p.numel()).reshape(-1, *p.shape)).flatten(1)
+
+
+DIFFERENTIABLE: dict[str, tuple[Any, Callable, Callable]] = {
+    # extension, the oracle's value, what to make of the savefield
+    "grad_batch": (extensions.BatchGrad, oracle.batch_grad, lambda v, p: v),
+    "batch_l2": (extensions.BatchL2Grad, oracle.batch_l2, lambda v, p: v),
+    "sum_grad_squared": (extensions.SumGradSquared, oracle.sum_grad_squared, lambda v, p: v),
+    "variance": (extensions.Variance, oracle.variance, lambda v, p: v),
+    "diag_ggn_exact": (extensions.DiagGGNExact, oracle.ggn_diag, lambda v, p: v),
+    "diag_ggn_exact_batch": (extensions.BatchDiagGGNExact, oracle.batch_ggn_diag, lambda v, p: v),
+    "sqrt_ggn_exact": (
+        extensions.SqrtGGNExact,
+        oracle.ggn_blocks,
+        lambda v, p: torch.einsum("vnp,vnq->pq", v.flatten(2), v.flatten(2)),
+    ),
+    "kflr": (
+        extensions.KFLR,
+        lambda *problem: [f[0] for f in oracle.kflr(*problem)],
+        lambda v, p: v[0],
+    ),
+    "diag_h": (extensions.DiagHessian, oracle.hessian_diag, lambda v, p: v),
+    "diag_h_batch": (extensions.BatchDiagHessian, oracle.batch_hessian_diag, lambda v, p: v),
+    "ggnmp": (extensions.GGNMP, oracle.ggn_blocks, _product),
+    "hmp": (extensions.HMP, oracle.hessian_blocks, _product),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENTIABLE)
+@pytest.mark.parametrize("network", ["conv, sigmoid, pooling", "conv, batchnorm, tanh, maxpool",
+                                     "elu, logsigmoid", "reused"])  # fmt: skip
+def test_create_graph(network: str, field: str) -> None:
+    """Derivative of a random projection of the quantity, against the oracle's differences."""
+    model, lossfunc, X, y = smooth_networks()[network]
+    make, truth, read = DIFFERENTIABLE[field]
+    plain = copy.deepcopy(model)
+    weights = [torch.randn_like(value) for value in truth(plain, lossfunc, X, y)]
+    step, eps = [torch.randn_like(p) for p in model.parameters()], 1e-4
+
+    def projected(scale: float) -> Tensor:
+        with torch.no_grad():
+            for p, q, s in zip(plain.parameters(), model.parameters(), step, strict=True):
+                p.copy_(q + scale * s)
+        quantities = truth(plain, lossfunc, X, y)
+        return sum((w * v).sum() for w, v in zip(weights, quantities, strict=True))
+
+    far = (projected(2 * eps) - projected(-2 * eps)) / (4 * eps)
+    near = (projected(eps) - projected(-eps)) / (2 * eps)
+    expected = (4 * near - far) / 3  # error O(eps^4)
+
+    extend(model)
+    loss = extend(lossfunc)(model(X), y)
+    with backpack(make()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+        loss.backward(create_graph=True)
+    params = list(model.parameters())
+    quantities = [read(getattr(p, field), p) for p in params]
+    total = sum((w * v).sum() for w, v in zip(weights, quantities, strict=True))
+    torch.testing.assert_close(total, projected(0.0), **TOLERANCE)
+    grads = torch.autograd.grad(total, params, materialize_grads=True)
+    derivative = sum((g * s).sum() for g, s in zip(grads, step, strict=True))
+    torch.testing.assert_close(derivative, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.KFLR, extensions.GGNMP])
+@pytest.mark.parametrize("lossfunc", [nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+def test_create_graph_of_a_saturated_prediction(lossfunc: Any, ext: Any) -> None:
+    """A probability that underflows to zero: its square root has no finite derivative."""
+    model = extend(nn.Linear(3, 2))
+    X, y = 1e3 * torch.ones(N, 3), torch.rand(N, 2).softmax(1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 3))
+    loss = extend(lossfunc())(model(X), y)
+    with backpack(ext()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+        loss.backward(create_graph=True)
+    value = getattr(model.weight, ext().savefield)
+    value = value(torch.ones(1, 2, 3)) if callable(value) else value
+    total = value[0].sum() if isinstance(value, list) else value.sum()
+    for g in torch.autograd.grad(total, list(model.parameters())):
+        assert g.isfinite().all()
+
+
+def test_train_on_the_variance() -> None:
+    """Differentiate the gradient's variance against double autograd, sample by sample."""
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.Variance()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss.backward(create_graph=True)
+    params = list(model.parameters())
+    mine = torch.autograd.grad(sum(p.variance.sum() for p in params), params)
+    each = [
+        torch.autograd.grad(F.cross_entropy(model(x[None]), t[None]) / N, params, create_graph=True)
+        for x, t in zip(X, y, strict=True)
+    ]
+    variances = [torch.stack(g).var(0, unbiased=False).sum() for g in zip(*each, strict=True)]
+    truth = torch.autograd.grad(sum(variances), params)
+    for a, b in zip(mine, truth, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+def test_without_create_graph_results_have_no_graph() -> None:
+    model = extend(mlp())
+    exts = [extensions.Variance(), extensions.KFLR(), *some(), extensions.HMP()]
+    run(model, *exts, batch=data())
+    for p in model.parameters():
+        for ext in exts[:-1]:
+            value = getattr(p, ext.savefield)
+            for tensor in value if isinstance(value, list) else [value]:
+                assert not tensor.requires_grad
+        assert not p.hmp(torch.rand(1, *p.shape)).requires_grad
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_inactive_hooks_under_double_backward(exts: list[Any]) -> None:
+    plain, (X, y) = mlp(nn.Tanh), data()
+    model, lossfunc = extend(copy.deepcopy(plain)), extend(nn.CrossEntropyLoss())
+
+    def penalty(net: nn.Module, criterion: nn.Module, x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(criterion(net(x), y), x, create_graph=True)
+        return g.square().sum()
+
+    X1, X2 = X.clone().requires_grad_(), X.clone().requires_grad_()
+    penalty(plain, nn.CrossEntropyLoss(), X1).backward()
+    penalty(model, lossfunc, X2).backward()
+    assert torch.equal(X1.grad, X2.grad)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+        assert not vars(q)
+    run(model, *exts, batch=(X, y))
+
+
+# ------------------------------------------------------------------ parts of models
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_last_layer_and_loss_alone(exts: list[Any]) -> None:
+    model, (X, y) = mlp(), data()
+    extend(model[2])
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*exts):
+        loss.backward()
+    whole = copy.deepcopy(model)
+    run(whole, *exts, batch=(X, y))
+    for p, q in zip(model[2].parameters(), whole[2].parameters(), strict=True):
+        for ext in exts:
+            torch.testing.assert_close(getattr(p, ext.savefield), getattr(q, ext.savefield))
+    for p in model[0].parameters():
+        assert p.grad is not None and not vars(p)
+
+
+class WithFunctions(nn.Module):
+    """A model with functions between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)) + 1)
+
+
+@pytest.mark.parametrize("only_parametrised", [True, False])
+def test_first_order_through_functions(only_parametrised: bool) -> None:
+    model, (X, y) = WithFunctions(), data()
+    if only_parametrised:
+        extend(model.first)
+        extend(model.second)
+    else:
+        extend(model)
+    with backpack(extensions.BatchGrad(), extensions.Variance()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        F.cross_entropy(model(X), y).backward()
+    plain = copy.deepcopy(model)
+    check(model, "grad_batch", oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y))
+    check(model, "variance", oracle.variance(plain, nn.CrossEntropyLoss(), X, y))
+
+
+def test_first_order_without_an_extended_loss() -> None:
+    model, (X, y) = extend(mlp()), data()
+    with backpack(extensions.BatchGrad()):
+        F.cross_entropy(model(X), y).backward()
+    check(model, "grad_batch", oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y))
+
+
+@pytest.mark.parametrize("lossfunc", [nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_unreduced_loss_summed_by_hand(lossfunc: Callable[..., nn.Module]) -> None:
+    model, X, y = extend(mlp()), torch.randn(N, 3), torch.rand(N, 2)
+    with backpack(extensions.BatchGrad(), extensions.BatchL2Grad()):
+        extend(lossfunc(reduction="none"))(model(X), y).sum().backward()
+    plain, summed = copy.deepcopy(model), lossfunc(reduction="sum")
+    check(model, "grad_batch", oracle.batch_grad(plain, summed, X, y))
+    check(model, "batch_l2", oracle.batch_l2(plain, summed, X, y))
+
+
+def test_unreduced_cross_entropy_summed_by_hand() -> None:
+    model, (X, y) = extend(mlp()), data()
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss(reduction="none"))(model(X), y).sum().backward()
+    expected = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(reduction="sum"), X, y)
+    check(model, "grad_batch", expected)
+
+
+def test_container_with_own_parameters_warns_for_first_order() -> None:
+    model, (X, y) = extend(nn.Sequential(WithOwnParameter(), nn.Linear(4, 2))), data()
+    with pytest.warns(UserWarning, match="WithOwnParameter"):
+        run(model, extensions.BatchGrad(), extensions.Variance(), batch=(X, y))
+    expected = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    for p, truth in zip(model.parameters(), expected, strict=True):
+        if p is model[0].shift:
+            assert not hasattr(p, "grad_batch") and not hasattr(p, "variance")
+        else:
+            torch.testing.assert_close(p.grad_batch, truth)
+
+
+def test_container_with_own_parameters_is_an_error_for_second_order() -> None:
+    model = extend(nn.Sequential(WithOwnParameter(), nn.Linear(4, 2)))
+    with pytest.raises(NotImplementedError, match="WithOwnParameter"):
+        run(model, extensions.DiagGGNExact(), batch=data())
+    assert not any(vars(p) for p in model.parameters())
+
+
+def test_frozen_parameters() -> None:
+    model, (X, y) = mlp(), data()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    run(model, *some(), batch=(X, y))
+    for p in (model[0].weight, model[2].bias):
+        assert p.grad is None and not vars(p)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+def test_frozen_after_the_forward_pass_of_another_batch() -> None:
+    model, batch = extend(mlp()), data()
+    run(model, *some(), batch=batch)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+        vars(p).clear()
+    run(model, *some(), batch=batch)
+    assert not any(vars(p) for p in model[0].parameters())
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+def test_data_that_requires_grad() -> None:
+    model, (X, y) = mlp(), data()
+    X.requires_grad_()
+    run(model, *some(), batch=(X, y))
+    assert X.grad is not None
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Flatten(), nn.Dropout().eval()], ids=str)
+def test_first_module_returns_the_data_itself(first: nn.Module) -> None:
+    """Its output is a leaf that outlives the graph: what hangs on it must not."""
+    model, (X, y) = extend(nn.Sequential(first, nn.Linear(3, 2))), data()
+    X.requires_grad_()
+    for _ in range(3):
+        run(model, *some(), batch=(X, y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    assert not tape.live_calls(first)
+    assert not X._backward_hooks
+
+
+def test_weight_norm_is_not_silently_skipped() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+    batch = data()
+    with pytest.warns(UserWarning, match="parametrizations"):
+        run(model, extensions.BatchGrad(), batch=batch)
+    expected = dict(
+        zip(
+            [name for name, _ in model.named_parameters()],
+            oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch),
+            strict=True,
+        )
+    )
+    torch.testing.assert_close(model[0].bias.grad_batch, expected["0.bias"])
+    with pytest.raises((NotImplementedError, ValueError), match="parametrizations"):
+        run(model, extensions.DiagGGNExact(), batch=batch)
+
+
+# ------------------------------------------------------------------ several models, copies, pickles
+
+
+def test_two_models() -> None:
+    one, two = extend(mlp()), extend(mlp(nn.Tanh))
+    first, second = data(), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss1, loss2 = lossfunc(one(first[0]), first[1]), lossfunc(two(second[0]), second[1])
+    with backpack(*some()):
+        loss1.backward()
+    assert not any(vars(p) for p in two.parameters())
+    with backpack(*some()):
+        loss2.backward()
+    check_all(one, copy.deepcopy(one), nn.CrossEntropyLoss(), *first)
+    check_all(two, copy.deepcopy(two), nn.CrossEntropyLoss(), *second)
+
+
+def test_two_losses_in_one_context() -> None:
+    one, two = extend(mlp()), extend(mlp())
+    first, second = data(), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(*some()):
+        lossfunc(one(first[0]), first[1]).backward()
+        lossfunc(two(second[0]), second[1]).backward()
+    check_all(one, copy.deepcopy(one), nn.CrossEntropyLoss(), *first)
+    check_all(two, copy.deepcopy(two), nn.CrossEntropyLoss(), *second)
+
+
+@pytest.mark.parametrize("after", ["extend", "forward", "backward"])
+def test_deepcopy_of_an_extended_model(after: str) -> None:
+    model, batch = extend(mlp()), data()
+    if after != "extend":
+        loss = extend(nn.CrossEntropyLoss())(model(batch[0]), batch[1])
+    if after == "backward":
+        with backpack(*some(), extensions.GGNMP()):
+            loss.backward()
+    clone = copy.deepcopy(model)
+    assert not any(tape.live_calls(m) for m in clone.modules())
+    with torch.no_grad():
+        for p in clone.parameters():
+            p.mul_(2)
+    loss2 = extend(nn.CrossEntropyLoss())(clone(batch[0]), batch[1])
+    with backpack(*some()):
+        loss2.backward()
+    check_all(clone, copy.deepcopy(clone), nn.CrossEntropyLoss(), *batch)
+    if after == "forward":
+        assert not any(vars(p) for p in model.parameters())
+        with backpack(*some()):
+            loss.backward()
+    if after != "extend":
+        check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_pickle_of_an_extended_model(used: bool) -> None:
+    model, batch = extend(mlp()), data()
+    if used:
+        run(model, *some(), extensions.KFLR(), extensions.HMP(), batch=batch)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    run(loaded, *some(), batch=batch)
+    check_all(loaded, copy.deepcopy(loaded), nn.CrossEntropyLoss(), *batch)
+    _out, counts = record_counts(loaded, batch[0])
+    assert counts == [1, 1, 1]
+
+
+def test_state_dict_is_untouched() -> None:
+    model = extend(mlp())
+    keys = list(model.state_dict())
+    run(model, *some(), batch=data())
+    assert list(model.state_dict()) == keys == list(mlp().state_dict())
+
+
+# ------------------------------------------------------------------ reuse, several losses
+
+
+def test_module_reuse() -> None:
+    linear = nn.Linear(3, 3)
+    model = nn.Sequential(linear, nn.Tanh(), linear, nn.Sigmoid(), linear)
+    batch = torch.randn(N, 3), torch.randint(3, (N,))
+    run(model, *some(), batch=batch)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+def test_forward_pass_nobody_uses() -> None:
+    """A validation pass whose output is still alive must not be counted."""
+    model, batch = extend(mlp()), data()
+    alive = model(torch.rand(7, 3))
+    run(model, *some(), batch=batch)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    assert alive.requires_grad
+
+
+def test_two_batches_one_backward() -> None:
+    """The calls of the same modules on two batches, in one sum of losses."""
+    model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss(reduction="sum"))
+    (X1, y1), (X2, y2) = data(), data()
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        (lossfunc(model(X1), y1) + lossfunc(model(X2), y2)).backward()
+    plain, summed = copy.deepcopy(model), nn.CrossEntropyLoss(reduction="sum")
+    for field, truth in (("diag_ggn_exact", oracle.ggn_diag), ("grad_batch", oracle.batch_grad)):
+        one, two = truth(plain, summed, X1, y1), truth(plain, summed, X2, y2)
+        check(model, field, [a + b for a, b in zip(one, two, strict=True)])
+
+
+def test_several_losses() -> None:
+    model, X = extend(mlp()), torch.randn(N, 3)
+    y, t = torch.randint(2, (N,)), torch.randn(N, 2)
+    f = model(X)
+    with backpack(*some()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (extend(nn.CrossEntropyLoss())(f, y) + 0.5 * extend(nn.MSELoss())(f, t)).backward()
+    both = lambda f, t: F.cross_entropy(f, y) + 0.5 * F.mse_loss(f, t)  # noqa: E731
+    check_all(model, copy.deepcopy(model), both, X, t)
+
+
+def test_checkpointing() -> None:
+    """Recomputation runs the forward hooks again, in the middle of the backward pass."""
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(checkpoint(model, X, use_reentrant=False), y)
+    with backpack(*some()):
+        loss.backward()
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("dropout", [nn.Dropout, nn.AlphaDropout, nn.RReLU])
+def test_random_modules(dropout: Callable[[], nn.Module], inside: bool) -> None:
+    """The forward pass may run inside of the context, too."""
+    model, (X, y) = nn.Sequential(nn.Linear(3, 4), nn.Flatten(), dropout(), nn.Linear(4, 2)), data()
+    plain = copy.deepcopy(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    extend(model)
+    for _ in range(2):
+        with backpack(*(some() if inside else [])):
+            torch.manual_seed(1)
+            loss = lossfunc(model(X), y)
+            with backpack(*some()):
+                loss.backward()
+    for field, truth in (
+        ("grad_batch", oracle.batch_grad),
+        ("diag_ggn_exact", oracle.ggn_diag),
+        ("diag_h", oracle.hessian_diag),
+    ):
+        torch.manual_seed(1)
+        check(model, field, truth(plain, nn.CrossEntropyLoss(), X, y))
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout, nn.AlphaDropout, nn.RReLU])
+def test_recording_fires_no_hooks_of_others(dropout: Callable[[], nn.Module]) -> None:
+    seen: list[Tensor] = []
+    first, last = extend(nn.Linear(3, 3)), extend(dropout())
+    h = first(torch.rand(N, 3))
+    h.register_hook(seen.append)
+    h.retain_grad()
+    out = last(h)
+    assert not seen and h.grad is None
+    out.sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], h.grad)
+
+
+# ------------------------------------------------------------------ between modules
+
+
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda h: h.view(h.shape[0], 4),
+    "view_as": lambda h: h.view_as(torch.empty(h.shape[0], 4)),
+    "reshape": lambda h: h.reshape(-1, 4),
+    "flatten": lambda h: h.flatten(1),
+    "unflatten": lambda h: h.unflatten(1, (2, -1)).flatten(1),
+    "unsqueeze, squeeze": lambda h: h.unsqueeze(1).squeeze(1).flatten(1),
+    "squeeze all": lambda h: h.unsqueeze(-1).squeeze().flatten(1),
+    "squeeze of several axes": lambda h: h[None, ..., None].squeeze((0, -1)).flatten(1),
+    "none index": lambda h: h[:, None].flatten(1),
+    "contiguous": lambda h: h.contiguous().flatten(1),
+    "clone": lambda h: h.clone().flatten(1),
+    "torch.flatten": lambda h: torch.flatten(h, start_dim=1),
+    "two": lambda h: h.view(-1).view(-1, 1, 4).view(-1, 4),
+}
+
+
+class Reshaped(nn.Module):
+    """A convolution and a linear layer with a reshape in between."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.conv, self.act, self.linear = nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Linear(4, 2)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.act(RESHAPES[self.name](self.conv(x))))
+
+
+@pytest.mark.parametrize("name", RESHAPES)
+def test_reshape_between_modules(name: str) -> None:
+    model, X, y = Reshaped(name), torch.randn(N, 1, 3), torch.randint(2, (N,))
+    run(model, *some(), extensions.HMP(), batch=(X, y))
+    plain = copy.deepcopy(model)
+    check_all(model, plain, nn.CrossEntropyLoss(), X, y)
+    for p, block in zip(
+        model.parameters(), oracle.hessian_blocks(plain, nn.CrossEntropyLoss(), X, y), strict=True
+    ):
+        torch.testing.assert_close(_product(p.hmp, p), block, **TOLERANCE)
+
+
+class Keywords(nn.Module):
+    """A model that calls its modules with keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.second(input=self.act(input=self.first(input=x)))
+
+
+def test_keyword_arguments() -> None:
+    model, (X, y) = extend(Keywords()), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(*some()):
+        lossfunc(target=y, input=model(x=X)).backward()
+    plain = copy.deepcopy(model)
+    wrapped = nn.Sequential(plain.first, plain.act, plain.second)
+    check_all(model, wrapped, nn.CrossEntropyLoss(), X, y)
+
+
+# ------------------------------------------------------------------ sharing
+
+
+class Counts:
+    """Counts calls of public methods of all registered derivatives, by class and method."""
+
+    METHODS = ("jac_t_mat_prod", "param_mjp", "sqrt_hessian", "sqrt_hessian_sampled")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[str] = Counter()
+        for cls in {type(d) for d in REGISTRY.values()}:
+            for method in self.METHODS:
+                if hasattr(cls, method):
+                    monkeypatch.setattr(cls, method, self._counted(getattr(cls, method), method))
+
+    def _counted(self, original: Callable, method: str) -> Callable:
+        def wrapper(derivatives: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[f"{type(derivatives).__name__}.{method}"] += 1
+            return original(derivatives, *args, **kwargs)
+
+        return wrapper
+
+    def of(self, model: nn.Module, *exts: Any) -> dict[str, int]:
+        self.counts.clear()
+        run(model, *exts, batch=data())
+        return dict(self.counts)
+
+
+def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, model = Counts(monkeypatch), mlp()
+    alone = counts.of(model, extensions.SqrtGGNExact())
+    assert alone["LinearDerivatives.jac_t_mat_prod"] == 1
+    assert alone["SigmoidDerivatives.jac_t_mat_prod"] == 1
+    assert alone["LinearDerivatives.param_mjp"] == 4
+    together = counts.of(
+        model,
+        extensions.DiagGGNExact(),
+        extensions.KFLR(),
+        extensions.SqrtGGNExact(),
+        extensions.BatchDiagGGNExact(),
+    )
+    assert together["LinearDerivatives.jac_t_mat_prod"] == 1
+    assert together["SigmoidDerivatives.jac_t_mat_prod"] == 1
+    assert together["CrossEntropyLossDerivatives.sqrt_hessian"] == (
+        alone["CrossEntropyLossDerivatives.sqrt_hessian"]
+    )
+    assert together["LinearDerivatives.param_mjp"] == 4
+
+
+def test_extensions_share_monte_carlo_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, model = Counts(monkeypatch), mlp()
+    exts = [
+        extensions.KFAC(mc_samples=2),
+        extensions.DiagGGNMC(mc_samples=2),
+        extensions.SqrtGGNMC(mc_samples=2),
+    ]
+    together = counts.of(model, *exts)
+    assert together["LinearDerivatives.jac_t_mat_prod"] == 1
+    assert together["CrossEntropyLossDerivatives.sqrt_hessian_sampled"] == 1
+    for p in model.parameters():
+        torch.testing.assert_close(p.diag_ggn_mc, p.sqrt_ggn_mc.square().sum((0, 1)))
+    different = counts.of(model, extensions.KFAC(mc_samples=1), extensions.DiagGGNMC(mc_samples=2))
+    assert different["LinearDerivatives.jac_t_mat_prod"] == 2
+
+
+def test_first_order_shares_individual_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch).of(
+        mlp(),
+        extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
+        extensions.SumGradSquared(),
+        extensions.Variance(),
+    )
+    assert counts == {"LinearDerivatives.param_mjp": 4}
+
+
+def test_different_subsampling_is_not_shared() -> None:
+    model, (X, y) = mlp(), data()
+    run(
+        model,
+        extensions.DiagGGNExact(subsampling=[1]),
+        extensions.BatchDiagGGNExact(),
+        batch=(X, y),
+    )
+    for p in model.parameters():
+        torch.testing.assert_close(p.diag_ggn_exact, p.diag_ggn_exact_batch[1])
+    check(
+        model,
+        "diag_ggn_exact_batch",
+        oracle.batch_ggn_diag(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y),
+    )
+
+
+# ------------------------------------------------------------------ results
+
+
+def test_savefields_are_overwritten() -> None:
+    model, exts = extend(mlp()), [*some(), extensions.KFLR()]
+    run(model, *exts, batch=data())
+    old = [{e.savefield: getattr(p, e.savefield) for e in exts} for p in model.parameters()]
+    kept = copy.deepcopy(old)
+    batch = data()
+    run(model, *exts, batch=batch)
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    for one, other in zip(old, kept, strict=True):
+        for field in one:
+            assert torch.equal(one[field][0], other[field][0])  # the old results did not change
+
+
+def test_results_may_be_changed_in_place() -> None:
+    model, batch = mlp(), data()
+    exts = [*some(), extensions.SumGradSquared(), extensions.Variance(), extensions.KFLR()]
+    run(model, *exts, batch=batch)
+    for p in model.parameters():
+        others = [p.grad.clone(), p.detach().clone(), p.variance.clone(), p.diag_h.clone()]
+        for value in (p.grad_batch, p.diag_ggn_exact, p.sum_grad_squared, *p.kflr):
+            value.fill_(7.0)
+        for now, before in zip([p.grad, p, p.variance, p.diag_h], others, strict=True):
+            assert torch.equal(now, before)
+
+
+def test_batch_of_one_is_not_an_alias() -> None:
+    model = nn.Linear(3, 2)
+    run(model, extensions.BatchGrad(), batch=(torch.rand(1, 3), torch.tensor([1])))
+    model.bias.grad_batch.fill_(7.0)
+    model.weight.grad_batch.fill_(7.0)
+    assert not (model.bias.grad == 7).any() and not (model.weight.grad == 7).any()
+
+
+def test_gradient_accumulates_as_ever() -> None:
+    model, batch = extend(mlp()), data()
+    run(model, *some(), batch=batch)
+    once = [p.grad.clone() for p in model.parameters()]
+    run(model, *some(), batch=batch)
+    for p, g in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * g)
+        torch.testing.assert_close(p.grad_batch.sum(0), g)
+
+
+# ------------------------------------------------------------------ precision, layout, shapes
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.LeakyReLU, nn.ELU, nn.SELU, nn.LogSigmoid, nn.Sigmoid, nn.Tanh, nn.ReLU],
+    ids=lambda c: c.__name__,
+)
+def test_double_model_under_default_float(activation: Callable[..., nn.Module]) -> None:
+    torch.set_default_dtype(torch.float32)
+    model = mlp(activation).double()
+    X, y = torch.randn(N, 3).double(), torch.randint(2, (N,))
+    exts = [*some(), extensions.KFLR(), extensions.KFRA(), extensions.SqrtGGNExact()]
+    run(model, *exts, extensions.DiagGGNMC(), extensions.HMP(), batch=(X, y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    for p in model.parameters():
+        for factor in (*p.kflr, *p.kfra, p.sqrt_ggn_exact, p.diag_ggn_mc):
+            assert factor.dtype == torch.float64
+        assert p.hmp(torch.rand_like(p)[None]).dtype == torch.float64
+
+
+@pytest.mark.parametrize("lossfunc", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss])
+def test_bfloat16(lossfunc: Callable[[], nn.Module]) -> None:
+    model, X, y = mlp(), torch.randn(N, 3), torch.rand(N, 2).softmax(1)
+    rough = copy.deepcopy(model).bfloat16()
+    exts = [*some(), extensions.KFLR(), extensions.DiagGGNMC(), extensions.Variance()]
+    for net, dtype in ((model, torch.float64), (rough, torch.bfloat16)):
+        loss = extend(lossfunc())(extend(net)(X.to(dtype)), y.to(dtype))
+        with backpack(*exts):
+            loss.backward()
+    for p, q in zip(model.parameters(), rough.parameters(), strict=True):
+        assert q.diag_ggn_mc.dtype == q.kflr[0].dtype == torch.bfloat16
+        for field in ("grad_batch", "diag_ggn_exact"):
+            exact, approximate = getattr(p, field), getattr(q, field)
+            assert approximate.dtype == torch.bfloat16
+            assert (exact - approximate.double()).norm() <= 0.05 * exact.norm()  # 8 bits
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    model, X, y = mlp(), torch.randn(3, 2 * N).t()[::2], torch.randint(2, (N,))
+    assert not X.is_contiguous()
+    run(model, *some(), batch=(X, y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+def test_expanded_input() -> None:
+    model, X, y = mlp(), torch.randn(1, 3).expand(N, 3), torch.randint(2, (N,))
+    run(model, *some(), batch=(X, y))
+    check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+
+
+@pytest.mark.parametrize("weights_too", [False, True])
+def test_channels_last(weights_too: bool) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 2)
+    )
+    X, y = torch.randn(N, 3, 5, 5).to(memory_format=torch.channels_last), torch.randint(2, (N,))
+    if weights_too:
+        model.to(memory_format=torch.channels_last)
+    run(model, *some(), extensions.KFLR(), batch=(X, y))
+    plain = copy.deepcopy(model)
+    check_all(model, plain, nn.CrossEntropyLoss(), X, y)
+    for p, factors in zip(
+        model.parameters(), oracle.kflr(plain, nn.CrossEntropyLoss(), X, y), strict=True
+    ):
+        for mine, truth in zip(p.kflr, factors, strict=True):
+            torch.testing.assert_close(mine, truth, **TOLERANCE)
+
+
+def test_batch_of_one() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
+    X, y = torch.randn(1, 1, 3, 3), torch.randint(2, (1,))
+    run(model, *some(), extensions.Variance(), batch=(X, y))
+    plain = copy.deepcopy(model)
+    check_all(model, plain, nn.CrossEntropyLoss(), X, y)
+    for p in model.parameters():
+        torch.testing.assert_close(p.variance, torch.zeros_like(p), atol=1e-15, rtol=0)
+
+
+@pytest.mark.parametrize("axes", [(5,), (2, 5)])
+def test_linear_with_extra_axes(axes: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    X, y = torch.randn(N, *axes, 3), torch.randn(N, *axes, 2)
+    loss = extend(nn.MSELoss())(extend(model)(X), y)
+    with backpack(*some(), extensions.BatchL2Grad()):
+        loss.backward()
+    plain = copy.deepcopy(model)
+    check_all(model, plain, nn.MSELoss(), X, y)
+    check(model, "batch_l2", oracle.batch_l2(plain, nn.MSELoss(), X, y))

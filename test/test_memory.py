@@ -1,0 +1,401 @@
+"""Nothing leaks: a call's record dies with the graph that it belongs to."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, disable, extend, extensions, memory_cleanup
+from backpack.core import tape
+from backpack.core.backward_pass import BackwardPass
+from backpack.custom_module.branching import Parallel, SumModule
+
+N = 8
+
+
+START: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def only_reference_counts() -> Iterator[None]:
+    """Switch the garbage collector off, and leave what is alive already out of all counts."""
+    torch.manual_seed(0)
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    START.update(calls=set(tape._live), uses=dict(tape._uses))
+    yield
+    START.clear()
+    gc.unfreeze()
+    gc.enable()
+
+
+def network() -> nn.Module:
+    """Return a network with every kind of call: reshapes, reuse, branches, returned inputs."""
+    shared = nn.Linear(8, 8)
+    return nn.Sequential(
+        nn.Identity(),
+        nn.Conv2d(1, 2, 3),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(),
+        shared,
+        nn.Tanh(),
+        Parallel(nn.Identity(), nn.Linear(8, 8), nn.Sequential(shared, nn.Sigmoid())),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.rand(N, 1, 6, 6), torch.randint(3, (N,))
+
+
+def live() -> int:
+    """Count the calls that are alive."""
+    return len(set(tape._live) - START["calls"])
+
+
+def nothing_left() -> bool:
+    """Whether no call, no use of a parameter and no backward pass is left."""
+    return live() == 0 and dict(tape._uses) == START["uses"] and not BackwardPass._running
+
+
+def tensors() -> int:
+    """Count the tensors that were made since the start."""
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def resident() -> int:
+    """Return the bytes of memory that the process occupies."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+EXTS: dict[str, Callable[[], list[Any]]] = {
+    "first order": lambda: [
+        extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
+        extensions.SumGradSquared(),
+        extensions.Variance(),
+    ],
+    "second order": lambda: [
+        extensions.DiagGGNExact(),
+        extensions.DiagGGNMC(),
+        extensions.KFAC(),
+        extensions.KFLR(),
+        extensions.DiagHessian(),
+    ],
+    "products": lambda: [extensions.GGNMP(), extensions.HMP()],
+    "both": lambda: [extensions.BatchGrad(), extensions.BatchDiagGGNExact(), extensions.GGNMP()],
+}
+
+
+def step(model: nn.Module, lossfunc: nn.Module, exts: list[Any], **options: Any) -> None:
+    X, y = batch()
+    loss = lossfunc(model(X), y)
+    with backpack(*exts, **options):
+        loss.backward(retain_graph=options.get("retain_graph", False))
+    for p in model.parameters():
+        p.grad = None
+
+
+# ------------------------------------------------------------------ a record dies with its graph
+
+
+def test_forward_pass_that_is_dropped() -> None:
+    model = extend(network())
+    out = model(batch()[0])
+    assert live() > 10
+    del out
+    assert nothing_left()
+
+
+def test_forward_pass_with_data_that_requires_grad() -> None:
+    model, (X, _) = extend(network()), batch()
+    X.requires_grad_()
+    for _ in range(3):
+        out = model(X)
+        del out
+        assert live() == 0 and not X._backward_hooks
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Identity(),
+        nn.Flatten(),
+        nn.Dropout().eval(),
+        nn.Sigmoid(),
+        nn.ReLU(),
+        nn.MaxPool1d(1),
+        nn.BatchNorm1d(3),
+        nn.LeakyReLU(),
+        nn.ZeroPad1d(0),
+        nn.Unflatten(1, (1, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_every_kind_of_module(module: nn.Module, before: bool) -> None:
+    """Modules that keep their output, return a view of their input, or the input itself."""
+    shape = (N, 3, 3) if isinstance(module, nn.MaxPool1d | nn.ZeroPad1d) else (N, 3)
+    linear = nn.Linear(3, 3)
+    model = extend(nn.Sequential(linear, module) if before else nn.Sequential(module, linear))
+    out = model(torch.rand(shape).requires_grad_())
+    assert live() >= 1
+    del out
+    assert nothing_left()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=str)
+def test_losses(loss: nn.Module) -> None:
+    model, X = extend(nn.Linear(3, 2)), torch.rand(N, 3)
+    value = extend(loss)(model(X), torch.rand(N, 2))
+    assert live() == 2
+    del value
+    assert live() == 0
+
+
+class Recurrent(nn.Module):
+    """A leaf whose output is a nested structure."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"states": [x, (2 * x, x.view(-1))], "input": x}
+
+
+def test_nested_outputs() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), Recurrent()))
+    out = model(torch.rand(N, 3))
+    assert live() == 2
+    del out
+    assert live() == 0
+
+
+def test_intermediate_output_keeps_only_what_it_needs() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3)))
+    h = model[1](model[0](torch.rand(N, 3)))
+    out = model[2](h)
+    assert live() == 3
+    del out
+    assert live() == 2
+    del h
+    assert live() == 0
+
+
+@pytest.mark.parametrize("kind", EXTS)
+def test_backward_pass_releases(kind: str) -> None:
+    model, lossfunc, (X, y) = extend(network()), extend(nn.CrossEntropyLoss()), batch()
+    loss = lossfunc(model(X), y)
+    with backpack(*EXTS[kind]()):
+        loss.backward()
+    assert nothing_left()
+    assert loss.requires_grad  # although the graph is still there
+
+
+@pytest.mark.parametrize("kind", EXTS)
+def test_retained_graph_dies_with_the_loss(kind: str) -> None:
+    model, lossfunc, (X, y) = extend(network()), extend(nn.CrossEntropyLoss()), batch()
+    loss = lossfunc(model(X), y)
+    count = live()
+    for _ in range(2):
+        with backpack(*EXTS[kind](), retain_graph=True):
+            loss.backward(retain_graph=True)
+        assert live() == count
+    del loss
+    assert nothing_left()
+
+
+def test_plain_backward_dies_with_the_loss() -> None:
+    model, lossfunc, (X, y) = extend(network()), extend(nn.CrossEntropyLoss()), batch()
+    loss = lossfunc(model(X), y)
+    loss.backward()
+    del loss
+    assert live() == 0
+
+
+def test_error_dies_with_the_loss() -> None:
+    model, lossfunc, (X, y) = extend(network()), extend(nn.CrossEntropyLoss()), batch()
+    loss = lossfunc(model(X), y)
+    with pytest.raises(ValueError), backpack(extensions.KFLR(subsampling=[99])):
+        loss.backward()
+    del loss
+    gc.collect()  # the traceback is a cycle
+    assert nothing_left()
+
+
+def test_memory_cleanup_and_disable_hold_nothing() -> None:
+    model, (X, _) = extend(network()), batch()
+    out = model(X)
+    memory_cleanup(model)
+    assert nothing_left()
+    with disable():
+        also = model(X)
+    assert live() == 0
+    assert out.requires_grad and also.requires_grad
+
+
+def test_deleted_results_free_the_products() -> None:
+    """Products hold tensors of the forward pass; deleting them frees all."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    step(model, lossfunc, EXTS["both"]())  # first-time set-up
+    for p in model.parameters():
+        vars(p).clear()
+    before = tensors()
+    step(model, lossfunc, EXTS["products"]())
+    assert tensors() > before
+    for p in model.parameters():
+        vars(p).clear()
+    gc.collect()
+    assert tensors() <= before
+
+
+def test_model_is_not_kept_alive() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    step(model, lossfunc, EXTS["both"]())
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+# ------------------------------------------------------------------ flat over many passes
+
+
+def check_flat(pass_: Callable[[], None], times: int) -> None:
+    """Check that calls, tensors and resident memory do not grow.
+
+    Calls and tensors must go by reference counts alone. What torch.func leaves behind are reference
+    cycles without tensors: the memory may hold those of as many passes, no more.
+    """
+    for _ in range(times):
+        pass_()
+    gc.collect()
+    calls, alive, memory = live(), tensors(), resident()
+    for _ in range(times):
+        pass_()
+    assert live() == calls
+    assert tensors() <= alive
+    # a leak of one record would be about 2 kB a pass, of all activations of a pass 12 kB
+    growth = resident() - memory
+    assert growth < max(times * 1024, 2**20), f"grew by {growth} bytes"
+
+
+def test_forward_passes_without_backward() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+
+    def forward() -> None:
+        X, y = batch()
+        lossfunc(model(X), y)
+
+    check_flat(forward, 1000)
+    assert nothing_left()
+
+
+def test_forward_passes_in_the_context() -> None:
+    model, (X, _) = extend(network()), batch()
+    with backpack(*EXTS["both"]()):
+        check_flat(lambda: del_(model(X)), 200)
+    assert live() == 0
+
+
+def del_(_: Tensor) -> None:
+    """Forget the argument."""
+
+
+def test_plain_training_steps() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    check_flat(lambda: step(model, lossfunc, []), 200)
+    assert live() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXTS)
+def test_training_steps(kind: str) -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    exts = EXTS[kind]()
+    check_flat(lambda: step(model, lossfunc, exts), 200)
+    assert nothing_left()
+
+
+def test_training_steps_with_an_optimiser() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train() -> None:
+        X, y = batch()
+        optimizer.zero_grad()
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNMC()):
+            lossfunc(model(X), y).backward()
+        optimizer.step()
+
+    check_flat(train, 100)
+
+
+def test_backward_restricted_to_some_parameters() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+
+    def restricted() -> None:
+        X, y = batch()
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            lossfunc(model(X), y).backward(inputs=[model[1].weight])
+
+    check_flat(restricted, 50)
+    assert nothing_left()
+
+
+def test_errors() -> None:
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+
+    def fail() -> None:
+        with pytest.raises(ValueError):
+            step(model, lossfunc, [extensions.BatchGrad(), extensions.KFLR(subsampling=[99])])
+        gc.collect()
+
+    check_flat(fail, 50)
+    assert nothing_left()
+
+
+def test_extending_many_models() -> None:
+    def build() -> None:
+        model, lossfunc = extend(nn.Sequential(nn.Linear(3, 3), SumModule())), nn.MSELoss()
+        with backpack(extensions.BatchGrad()):
+            extend(lossfunc)(model(torch.rand(N, 3)), torch.rand(N, 3)).backward()
+        del model, lossfunc
+        gc.collect()
+
+    check_flat(build, 50)
+
+
+# ------------------------------------------------------------------ bounded peaks
+
+
+@pytest.mark.slow
+def test_second_order_in_slices() -> None:
+    """A factor for 1000 classes would take 512 MB; slices of 16 MiB do not."""
+    script = """
+import resource, torch
+from torch import nn
+from backpack import backpack, extend
+from backpack.core.sweep import slice_bytes
+from backpack.extensions import DiagGGNExact
+torch.manual_seed(0)
+model = extend(nn.Sequential(nn.Linear(8, 2000), nn.Sigmoid(), nn.Linear(2000, 1000)))
+loss = extend(nn.CrossEntropyLoss())(model(torch.rand(64, 8)), torch.randint(1000, (64,)))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with slice_bytes(2**24), backpack(DiagGGNExact()):
+    loss.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**18  # kB

@@ -1,0 +1,163 @@
+"""The support matrix: it has no gaps, it is printed, and it claims nothing that does not run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case, select
+from test_derivatives import EXTRA
+from torch import nn
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives import REGISTRY, BaseDerivatives
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.support import Support, all_extensions, support_matrix
+
+ROOT = Path(__file__).parents[1]
+
+# Issue 2, section 3. `names("Conv", 3)` are Conv1d, Conv2d and Conv3d.
+
+
+def names(stem: str, dimensions: int = 3) -> list[str]:
+    return [f"{stem}{d}d" for d in range(1, dimensions + 1)]
+
+
+PROMISED = [
+    *["Linear", *names("Conv"), *names("ConvTranspose"), *names("BatchNorm")],
+    *[*names("MaxPool"), *names("AvgPool"), *names("AdaptiveAvgPool"), *names("AdaptiveMaxPool")],
+    *["ReLU", "LeakyReLU", "ELU", "SELU", "Sigmoid", "Tanh", "LogSigmoid"],
+    *["Dropout", *names("Dropout"), "AlphaDropout", "FeatureAlphaDropout"],
+    *["Flatten", "Unflatten", "Identity", *names("ZeroPad"), *names("ConstantPad")],
+    *["MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss"],
+]
+REGISTERED = [cls for cls in REGISTRY if cls.__module__.startswith(("torch.", "backpack."))]
+LEAST = ["rows", "fallback", "frozen", "mixing", "dag"]  # tags to avoid, if possible
+
+
+def contains(case: Case, cls: type[nn.Module]) -> bool:
+    problem = case.build()
+    return any(type(m) is cls for part in (problem.model, problem.loss) for m in part.modules())
+
+
+def find_case(cls: type[nn.Module]) -> Case:
+    """Return a simple case with the module; one that is named after it, where there is one."""
+    candidates = [*CASES, *EXTRA]
+    candidates.sort(
+        key=lambda case: (not case.name.startswith(f"{cls.__name__}("), bool({*LEAST} & case.tags))
+    )
+    for case in candidates:
+        if contains(case, cls):
+            return case
+    pytest.fail(f"test/cases.py has no case with {cls.__name__}.")
+
+
+def run_one(case: Case, ext: BackpropExtension) -> None:
+    """Run one extension; it has to save something sensible for every parameter."""
+    problem = case.build()
+    model, lossfunc = extend(problem.model), extend(problem.loss)
+    torch.manual_seed(0)
+    loss = lossfunc(model(problem.X), problem.y)
+    with backpack(ext):
+        loss.backward()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    assert parameters
+    for p in parameters:
+        value: Any = getattr(p, ext.savefield)
+        if callable(value):
+            value = value(torch.ones(1, *p.shape, dtype=p.dtype))
+        for tensor in value if isinstance(value, list) else [value]:
+            assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_no_gaps(name: str) -> None:
+    row = support_matrix()[getattr(nn, name)]
+    assert {ext.__name__ for ext in row} == {*extensions.__all__}
+    assert set(row.values()) <= {Support.CLOSED_FORM, Support.NOT_NEEDED}
+
+
+@pytest.mark.parametrize("cls", REGISTERED, ids=lambda cls: cls.__name__)
+def test_what_the_matrix_claims_runs(cls: type[nn.Module]) -> None:
+    case, row = find_case(cls), support_matrix()[cls]
+    assert "mixing" not in case.tags
+    for ext in all_extensions():
+        assert row[type(ext)] in (Support.CLOSED_FORM, Support.NOT_NEEDED)
+        run_one(case, ext)
+
+
+@pytest.mark.parametrize("ext", all_extensions(), ids=lambda ext: type(ext).__name__)
+@pytest.mark.parametrize("case", select("mixing", "module")[:4], ids=str)
+def test_what_is_undefined_raises(case: Case, ext: BackpropExtension) -> None:
+    """Batch normalisation in training mode, as the footnote says."""
+    row = support_matrix(mixing=True)[nn.BatchNorm1d]
+    expected: Any = nullcontext()
+    if row[type(ext)] is Support.UNDEFINED:
+        expected = pytest.raises((NotImplementedError, ValueError))
+    elif not ext.expects_backpropagation_quantities():
+        expected = pytest.warns(UserWarning, match="mixes the samples")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expected:
+            run_one(case, ext)
+
+
+def test_incomplete_derivatives_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half(nn.Linear):
+        pass
+
+    class HalfDerivatives(BaseDerivatives):
+        """Without products in forward mode, and without a second derivative."""
+
+        params = ("weight", "bias")
+
+        def hessian_is_zero(self, module: nn.Module) -> bool:
+            return False
+
+        def _jac_t_mat_prod(self, *args: Any) -> Any: ...
+        def _weight_jac_t_mat_prod(self, *args: Any) -> Any: ...
+        def _bias_jac_t_mat_prod(self, *args: Any) -> Any: ...
+
+    monkeypatch.setitem(REGISTRY, Half, HalfDerivatives())
+    missing = {e for e, cell in support_matrix()[Half].items() if cell is Support.MISSING}
+    in_forward_mode = {extensions.GGNMP, extensions.HMP, extensions.PCHMP}
+    assert missing == in_forward_mode | {extensions.DiagHessian, extensions.BatchDiagHessian}
+
+
+def command(*options: str) -> str:
+    """Run in a process of its own: tests register modules too."""
+    arguments = [sys.executable, "-m", "backpack.support", *options]
+    return subprocess.run(
+        arguments, cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
+    ).stdout
+
+
+def test_command_prints_every_registered_class() -> None:
+    plain, markdown, summary = command(), command("--markdown"), command("--summary")
+    assert max(map(len, plain.splitlines())) <= 80
+    for cls in REGISTERED:
+        assert any(
+            line.split()[:1] == [cls.__name__] for line in plain.replace("¹", "").split("\n")
+        )
+        assert f"| {cls.__name__}" in markdown
+    for name in ("Linear", "Conv1d/2d/3d", "MSELoss"):
+        assert name in summary
+    for name in extensions.__all__:
+        assert name in plain
+        assert f"| {name} |" in markdown
+
+
+def test_readme_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, rest = readme.partition("<!-- support:begin -->\n")
+    section, end, _ = rest.partition("<!-- support:end -->")
+    assert end
+    assert section == command("--summary", "--markdown"), (
+        "Replace the section by the output of `python -m backpack.support --summary --markdown`."
+    )

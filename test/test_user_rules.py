@@ -1,0 +1,797 @@
+"""What users write: module extensions, whole extensions, derivatives."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, einsum, nn
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.elementwise import SigmoidDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.registry import _CACHE, REGISTRY, class_derivatives, register
+from backpack.extensions.backprop_extension import (
+    FAIL_ERROR,
+    FAIL_SILENT,
+    FAIL_WARN,
+    BackpropExtension,
+)
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.utils.subsampling import subsample
+
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+N = 4
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    """Build everything in float64, and forget what the tests register."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    registered = dict(REGISTRY)
+    yield
+    torch.set_default_dtype(torch.float32)
+    REGISTRY.clear()
+    REGISTRY.update(registered)
+    _CACHE.clear()
+
+
+class Scale(nn.Module):
+    """The user's module: ``y = weight * x`` with one weight for each feature."""
+
+    def __init__(self, features: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(features) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+class ScaleBatchGrad(FirstOrderModuleExtension):
+    """Individual gradients of ``Scale``."""
+
+    def __init__(self) -> None:
+        super().__init__(params=["weight"])
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        assert bpQuantities is None
+        return subsample(module.input0 * g_out[0], subsampling=ext.get_subsampling())
+
+
+def scaled_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), Scale(), nn.Sigmoid(), nn.Linear(3, 2))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(2, (N,))
+
+
+def run(model: nn.Module, *exts: Any, batch: tuple[Tensor, Tensor], **options: Any) -> list:
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(batch[0]), batch[1])
+    with backpack(*exts, **options):
+        loss.backward()
+    return oracle.trainable(model)
+
+
+def truth(function: Any, model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    return function(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+
+
+def check(params: list, field: str, expected: list[Tensor]) -> None:
+    for p, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(getattr(p, field), value, **TOLERANCE)
+
+
+# ------------------------------------------------------------------ one rule, first order
+
+
+def test_first_order_rule() -> None:
+    model, batch = scaled_model(), data()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = run(model, ext, batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+
+
+def test_first_order_rule_next_to_other_extensions() -> None:
+    """The rule belongs to one instance; another extension still says that it knows no rule."""
+    model, batch = scaled_model(), data()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    with pytest.warns(UserWarning, match="Scale") as caught:
+        params = run(model, ext, extensions.Variance(), batch=batch)
+    assert all("variance" in str(w.message) for w in caught)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+    assert not hasattr(model[1].weight, "variance")
+    with pytest.warns(UserWarning, match="Scale"):
+        run(model, extensions.BatchGrad(), batch=batch)
+
+
+def test_first_order_rule_with_subsampling() -> None:
+    model, batch = scaled_model(), data()
+    ext = extensions.BatchGrad(subsampling=[2, 0])
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    assert ext.get_subsampling() == [2, 0]
+    expected = [g[[2, 0]] for g in truth(oracle.batch_grad, model, batch)]
+    check(run(model, ext, batch=batch), "grad_batch", expected)
+
+
+def test_rule_sees_the_call_at_hand() -> None:
+    """Two calls of modules of one class: each rule run has its own tensors."""
+    model, batch = nn.Sequential(Scale(), nn.Tanh(), Scale(), nn.Linear(3, 2)), data()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    params = run(model, ext, batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+    assert not any({"input0", "output"} & set(vars(m)) for m in model)
+
+
+def test_rule_for_a_module_that_is_called_twice_is_refused() -> None:
+    scale = Scale()
+    model, batch = nn.Sequential(scale, nn.Tanh(), scale, nn.Linear(3, 2)), data()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    with pytest.raises(NotImplementedError, match="several times"):
+        run(model, ext, batch=batch)
+    assert not any(vars(p) for p in model.parameters())
+
+
+def test_rule_leaves_frozen_parameters_alone() -> None:
+    model, batch = scaled_model(), data()
+    model[1].weight.requires_grad_(False)
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    run(model, ext, batch=batch)
+    assert not vars(model[1].weight)
+
+
+def test_rule_obeys_backward_inputs() -> None:
+    model, batch = scaled_model(), data()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Scale, ScaleBatchGrad())
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(batch[0]), batch[1])
+    with backpack(ext):
+        loss.backward(inputs=[model[0].weight])
+    assert hasattr(model[0].weight, "grad_batch")
+    assert not vars(model[1].weight)
+
+
+def test_overwrite_replaces_built_in_support() -> None:
+    class Constant(FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight", "bias"])
+
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> str:
+            return "weight"
+
+        def bias(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> str:
+            return "bias"
+
+    ext, model = extensions.BatchGrad(), nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="overwrite=True"):
+        ext.set_module_extension(nn.Linear, Constant())
+    ext.set_module_extension(nn.Linear, Constant(), overwrite=True)
+    run(model, ext, batch=data())
+    assert (model.weight.grad_batch, model.bias.grad_batch) == ("weight", "bias")
+
+
+@pytest.mark.parametrize(
+    "ext", [extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFAC, extensions.KFRA]
+)
+def test_second_registration_is_refused(ext: Any) -> None:
+    instance = ext()
+    instance.set_module_extension(Scale, ModuleExtension())
+    with pytest.raises(ValueError, match=r"Scale.*overwrite=True"):
+        instance.set_module_extension(Scale, ModuleExtension())
+    instance.set_module_extension(Scale, ModuleExtension(), overwrite=True)
+    with pytest.raises(ValueError, match=r"Sigmoid.*overwrite=True"):
+        instance.set_module_extension(nn.Sigmoid, ModuleExtension())
+    ext().set_module_extension(Scale, ModuleExtension())  # another instance knows nothing of it
+
+
+def test_parameter_without_a_method() -> None:
+    class Forgetful(ModuleExtension):
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> int:
+            return 0
+
+    Forgetful(params=["weight"])
+    Forgetful()
+    with pytest.raises(NotImplementedError, match="Forgetful.*bias"):
+        Forgetful(params=["weight", "bias"])
+
+
+def test_check_hyperparameters() -> None:
+    class Picky(ScaleBatchGrad):
+        def check_hyperparameters_module_extension(
+            self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+        ) -> None:
+            raise NotImplementedError("three features are too many")
+
+    ext, model = extensions.BatchGrad(), scaled_model()
+    ext.set_module_extension(Scale, Picky())
+    with pytest.raises(NotImplementedError, match="too many"):
+        run(model, ext, batch=data())
+    assert not any(vars(p) for p in model.parameters())
+
+
+class GradientsSeen(FirstOrderModuleExtension):
+    """Remembers what a rule is given."""
+
+    def __init__(self) -> None:
+        super().__init__(params=[])
+        self.seen: list[tuple[Any, Any]] = []
+
+    def check_hyperparameters_module_extension(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> None:
+        self.seen.append((tuple(g_inp), tuple(g_out)))
+
+
+@pytest.mark.parametrize(
+    "middle", [nn.Tanh(), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 3)], ids=str
+)
+def test_rules_are_given_the_gradients(middle: nn.Module) -> None:
+    model, batch = nn.Sequential(nn.Linear(3, 3), middle, nn.Linear(3, 2)).double(), data()
+    rule, ext = GradientsSeen(), FirstOrderBackpropExtension("none")
+    ext.set_module_extension(type(middle), rule)
+    h = extend(model)[0](batch[0])
+    h.retain_grad()
+    out = middle(h)
+    out.retain_grad()
+    state = copy.deepcopy(middle.state_dict())
+    loss = nn.CrossEntropyLoss()(model[2](out), batch[1])
+    with backpack(ext), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss.backward()
+    (g_inp, g_out), *_ = rule.seen
+    torch.testing.assert_close(g_out[0], out.grad)
+    torch.testing.assert_close(g_inp[0], h.grad)
+    for name, value in middle.state_dict().items():  # reading gradients changes no buffer
+        assert torch.equal(value, state[name])
+
+
+# ------------------------------------------------------------------ one rule, second order
+
+
+class ScaleDerivatives(BaseDerivatives):
+    """Derivatives of ``Scale``."""
+
+    params = ("weight",)
+
+    def _jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any) -> Any:
+        return mat * module.weight
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+    ) -> Any:
+        return mat * module.weight
+
+    def _weight_jac_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+    ) -> Any:
+        return einsum("vi,ni->vni", mat, subsample(module.input0, subsampling=subsampling))
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool, subsampling: Any
+    ) -> Any:
+        product = mat * subsample(module.input0, subsampling=subsampling)
+        return product.sum(1) if sum_batch else product
+
+
+class ScaleDiagGGN(MatToJacMat):
+    """The diagonal of the GGN at ``Scale``."""
+
+    def __init__(self, per_sample: bool = False) -> None:
+        super().__init__(ScaleDerivatives(), params=["weight"])
+        self.per_sample = per_sample
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        squares = (bpQuantities * module.input0).square().sum(0)
+        return squares if self.per_sample else squares.sum(0)
+
+
+def test_second_order_rule() -> None:
+    model, batch = scaled_model(), data()
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(Scale, ScaleDiagGGN())
+    params = run(model, ext, batch=batch)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+
+
+def test_second_order_rule_next_to_a_built_in_extension() -> None:
+    """Both extensions propagate the same; one of them alone has the rule."""
+    model, batch = scaled_model(), data()
+    one, other = extensions.DiagGGNExact(), extensions.BatchDiagGGNExact()
+    one.set_module_extension(Scale, ScaleDiagGGN())
+    with pytest.raises(NotImplementedError, match=r"BatchDiagGGNExact.*Scale"):
+        run(model, one, other, batch=batch)
+    assert not any(vars(p) for p in model.parameters())
+    other.set_module_extension(Scale, ScaleDiagGGN(per_sample=True))
+    params = run(model, one, other, batch=batch)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+    check(params, "diag_ggn_exact_batch", truth(oracle.batch_ggn_diag, model, batch))
+
+
+class Cubed(nn.Module):
+    """A user's module without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+class CubedRule(ModuleExtension):
+    """Passes columns on by hand."""
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Tensor:
+        return bpQuantities * 3 * module.input0**2
+
+
+@pytest.mark.parametrize("field", ["diag_ggn_exact", "sqrt_ggn_exact", "kflr", "diag_ggn_mc"])
+def test_second_order_rule_without_parameters(field: str) -> None:
+    make = {
+        "diag_ggn_exact": extensions.DiagGGNExact,
+        "sqrt_ggn_exact": extensions.SqrtGGNExact,
+        "kflr": extensions.KFLR,
+        "diag_ggn_mc": extensions.DiagGGNMC,
+    }[field]
+    model, batch = nn.Sequential(nn.Linear(3, 3), Cubed(), nn.Linear(3, 2)), data()
+    ext = make()
+    ext.set_module_extension(Cubed, CubedRule())
+    torch.manual_seed(1)
+    params = run(model, ext, batch=batch)
+    if field == "diag_ggn_exact":
+        check(params, field, truth(oracle.ggn_diag, model, batch))
+    elif field == "sqrt_ggn_exact":
+        for p, block in zip(params, truth(oracle.ggn_blocks, model, batch), strict=True):
+            flat = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+            torch.testing.assert_close(flat.T @ flat, block, **TOLERANCE)
+    elif field == "kflr":
+        for p, factors in zip(params, truth(oracle.kflr, model, batch), strict=True):
+            torch.testing.assert_close(p.kflr, factors, **TOLERANCE)
+    else:
+        found = [p.diag_ggn_mc.clone() for p in params]
+        register(Cubed)(CubedDerivatives)
+        torch.manual_seed(1)
+        for p, value in zip(run(model, make(), batch=batch), found, strict=True):
+            torch.testing.assert_close(p.diag_ggn_mc, value)
+
+
+class CubedDerivatives(BaseDerivatives):
+    """Derivatives of ``Cubed``."""
+
+    def hessian_is_zero(self, module: Any) -> bool:
+        return False
+
+    def hessian_is_diagonal(self, module: Any) -> bool:
+        return True
+
+    def _jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any) -> Any:
+        return mat * 3 * subsample(module.input0, subsampling=subsampling) ** 2
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+    ) -> Any:
+        return mat * 3 * subsample(module.input0, subsampling=subsampling) ** 2
+
+    def _hessian_diagonal(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any) -> Any:
+        x, g = (subsample(t, subsampling=subsampling) for t in (module.input0, g_out[0]))
+        return 6 * x * g
+
+
+# ------------------------------------------------------------------ a whole extension
+
+
+class UserDiagGGN(SecondOrderBackpropExtension):
+    """A complete second-order extension: its own quantity, rules and accumulation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            "user_ggn",
+            module_exts={
+                nn.CrossEntropyLoss: LossRule(),
+                nn.Sigmoid: MatToJacMat(SigmoidDerivatives()),
+                nn.Linear: LinearRule(),
+            },
+            **options,
+        )
+        self.merged = 0
+
+    def accumulate_backpropagated_quantities(self, existing: Tensor, other: Tensor) -> Tensor:
+        self.merged += 1
+        return existing + other
+
+
+class LossRule(ModuleExtension):
+    """Starts with the factor of the loss Hessian."""
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Tensor:
+        assert bpQuantities is None
+        return CrossEntropyLossDerivatives().sqrt_hessian(module, g_inp, g_out)
+
+
+class LinearRule(MatToJacMat):
+    """Squares products with the parameters' Jacobians."""
+
+    def __init__(self) -> None:
+        super().__init__(LinearDerivatives(), params=["weight", "bias"])
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        return einsum("vno,ni->oi", bpQuantities**2, module.input0**2)
+
+    def bias(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        return (bpQuantities**2).sum((0, 1))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+
+
+def test_whole_extension() -> None:
+    model, batch, ext = mlp(), data(), UserDiagGGN()
+    params = run(model, ext, extensions.DiagGGNExact(), batch=batch)
+    check(params, "user_ggn", truth(oracle.ggn_diag, model, batch))
+    check(params, "user_ggn", [p.diag_ggn_exact for p in params])
+    assert ext.merged == 0
+
+
+class Branches(nn.Module):
+    """One tensor with two consumers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 4)
+        self.last, self.add = nn.Linear(4, 2), Add()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.add(self.left(h), self.right(h)))
+
+
+class Add(nn.Module):
+    """A module with two inputs."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one + 2 * other
+
+
+class AddRule(ModuleExtension):
+    """Gives each input its part."""
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert module.input0.shape == module.input1.shape
+        return bpQuantities, 2 * bpQuantities
+
+
+def test_whole_extension_over_branches() -> None:
+    model, batch, ext = Branches(), data(), UserDiagGGN()
+    ext.set_module_extension(Add, AddRule())
+    params = run(model, ext, batch=batch)
+    check(params, "user_ggn", truth(oracle.ggn_diag, model, batch))
+    assert ext.merged == 1
+
+
+def test_whole_extension_runs_again() -> None:
+    model, ext = mlp(), UserDiagGGN()
+    for _ in range(2):
+        batch = data()
+        check(
+            run(model, ext, batch=batch), "user_ggn", truth(oracle.ggn_diag, model, batch)
+        )
+
+
+def test_whole_extension_lacks_a_rule() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with pytest.raises(NotImplementedError, match=r"UserDiagGGN.*Tanh"):
+        run(model, UserDiagGGN(), batch=data())
+    assert not any(vars(p) for p in model.parameters())
+
+
+class Images(nn.Module):
+    """A model with a reshape that is not a module's."""
+
+    def __init__(self, reshape: nn.Module) -> None:
+        super().__init__()
+        self.first, self.reshape, self.last = nn.Linear(3, 4), reshape, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.reshape(self.first(x).view(-1, 2, 2)))
+
+
+class ListRule(MatToJacMat):
+    """Sums over the tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(LinearDerivatives(), params=["weight"])
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        return sum(einsum("vno,ni->oi", mat**2, module.input0**2) for mat in bpQuantities)
+
+
+class ListLossRule(ModuleExtension):
+    """Starts with a list of factors."""
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> list[Tensor]:
+        return list(CrossEntropyLossDerivatives().sqrt_hessian(module, g_inp, g_out).split(1))
+
+
+def test_whole_extension_with_lists_through_reshapes() -> None:
+    model, batch = Images(nn.Flatten()), data()
+    rules = {nn.CrossEntropyLoss: ListLossRule(), nn.Linear: ListRule()}
+    params = run(model, SecondOrderBackpropExtension("listed", module_exts=rules), batch=batch)
+    expected = truth(oracle.ggn_diag, model, batch)
+    for p, value in zip(params, expected, strict=True):
+        if p.dim() == 2:
+            torch.testing.assert_close(p.listed, value, **TOLERANCE)
+
+
+def test_whole_first_order_extension() -> None:
+    class Norms(FirstOrderBackpropExtension):
+        def __init__(self) -> None:
+            super().__init__("norm", module_exts={nn.Linear: NormRule()}, fail_mode=FAIL_ERROR)
+
+    class NormRule(FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["bias"])
+
+        def bias(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+            return g_out[0].norm(dim=1)
+
+    model, batch = mlp(), data()
+    run(model, Norms(), batch=batch)
+    expected = truth(oracle.batch_l2, model, batch)
+    torch.testing.assert_close(model[0].bias.norm**2, expected[1])
+    torch.testing.assert_close(model[2].bias.norm**2, expected[3])
+    assert not vars(model[0].weight)
+
+
+# ------------------------------------------------------------------ one derivatives class, all extensions
+
+
+def test_registered_derivatives_serve_every_extension() -> None:
+    register(Scale)(ScaleDerivatives)
+    register(Cubed)(CubedDerivatives)
+    model = nn.Sequential(nn.Linear(3, 3), Scale(), Cubed(), nn.Linear(3, 2))
+    batch = data()
+    tensors = {
+        extensions.BatchGrad(): oracle.batch_grad,
+        extensions.BatchL2Grad(): oracle.batch_l2,
+        extensions.SumGradSquared(): oracle.sum_grad_squared,
+        extensions.Variance(): oracle.variance,
+        extensions.DiagGGNExact(): oracle.ggn_diag,
+        extensions.BatchDiagGGNExact(): oracle.batch_ggn_diag,
+        extensions.DiagHessian(): oracle.hessian_diag,
+        extensions.BatchDiagHessian(): oracle.batch_hessian_diag,
+    }
+    lists = {extensions.KFLR(): oracle.kflr, extensions.KFRA(): oracle.kfra}
+    blocks = {
+        extensions.GGNMP(): oracle.ggn_blocks,
+        extensions.HMP(): oracle.hessian_blocks,
+        extensions.PCHMP(modify="abs"): lambda *a: oracle.pch_blocks(*a, modify="abs"),
+    }
+    sampled = [
+        extensions.DiagGGNMC(mc_samples=3),
+        extensions.BatchDiagGGNMC(mc_samples=3),
+        extensions.SqrtGGNMC(mc_samples=3),
+        extensions.KFAC(mc_samples=3),
+    ]
+    roots = extensions.SqrtGGNExact()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = run(model, *tensors, *lists, *blocks, *sampled, roots, batch=batch)
+    for ext, function in tensors.items():
+        check(params, ext.savefield, truth(function, model, batch))
+    for ext, function in lists.items():
+        for p, factors in zip(params, truth(function, model, batch), strict=True):
+            torch.testing.assert_close(getattr(p, ext.savefield), factors, **TOLERANCE)
+    for ext, function in blocks.items():
+        for p, block in zip(params, truth(function, model, batch), strict=True):
+            units = torch.eye(p.numel()).reshape(-1, *p.shape)
+            product = getattr(p, ext.savefield)(units).flatten(1)
+            torch.testing.assert_close(product, block, **TOLERANCE)
+    for p, block in zip(params, truth(oracle.ggn_blocks, model, batch), strict=True):
+        flat = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+        torch.testing.assert_close(flat.T @ flat, block, **TOLERANCE)
+        squares = p.sqrt_ggn_mc.square()
+        torch.testing.assert_close(p.diag_ggn_mc, squares.sum((0, 1)))
+        torch.testing.assert_close(p.diag_ggn_mc_batch, squares.sum(0))
+        if len(p.kfac) == 1:
+            flat = p.sqrt_ggn_mc.flatten(2).flatten(0, 1)
+            torch.testing.assert_close(p.kfac[0], flat.T @ flat)
+
+
+def test_a_later_registration_replaces_the_earlier() -> None:
+    class Wrong(ScaleDerivatives):
+        def _weight_jac_t_mat_prod(self, *args: Any) -> Any:
+            return torch.zeros(1)
+
+    model, batch = scaled_model(), data()
+    register(Scale)(Wrong)
+    register(Scale)(ScaleDerivatives)
+    check(
+        run(model, extensions.BatchGrad(), batch=batch),
+        "grad_batch",
+        truth(oracle.batch_grad, model, batch),
+    )
+
+
+def test_registering_after_the_forward_pass_of_another_batch() -> None:
+    model, batch = scaled_model(), data()
+    with pytest.warns(UserWarning, match="Scale"):
+        run(model, extensions.BatchGrad(), batch=batch)
+    register(Scale)(ScaleDerivatives)
+    params = run(model, extensions.BatchGrad(), batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+
+
+class RenamedLinear(nn.Linear):
+    """A subclass with the same mathematics."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.note = "a subclass"
+
+    def extra_repr(self) -> str:
+        return self.note
+
+    def helper(self) -> int:
+        return 1
+
+
+class ShiftedLinear(nn.Linear):
+    """A subclass with other mathematics."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input**2)
+
+
+class CalledDifferently(nn.Linear):
+    """A subclass that changes what a call does."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return super().__call__(input) ** 2
+
+
+class CausalConv(nn.Conv1d):
+    """A subclass that overrides a helper of forward."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        return super()._conv_forward(input.flip(2), weight, bias)
+
+
+def test_subclass_with_the_same_mathematics_inherits() -> None:
+    model, batch = nn.Sequential(RenamedLinear(3, 3), nn.Sigmoid(), nn.Linear(3, 2)), data()
+    params = run(model, extensions.BatchGrad(), extensions.DiagHessian(), batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, model, batch))
+    check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+
+
+@pytest.mark.parametrize("cls", [ShiftedLinear, CausalConv], ids=lambda c: c.__name__)
+def test_subclass_with_other_mathematics_does_not_inherit(cls: type[nn.Module]) -> None:
+    if cls is CausalConv:
+        model = nn.Sequential(nn.Unflatten(1, (1, 3)), CausalConv(1, 2, 2), nn.Flatten())
+        model.append(nn.Linear(4, 2))
+    else:
+        model = nn.Sequential(cls(3, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match=cls.__name__):
+        run(model, extensions.BatchGrad(), batch=data())
+    odd = next(m for m in model if type(m) is cls)
+    assert not hasattr(odd.weight, "grad_batch")
+    assert hasattr(model[-1].weight, "grad_batch")
+    with pytest.raises(NotImplementedError, match=cls.__name__):
+        run(model, extensions.DiagGGNExact(), batch=data())
+
+
+def test_patched_forward_does_not_inherit() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) ** 2
+    with pytest.warns(UserWarning, match="Linear"):
+        run(model, extensions.BatchGrad(), batch=data())
+    assert not hasattr(model[0].weight, "grad_batch")
+
+
+def test_subclass_that_is_called_differently() -> None:
+    assert class_derivatives(CalledDifferently) is None
+    assert class_derivatives(RenamedLinear) is class_derivatives(nn.Linear) is not None
+
+
+# ------------------------------------------------------------------ saved quantities, fail modes
+
+
+def test_saved_quantities() -> None:
+    saved = SavedQuantities()
+    a, b = object(), object()
+    assert saved.retrieve_quantity(a) is None
+    saved.save_quantity(a, 1, lambda x, y: x - y)
+    saved.save_quantity(a, 3, lambda x, y: x - y)
+    saved.save_quantity(b, 5, lambda x, y: x - y)
+    assert a in saved and b in saved
+    assert saved.retrieve_quantity(a, delete_old=False) == -2
+    assert saved.retrieve_quantity(a, delete_old=True) == -2
+    assert a not in saved and saved.retrieve_quantity(a) is None
+    saved.clear()
+    assert b not in saved
+
+
+def test_saved_quantities_are_empty_afterwards() -> None:
+    ext = UserDiagGGN()
+    run(mlp(), ext, batch=data())
+    assert not ext.saved_quantities._saved
+    model = nn.Sequential(nn.Tanh(), mlp())  # the rule is missing where nothing is left to do
+    with pytest.raises(NotImplementedError):
+        run(nn.Sequential(nn.Linear(3, 3), model), ext, batch=data())
+    assert not ext.saved_quantities._saved
+
+
+def test_default_accumulation_is_the_sum() -> None:
+    ext = SecondOrderBackpropExtension("x")
+    assert ext.accumulate_backpropagated_quantities(2, 3) == 5
+    assert ext.expects_backpropagation_quantities() is True
+    assert FirstOrderBackpropExtension("x").expects_backpropagation_quantities() is False
+
+
+def test_defaults_of_the_fail_mode() -> None:
+    assert (FAIL_ERROR, FAIL_WARN, FAIL_SILENT) == ("ERROR", "WARNING", "SILENT")
+    batch = data()
+    with pytest.warns(UserWarning, match="Scale"):
+        run(scaled_model(), FirstOrderBackpropExtension("x", module_exts={}), batch=batch)
+    with pytest.raises(NotImplementedError):
+        run(scaled_model(), SecondOrderBackpropExtension("x", module_exts={}), batch=batch)
+    with pytest.raises(ValueError, match="fail_mode.*LOUD"):
+        BackpropExtension("x", fail_mode="LOUD")
+
+
+@pytest.mark.parametrize("base", [FirstOrderBackpropExtension, SecondOrderBackpropExtension])
+@pytest.mark.parametrize("fail_mode", [FAIL_ERROR, FAIL_WARN, FAIL_SILENT])
+def test_fail_modes(base: Any, fail_mode: str, recwarn: pytest.WarningsRecorder) -> None:
+    model = scaled_model()
+    ext = base("x", module_exts={nn.CrossEntropyLoss: LossRule()}, fail_mode=fail_mode)
+    if fail_mode == FAIL_ERROR:
+        with pytest.raises(NotImplementedError, match="Linear|Scale"):
+            run(model, ext, batch=data())
+    else:
+        run(model, ext, batch=data())
+    found = [str(w.message) for w in recwarn if "set_module_extension" in str(w.message)]
+    assert bool(found) == (fail_mode == FAIL_WARN)
+    assert not any(hasattr(p, "x") for p in model.parameters())
+
+
+class SilentBatchGrad(extensions.BatchGrad):
+    """A built-in extension in another mode."""
+
+    def __init__(self, fail_mode: str) -> None:
+        FirstOrderBackpropExtension.__init__(self, "grad_batch", fail_mode=fail_mode)
+
+
+def test_fail_modes_of_a_built_in_extension(recwarn: pytest.WarningsRecorder) -> None:
+    model, batch = scaled_model(), data()
+    run(model, SilentBatchGrad(FAIL_SILENT), batch=batch)
+    assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
+    assert hasattr(model[0].weight, "grad_batch") and not hasattr(model[1].weight, "grad_batch")
+    with pytest.raises(NotImplementedError, match="Scale"):
+        run(scaled_model(), SilentBatchGrad(FAIL_ERROR), batch=batch)
