@@ -345,7 +345,7 @@ UNMODIFIED: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "quotient by a tensor": (0.25, lambda loss: loss / torch.tensor(4.0)),
     "constant summand": (1, lambda loss: loss + 5),
     "difference": (1, lambda loss: 7 * loss - 6 * loss),
-    "minus minus": (1, lambda loss: -(-loss)),
+    "minus minus": (1, lambda loss: -torch.neg(loss)),
     "itself twice": (2, lambda loss: loss + loss),
     "sum": (2, lambda loss: sum([loss, loss])),
     "stack, sum": (2, lambda loss: torch.stack([loss, loss]).sum()),
@@ -536,7 +536,7 @@ def test_tensor_changed_in_place_after_a_module_read_it(what: str, ext: Any) -> 
     loss = extend(nn.CrossEntropyLoss())(back(a), y)
     with torch.no_grad():
         {"data": X, "activation": h, "output": a}[what].add_(1)
-    with backpack(ext), pytest.raises(RuntimeError, match="in place|inplace"):
+    with backpack(ext), pytest.raises(RuntimeError, match=r"in place|inplace"):
         loss.backward()
     assert_clean(front, act, back)
 
@@ -554,7 +554,7 @@ def test_targets_changed_in_place() -> None:
     model, (X, y) = mlp(), data()
     loss = forward(model, (X, y))
     y.zero_()
-    with backpack(extensions.DiagGGNExact()), pytest.raises(RuntimeError, match="in ?place"):
+    with backpack(extensions.DiagGGNExact()), pytest.raises(RuntimeError, match=r"in ?place"):
         loss.backward()
     assert_clean(model)
 

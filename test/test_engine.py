@@ -494,7 +494,7 @@ def test_plain_backward_does_not_release() -> None:
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
 
 
-# ------------------------------------------------------------------ backward(inputs=), autograd.grad
+# ------------------------------------------------------------------ inputs=, autograd.grad
 
 
 @pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
@@ -1185,8 +1185,9 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert together["LinearDerivatives.jac_t_mat_prod"] == 1
     assert together["SigmoidDerivatives.jac_t_mat_prod"] == 1
-    assert together["CrossEntropyLossDerivatives.sqrt_hessian"] == (
-        alone["CrossEntropyLossDerivatives.sqrt_hessian"]
+    assert (
+        together["CrossEntropyLossDerivatives.sqrt_hessian"]
+        == (alone["CrossEntropyLossDerivatives.sqrt_hessian"])
     )
     assert together["LinearDerivatives.param_mjp"] == 4
 

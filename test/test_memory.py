@@ -397,5 +397,7 @@ with slice_bytes(2**24), backpack(DiagGGNExact()):
     loss.backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 2**18  # kB

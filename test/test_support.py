@@ -38,7 +38,7 @@ PROMISED = [
     *["MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss"],
 ]
 REGISTERED = [cls for cls in REGISTRY if cls.__module__.startswith(("torch.", "backpack."))]
-LEAST = ["rows", "fallback", "frozen", "mixing", "dag"]  # tags to avoid, if possible
+AVOIDED = ["rows", "fallback", "frozen", "mixing", "dag"]  # if there is another case
 
 
 def contains(case: Case, cls: type[nn.Module]) -> bool:
@@ -50,7 +50,11 @@ def find_case(cls: type[nn.Module]) -> Case:
     """Return a simple case with the module; one that is named after it, where there is one."""
     candidates = [*CASES, *EXTRA]
     candidates.sort(
-        key=lambda case: (not case.name.startswith(f"{cls.__name__}("), bool({*LEAST} & case.tags))
+        key=lambda case: (
+            not case.name.startswith(f"{cls.__name__}("),
+            not case.tags.isdisjoint(AVOIDED),
+            not case.train,
+        )
     )
     for case in candidates:
         if contains(case, cls):
