@@ -58,6 +58,7 @@ class backpack:
             )
             raise ValueError(f"backpack expects instances of extensions, got {ext!r}.{hint}")
         self._configuration = Configuration(tuple(exts), debug, extension_hook, retain_graph)
+        self._outer: list[tuple[Configuration, WatchBackward]] = []
         self.exts = self._configuration.exts
         self.debug = debug
         self.extension_hook = extension_hook
@@ -65,10 +66,10 @@ class backpack:
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
-        self._outer = CTX.configuration
+        watch = WatchBackward()
+        self._outer.append((CTX.configuration, watch))
         CTX.configuration = self._configuration
-        self._watch = WatchBackward()
-        self._watch.__enter__()
+        watch.__enter__()
         return self
 
     def __exit__(
@@ -78,8 +79,9 @@ class backpack:
         trace: TracebackType | None,
     ) -> None:
         """Restore the outer state."""
-        self._watch.__exit__(kind, value, trace)
-        CTX.configuration = self._outer
+        outer, watch = self._outer.pop()
+        watch.__exit__(kind, value, trace)
+        CTX.configuration = outer
         BackwardPass.abandon(self._configuration)
 
 
@@ -120,7 +122,7 @@ def _extend_one(module: Module, name: str, debug: bool) -> None:
         if hook is _record:  # a program has reset the flag
             del module._forward_hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
-    handle = module.register_forward_hook(_record, with_kwargs=True)
+    handle = module.register_forward_hook(_record, prepend=True, with_kwargs=True)
     CTX.add_hook_handle(handle, module)
     vars(module)["_backpack_name"] = name
     module._backpack_extend = True  # type: ignore[assignment]

@@ -374,22 +374,22 @@ def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> No
         for rows in ROWS:
             s = random_mat(call.out, rows, v)
             each = einsum("vno,nop->vnp", s.flatten(2), subsample(J, subsampling=rows)).square()
-            signs = torch.randn(s.shape[:2]).sign().to(s.dtype)
+            weights = torch.randn(s.shape[:2]).sign().to(s.dtype)
             expected = {
                 "param_mjp_batch_square": each.sum(0).reshape(-1, *p.shape),
                 "param_mjp_square_sum": each.sum((0, 1)).reshape(p.shape),
                 "param_mjp_square_norm": each.sum((0, 2)),
             }
-            signed = einsum("vnp,vn->np", each, signs).reshape(-1, *p.shape)
+            signed = einsum("vnp,vn->np", each, weights).reshape(-1, *p.shape)
             for entries in (2**21, p.numel() * v, 1):
                 monkeypatch.setattr(base, "SLICE_ENTRIES", entries)
                 for generic in (False, True):
                     for method, value in expected.items():
                         close(call.reduced(method, name, s, rows, generic=generic), value)
                     method = "param_mjp_batch_square"
-                    close(call.reduced(method, name, s, rows, signs, generic=generic), signed)
+                    close(call.reduced(method, name, s, rows, weights, generic=generic), signed)
                     method = "param_mjp_square_sum"
-                    result = call.reduced(method, name, s, rows, signs, generic=generic)
+                    result = call.reduced(method, name, s, rows, weights, generic=generic)
                     close(result, signed.sum(0))
 
 

@@ -19,7 +19,7 @@ from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
 from backpack.core.propagations import UserRules
 from backpack.core.sweep import call_gradients
-from backpack.core.tape import Call, describe, origin
+from backpack.core.tape import Call, describe, is_used, origin, upstream
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class BackwardPass:
     """
 
     _running: ClassVar[dict[int, BackwardPass]] = {}
-    roots: tuple[Tensor, ...] | None = None  # what backward() was called on, where that is known
+    called_on: tuple[Tensor, ...] | None = None  # the argument of backward(), where it is known
 
     def __init__(self) -> None:
         """Read the active configuration."""
@@ -69,17 +69,18 @@ class BackwardPass:
         self.second_order = [ext for ext in self.exts if ext not in first]
         self.calls: list[Call] = []
         self.deferred: list[Call] = []
-        self.written: list[tuple[Parameter, str]] = []
+        self.written: list[tuple[Parameter, str, Any]] = []
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
-        self.roots = BackwardPass.roots
+        self.roots = BackwardPass.called_on
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
 
     @classmethod
-    def reached(cls, call: Call, slot: int, grad: Tensor) -> None:
+    def reached(cls, call: Call, slot: int, grad: Tensor | None) -> None:
         """Take note that a backward pass has the gradient of one of a call's outputs."""
-        if not CTX.get_active_exts() or not disable.should_store_io():
+        active = CTX.get_active_exts() or CTX.get_extension_hook()
+        if grad is None or not active or not disable.should_store_io():
             return
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
@@ -114,8 +115,8 @@ class BackwardPass:
             raise
 
     def _undo(self) -> None:
-        for p, savefield in self.written:
-            if hasattr(p, savefield):
+        for p, savefield, value in self.written:
+            if getattr(p, savefield, None) is value:
                 delattr(p, savefield)
         for call in self.calls:
             call.g_out = [None] * len(call.g_out)
@@ -123,7 +124,7 @@ class BackwardPass:
     # ------------------------------------------------------------------ during the backward pass
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
-        call.check()
+        call.check_released()
         call.check_batched()
         call.check_parameters(trained_only=not self.second_order)
         if all(g is None for g in call.g_out):
@@ -131,16 +132,40 @@ class BackwardPass:
             self.untrained.update(set(call.params.values()) - set(call.trained.values()))
             self.calls.append(call)
         call.g_out[slot] = grad
-        if len(call.outputs) == 1 and call.uses_each_parameter_alone():
-            self._run_first_order(Plan.of_one(call))
+        self._check_foreign_uses(call)
+        if self._is_independent(call):
+            self._run_first_order(Plan([call]))
             if not self.second_order:
                 self._done(call)
                 self.calls.pop()
         else:
             self.deferred.append(call)
 
+    def _is_independent(self, call: Call) -> bool:
+        """Whether first-order quantities need no other call: known parameters and samples."""
+        sampled = any(ext.get_subsampling() is not None for ext in self.first_order)
+        return len(call.outputs) == 1 and not sampled and call.uses_each_parameter_alone()
+
+    def _check_foreign_uses(self, call: Call) -> None:
+        """Notice parameters of extended modules that a function above the call uses as well."""
+        if not self.first_order:
+            return
+        for x, mark in zip(call.inputs, call.origins_in, strict=True):
+            if mark is None or mark.is_output:
+                continue
+            for leaf in upstream(x, lambda m: m.is_output)[1]:
+                if is_used(leaf):
+                    for ext in self.first_order:
+                        ext.fail(
+                            f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
+                            f"module is also used by a function whose result {call!r} reads. That "
+                            "use is not counted."
+                        )
+
     def _is_accumulated(self, p: Parameter) -> bool:
         """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
+        if not p.requires_grad:
+            return False
         if not self.restricted:
             return True
         node = torch.autograd.graph.get_gradient_edge(p).node
@@ -163,7 +188,7 @@ class BackwardPass:
     def _done(self, call: Call) -> None:
         hook = self.configuration.extension_hook
         if hook is not None:
-            with call.bound() as module:
+            with call.bound(check=False) as module:
                 hook(module)
         if self.configuration.retain_graph:
             call.g_out = [None] * len(call.g_out)
@@ -175,7 +200,7 @@ class BackwardPass:
             return
         if self.configuration.debug:
             print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
-        self.written.append((p, ext.savefield))
+        self.written.append((p, ext.savefield, value))
         setattr(p, ext.savefield, value)
 
     # ------------------------------------------------------------------ first order
@@ -261,10 +286,6 @@ class BackwardPass:
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
         for ext in self.second_order:
-            if plan.gap is not None:
-                ext.fail(plan.gap, ValueError)
-            if plan.unreached is not None and ext.needs:
-                ext.fail(plan.why_unreached(plan.unreached), ValueError)
             for call in plan.everything:
                 if ext.rule_for(call.module) is not None:
                     continue
@@ -273,8 +294,14 @@ class BackwardPass:
                     for name in call.trained
                     if call.derivatives is None or name not in call.derivatives.params
                 ]
+                if len(call.outputs) > 1 and call in plan.calls:
+                    ext.fail(f"{call!r} has several outputs.")
                 if unknown or (call.derivatives is None and call in plan.calls):
                     ext.fail(no_rule(call, *unknown))
+            if plan.gap is not None:
+                ext.fail(plan.gap, ValueError)
+            if plan.unreached is not None and ext.needs:
+                ext.fail(plan.why_unreached(plan.unreached), ValueError)
 
     def _check_losses(self, plan: Plan) -> None:
         """Warn if ``backward()`` was called on something else than constants times the losses."""
@@ -284,6 +311,10 @@ class BackwardPass:
                     "Second-order quantities need a scalar loss, but the output of "
                     f"{call!r} is not. Use reduction='mean' or 'sum'."
                 )
+        for call in plan.losses:
+            fed_by = [plan.producers.get(o) for o in call.origins_in if o is not None]
+            if any(producer and producer.call in plan.after_loss for producer in fed_by):
+                raise ValueError(f"{call!r} has the value of another extended loss as its input.")
         if self.roots is None or not plan.losses:
             return
         losses = {o for call in plan.losses for o in call.origins_out}
@@ -305,7 +336,8 @@ def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] 
     assert grad is not None
     rows: Rows = plan.rows(call, subsampling)
     mat = subsample(grad, subsampling=rows).unsqueeze(0)
-    return Use(call, name, Factor(mat, mat.shape[1]), rows)
+    # gradients of merged rows add up: there is one loss
+    return Use(call, name, Factor(mat, mat.shape[1], adds_up=True), rows)
 
 
 def _has_rule(ext: BackpropExtension, uses: Sequence[tuple[Call, str]]) -> bool:
@@ -369,9 +401,9 @@ class WatchBackward(TorchFunctionMode):
         if func not in self._ENTRIES:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        outer = BackwardPass.roots
-        BackwardPass.roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        outer = BackwardPass.called_on
+        BackwardPass.called_on = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         try:
             return func(*args, **kwargs)
         finally:
-            BackwardPass.roots = outer
+            BackwardPass.called_on = outer

@@ -41,7 +41,6 @@ class BatchAveragedSweep:
         self.plan = plan
         self.subsampling = subsampling
         self.blocks: dict[tuple[Node, Node], Tensor] = {}
-        self.arrived_at: set[Call] = set()
         self.groups: dict[Parameter, int] = {}
         rows = {plan.num_rows(call) for call in plan.calls if call.shape_out[0]}
         if plan.mixing or len(rows) > 1:
@@ -84,7 +83,6 @@ class BatchAveragedSweep:
         out = call.origins_out[0]
         if out is None or (out, out) not in self.blocks:
             return
-        self.arrived_at.add(call)
         own = self.blocks.pop((out, out))
         nodes = self._nodes(call)
         across = {b: m for (a, b), m in self.blocks.items() if a is out}

@@ -64,7 +64,13 @@ class CurvatureBlock:
         self.modify = modify
         self.subsampling = subsampling
         self.differentiable = differentiable
-        self.versions = {p: p._version for call in plan.calls for p in call.module.parameters()}
+        # a module that mixes samples changes its buffers (running statistics) and reads none
+        self.versions = {
+            t: t._version
+            for call in plan.calls
+            for t in [*call.module.parameters(), *call.module.buffers()]
+            if isinstance(t, Parameter) or not call.mixes_samples
+        }
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Apply the block.
@@ -112,10 +118,11 @@ class CurvatureBlock:
 
     def product(self, mat: Tensor, per_sample: bool = False) -> Tensor:
         """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""
-        if any(p._version != version for p, version in self.versions.items()):
+        if any(t._version != version for t, version in self.versions.items()):
             raise RuntimeError(
-                "A parameter was changed in place (by an optimiser step?) after the backward pass "
-                "that this product belongs to. Evaluate products before changing parameters."
+                "A parameter or buffer was changed in place (by an optimiser step?) after the "
+                "backward pass that this product belongs to. Evaluate products before changing "
+                "parameters."
             )
         samples = None if self.plan.mixing else self.subsampling
         with torch.set_grad_enabled(self.differentiable):
@@ -220,14 +227,9 @@ class CurvatureBlock:
             return
         if self.modify is identity:
             residual = derivatives.residual_mat_prod(module, None, call.g_out, tangent, rows)
-        elif derivatives.hessian_is_diagonal(module):
+        else:
             diagonal = derivatives.hessian_diagonal(module, None, call.g_out, rows)
             residual = self.modify(diagonal) * tangent
-        else:
-            raise NotImplementedError(
-                f"The positive part of the second derivative of {describe(module)} is not known "
-                "(it is not diagonal)."
-            )
         backs[0] = backs[0] + residual
 
     def _mixed(

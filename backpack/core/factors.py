@@ -34,33 +34,33 @@ def split_columns(mat: Tensor, groups: int, coarser: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Factor:
-    """A stack of columns, with ``sum_v ± s_v s_vᵀ`` the matrix they stand for.
+    """A stack of columns, with ``sum_v w_v s_v s_vᵀ`` the matrix they stand for.
 
     Attributes:
         mat: ``[V, R, *shape]``.
         groups: The R rows belong to this many independent samples (R, unless a reshape between two
             modules merged rows, or a module mixes the whole batch: then 1).
-        signs: ``[V, groups]`` of ±1; None for all +1.
-        sampled: Columns are independent random vectors of mean zero, so that cross terms of merged
-            groups vanish in expectation.
+        weights: Weight of each column, ``[V, groups]``; None for all 1.
+        adds_up: Where groups merge, the vectors of a column simply add: those of a gradient do, and
+            random vectors of mean zero may, whose cross terms vanish in expectation.
     """
 
     mat: Tensor
     groups: int
-    signs: Tensor | None = None
-    sampled: bool = False
+    weights: Tensor | None = None
+    adds_up: bool = False
 
     def coarsened(self, groups: int) -> Factor:
         """Merge groups of rows."""
         if groups == self.groups:
             return self
-        if self.sampled:
+        if self.adds_up:
             return replace(self, groups=groups)
         mat = split_columns(self.mat, self.groups, groups)
-        signs = self.signs
-        if signs is not None:
-            signs = signs.reshape(len(signs), groups, -1).transpose(1, 2).reshape(-1, groups)
-        return replace(self, mat=mat, groups=groups, signs=signs)
+        weights = self.weights
+        if weights is not None:
+            weights = weights.reshape(len(weights), groups, -1).transpose(1, 2).reshape(-1, groups)
+        return replace(self, mat=mat, groups=groups, weights=weights)
 
     def reshaped(self, shape: Sequence[int]) -> Factor:
         """Reshape to ``[V, *shape]``, shape with its own number of rows.

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.tape import Call, Origin, upstream_origins
+from backpack.core.tape import Call, Origin, upstream
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -66,11 +66,6 @@ class Plan:
         if self.base < min(rows, default=0):
             self.base = 0  # no common batch: neither slices of samples nor subsampling
         self.mixing = any(call.mixes_samples for call in self.calls)
-
-    @classmethod
-    def of_one(cls, call: Call) -> Plan:
-        """Plan a single call."""
-        return cls([call])
 
     def snapshot(self, create_graph: bool) -> Plan:
         """Return a copy whose calls outlive the backward pass."""
@@ -134,7 +129,7 @@ class Plan:
         """Describe the first break: a reached call feeds another through what is not a module."""
         for loss in self.losses:
             for x, origin in zip(loss.inputs[1:], loss.origins_in[1:], strict=True):
-                if origin in self.producers or (origin and upstream_origins(x, self.producers)):
+                if origin in self.producers or (origin and self._above(x)[0]):
                     return (
                         f"the target of {loss!r} depends on the output of a module, but the "
                         "curvature is that with respect to the prediction alone. Use "
@@ -150,7 +145,16 @@ class Plan:
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
                         "to a module with derivatives of its own are supported."
                     )
-                above = [] if origin is None else upstream_origins(x, self.producers)
+                if origin is None:
+                    continue
+                above, leaves = self._above(x)
+                for leaf in leaves:
+                    if isinstance(leaf, Parameter) and leaf in self.uses:
+                        call, name = self.uses[leaf][0]
+                        return (
+                            f"the parameter '{name}' of {call!r} is also used by a function (or a "
+                            f"module that was not extended) whose result {consumer!r} reads."
+                        )
                 if above:
                     producer = max((self.producers[o].call for o in above), key=lambda c: c.index)
                     return (
@@ -160,6 +164,10 @@ class Plan:
                         "backpack.custom_module) or use extend(model, use_converter=True)."
                     )
         return None
+
+    def _above(self, x: Tensor) -> tuple[list[Origin], list[Tensor]]:
+        """Find the closest reached calls above a tensor, and the parameters on the way."""
+        return upstream(x, self.producers.__contains__)
 
     @cached_property
     def unreached(self) -> Call | None:

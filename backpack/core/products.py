@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -44,11 +43,6 @@ class Use(NamedTuple):
                 **keywords,
             )
 
-    def without_columns(self) -> Use:
-        """Return the use with columns of the same shape that take no memory."""
-        mat = self.factor.mat
-        return self._replace(factor=replace(self.factor, mat=mat.new_empty(1).expand(mat.shape)))
-
     def input_factors(self) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples."""
         with self.call.bound() as module:
@@ -65,20 +59,49 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
     return one + other
 
 
+def merge_groups(value: Tensor, axis: int, groups: int, adds_up: bool) -> Tensor:
+    """Merge groups of samples along an axis: add them up, or give each its own columns (axis 0)."""
+    value = value.unflatten(axis, (groups, -1))
+    return value.sum(axis + 1) if adds_up else value.transpose(1, 2).flatten(0, 1)
+
+
 class Reduction(NamedTuple):
-    """How the values of slices are put together: over slices of columns and of samples."""
+    """How values are put together: those of slices of columns and of samples, and of sources.
+
+    Attributes:
+        columns: Over slices of columns, and over sources of columns.
+        samples: Over slices of samples.
+        sample_axis: Where the samples are, None if they are summed.
+        adds_up: Whether samples that merge add up, else they get columns of their own.
+    """
 
     columns: Callable[[Tensor, Tensor], Tensor]
     samples: Callable[[Tensor, Tensor], Tensor]
+    sample_axis: int | None = None
+    adds_up: bool = True
+
+    def merged(self, *values: Tensor) -> list[Tensor]:
+        """Merge samples where one source has more of them (positions) than another.
+
+        Raises:
+            ValueError: If the numbers of samples are not multiples.
+        """
+        axis = self.sample_axis
+        if axis is None:
+            return list(values)
+        counts = [value.shape[axis] for value in values]
+        if any(count % min(counts) for count in counts):
+            raise ValueError(f"Losses with different numbers of samples: {counts}.")
+        return [merge_groups(value, axis, min(counts), self.adds_up) for value in values]
 
 
 # Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
 REDUCTIONS = {
-    "individual": Reduction(_cat(0), _cat(1)),  # [V, N, *p]  Jᵀ s
+    "individual": Reduction(_cat(0), _cat(1), 1, adds_up=False),  # [V, N, *p]  Jᵀ s
     "gradient": Reduction(_add, _add),  # [*p]  sum_vn Jᵀ s
-    "batch_square": Reduction(_add, _cat(0)),  # [N, *p]  sum_v (Jᵀ s)²
+    "batch_square": Reduction(_add, _cat(0), 0),  # [N, *p]  sum_v (Jᵀ s)²
     "square": Reduction(_add, _add),  # [*p]  sum_vn (Jᵀ s)²
-    "square_norm": Reduction(_add, _cat(0)),  # [N]  sum_v |Jᵀ s|²
+    "square_norm": Reduction(_add, _cat(0), 0),  # [N]  sum_v |Jᵀ s|²
     "gram": Reduction(_add, _add),  # [O, O]  sum_vn of the outer products of Kronecker rows
 }
 
@@ -144,22 +167,13 @@ class Products:
         return factor.groups == factor.mat.shape[1] and "individual" not in self.wanted
 
     @property
-    def _signs(self) -> Tensor | None:
-        return self.uses[0].factor.signs
+    def _weights(self) -> Tensor | None:
+        return self.uses[0].factor.weights
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
         fewest = min(use.factor.groups for _, use in values)
-        aligned = []
-        for value, use in values:
-            num_v, groups = value.shape[:2]
-            if groups != fewest and not use.factor.sampled:
-                merged = value.reshape(num_v, fewest, groups // fewest, *value.shape[2:])
-                value = merged.transpose(1, 2).flatten(0, 1)
-            elif groups != fewest:
-                value = value.reshape(num_v, fewest, -1, *value.shape[2:]).sum(2)
-            aligned.append(value)
-        return reduce(_add, aligned)
+        return reduce(_add, [merge_groups(v, 1, fewest, use.factor.adds_up) for v, use in values])
 
     def _individual(self) -> Tensor:
         values = []
@@ -184,22 +198,22 @@ class Products:
         return reduce(_add, sums)
 
     def _signed(self, squares: Tensor) -> Tensor:
-        """Weigh ``[V, N, *p]`` with the signs."""
-        signs = self._signs
-        if signs is None:
+        """Weigh ``[V, N, *p]`` with the weights."""
+        weights = self._weights
+        if weights is None:
             return squares
-        return squares * signs.reshape(*signs.shape, *(1,) * (squares.dim() - 2))
+        return squares * weights.reshape(*weights.shape, *(1,) * (squares.dim() - 2))
 
     def _batch_square(self) -> Tensor:
         if self.direct:
-            return self.uses[0].apply("param_mjp_batch_square", signs=self._signs)
+            return self.uses[0].apply("param_mjp_batch_square", weights=self._weights)
         return self._signed(self["individual"].square()).sum(0)
 
     def _square(self) -> Tensor:
         if "batch_square" in self.wanted:
             return self["batch_square"].sum(0)
         if self.direct:
-            return self.uses[0].apply("param_mjp_square_sum", signs=self._signs)
+            return self.uses[0].apply("param_mjp_square_sum", weights=self._weights)
         return self._signed(self["individual"].square()).sum((0, 1))
 
     def _square_norm(self) -> Tensor:

@@ -58,6 +58,21 @@ def user_loss_rule(call: Call, exts: Extensions) -> Callable[[Rows], Tensor] | N
     return None
 
 
+def refuse_rules(exts: Extensions) -> None:
+    """Refuse rules of users for propagations that are no stack of columns.
+
+    Raises:
+        NotImplementedError: If an extension has one.
+    """
+    for ext in exts:
+        if ext.rules:
+            raise NotImplementedError(
+                f"{ext!r} cannot use a rule of your own for "
+                f"{', '.join(cls.__name__ for cls in ext.rules)}. Register derivatives instead "
+                "(backpack.core.derivatives.register): every extension then works."
+            )
+
+
 @dataclass(frozen=True)
 class ExactFactor(Propagation):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
@@ -83,6 +98,11 @@ class SampledFactor(Propagation):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
 
     mc_samples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number of samples."""
+        if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
+            raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``JᵀS``."""
@@ -112,6 +132,7 @@ class HessianFactors(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep from the loss and from every nonlinear module."""
+        refuse_rules(exts)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or plan.mixing}
         self._by_products(plan, list(reused), exts, subsampling, save)
         if len(reused) == len(plan.uses):
@@ -178,6 +199,7 @@ class BatchAveraged(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``E[Jᵀ M J]``."""
+        refuse_rules(exts)
         sweep = BatchAveragedSweep(plan, subsampling)
         for call in plan.losses:
             nonnegative_scale(call, ", ".join(ext.savefield for ext in exts))
@@ -201,6 +223,20 @@ class Blocks(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Save for each parameter the product with its block."""
+        refuse_rules(exts)
+        for call in plan.calls:
+            derivatives = call.derivatives
+            if self.modify in (None, identity) or call in plan.after_loss or derivatives is None:
+                continue
+            with call.bound() as module:
+                known = derivatives.hessian_is_zero(module) or derivatives.hessian_is_diagonal(
+                    module
+                )
+            for ext in exts if not known else ():
+                ext.fail(
+                    f"the positive part of the second derivative of {call!r} is not known: it is "
+                    "not diagonal. Use eval() if this is batch normalisation."
+                )
         create_graph = torch.is_grad_enabled()
         kept = plan.snapshot(create_graph)
         for p in kept.uses:

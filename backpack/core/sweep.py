@@ -8,7 +8,8 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import REDUCTIONS, Products, Use
-from backpack.core.tape import Call, Origin, describe
+from backpack.core.tape import Call, Origin, describe, flatten_outputs
 
 if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension
@@ -87,13 +88,13 @@ class LossSource:
         """Emit a slice of the columns."""
         mat = self._emit(rows)
         mat = mat if part == slice(None) else mat[part]
-        signs = None if self.sign > 0 else mat.new_full(mat.shape[:2], -1)
-        return Factor(mat, mat.shape[1], signs, self.sampled)
+        weights = None if self.sign > 0 else mat.new_full(mat.shape[:2], -1)
+        return Factor(mat, mat.shape[1], weights, self.sampled)
 
 
 @dataclass
 class ResidualSource:
-    """The diagonal second derivative r of a nonlinear module: columns ``sqrt|r_i| e_i``, signed."""
+    """The diagonal second derivative r of a nonlinear module: columns ``e_i`` of weight ``r_i``."""
 
     call: Call
 
@@ -111,9 +112,8 @@ class ResidualSource:
         flat = residual.flatten(1)
         entries = range(flat.shape[1])[part]
         mat = flat.new_zeros(len(entries), *flat.shape)
-        chosen = flat[:, part].T
-        mat[range(len(entries)), :, list(entries)] = chosen.abs().sqrt()
-        return Factor(mat.reshape(-1, *residual.shape), len(flat), signs=chosen.sign())
+        mat[range(len(entries)), :, list(entries)] = 1
+        return Factor(mat.reshape(-1, *residual.shape), len(flat), weights=flat[:, part].T)
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -155,7 +155,7 @@ class Sweep:
         subsampling: Sequence[int] | None,
         save: Save,
     ):
-        """Check that the group's quantities can reach every parameter."""
+        """Read what the extensions want."""
         self.plan = plan
         self.exts = exts
         self.subsampling = subsampling
@@ -164,12 +164,13 @@ class Sweep:
         self.savefields = ", ".join(ext.savefield for ext in exts)
         # user-written rules see the whole batch at once
         self.sliced = not any(ext.rules for ext in exts)
-        self.arrived_at: set[Call] = set()
+        # how many rows of a call belong to one independent sample, and what user rules returned
+        self.rows_per_sample: dict[Call, int] = {}
+        self.rule_values: dict[tuple[Parameter, BackpropExtension], Any] = {}
 
     def run(self, sources: Sequence[Source]) -> None:
         """Sweep from every source, put the slices together, and save."""
         totals: dict[Parameter, dict[str, Tensor]] = {}
-        last_uses: dict[Parameter, list[Use]] = {}
         for source in sources:
             of_source: dict[Parameter, dict[str, Tensor]] = {}
             for samples, parts, terms in self._slices(source):
@@ -178,35 +179,44 @@ class Sweep:
                     for products in self._sweep(source, samples, part, terms):
                         values = {name: products[name] for name in self.wanted}
                         p = products.parameter
-                        last_uses[p] = [use.without_columns() for use in products.uses]
                         if p in of_samples:
                             values = _combined(of_samples[p], values, "columns")
                         of_samples[p] = values
                 for p, values in of_samples.items():
                     of_source[p] = _combined(of_source.get(p), values, "samples")
             for p, values in of_source.items():
-                totals[p] = _combined(totals.get(p), values, "columns")
-        self._check_all_reached()
+                totals[p] = _combined(totals.get(p), values, "sources")
         for p, values in totals.items():
-            self._save(p, values, last_uses[p])
-
-    def _save(self, p: Parameter, values: dict[str, Tensor], uses: list[Use]) -> None:
-        whole = [use._replace(rows=self.plan.rows(use.call, self.subsampling)) for use in uses]
-        products = Products(p, whole, self.wanted, terms=1 if self.plan.mixing else None)
-        for name, value in values.items():
-            products.set_value(name, value)
-        for ext in self.exts:
-            if not any(ext.rule_for(use.call.module) for use in uses):
+            products = Products(
+                p, self._whole_uses(p), self.wanted, 1 if self.plan.mixing else None
+            )
+            for name, value in values.items():
+                products.set_value(name, value)
+            for ext in self.exts:
                 self.save(p, ext, ext.extract(products))
+        for (p, ext), value in self.rule_values.items():
+            self.save(p, ext, value)
+
+    def _whole_uses(self, p: Parameter) -> list[Use]:
+        """List the uses of a parameter with columns that have a shape but take no memory."""
+        uses = []
+        for call, name in self.plan.uses[p]:
+            rows = self.plan.rows(call, None if self.plan.mixing else self.subsampling)
+            count = len(row_numbers(self.plan.num_rows(call), rows))
+            shape_only = call.outputs[0].new_empty(1).expand(1, count)
+            groups = count // self.rows_per_sample.get(call, 1)
+            rows = self.plan.rows(call, self.subsampling)
+            uses.append(Use(call, name, Factor(shape_only, groups), rows))
+        return uses
 
     # ------------------------------------------------------------------ slices
 
     def _slices(self, source: Source) -> Iterator[tuple[Rows, list[slice], int | None]]:
         """Plan slices: which samples, which columns, how many terms of the loss (if mixed)."""
-        num_v, plan = source.num_columns(), self.plan
         if not self.sliced:
             yield self.subsampling, [slice(None)], None
             return
+        num_v, plan = source.num_columns(), self.plan
         per_column = (
             max(
                 max((s.numel() for s in call.shape_in + call.shape_out if s is not None), default=1)
@@ -234,10 +244,10 @@ class Sweep:
         # every term of the loss gets columns of its own, which are zero in the other rows
         shape = source.call.shape_in[0]
         assert shape is not None
-        columns = factor.coarsened(factor.groups).mat
+        columns = factor.coarsened(terms).mat.unflatten(1, (terms, -1))
         spread = columns.new_zeros(columns.shape[0], terms, *shape)
-        numbers = row_numbers(shape[0], rows)
-        spread[:, range(terms), list(numbers)] = columns
+        numbers = torch.tensor(row_numbers(shape[0], rows)).reshape(terms, -1)
+        spread[:, torch.arange(terms)[:, None], numbers] = columns
         return Factor(spread.flatten(0, 1), 1)
 
     # ------------------------------------------------------------------ one sweep
@@ -246,10 +256,7 @@ class Sweep:
         self, source: Source, samples: Rows, part: slice, terms: int | None
     ) -> Iterator[Products]:
         """Carry columns back; yield the products of each parameter that they reach."""
-        if self.plan.mixing:
-            travelling: Rows = None
-        else:
-            travelling = samples
+        travelling = None if self.plan.mixing else samples
         arrived: dict[Origin, Factor] = {}
         pending: dict[Parameter, list[Use]] = {}
         start = self._start(source, samples, part, terms)
@@ -257,16 +264,14 @@ class Sweep:
         for call in reversed(self.plan.calls):
             if call.index >= source.call.index:
                 continue
-            factor = self._fetch(call, arrived, travelling)
+            factor = self._fetch(call, arrived)
             if factor is None:
                 continue
-            self.arrived_at.add(call)
+            ratio = factor.mat.shape[1] // factor.groups
+            self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
             rows = self.plan.rows(call, travelling)
-            if self._run_user_rules(call, factor, arrived, travelling):
-                continue
-            if call.derivatives is None:
-                self._unsupported(call)
-                continue
+            if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
+                continue  # a module without any rule was reported before
             for name, p in call.trained.items():
                 use = Use(call, name, factor, rows)
                 if len(self.plan.uses[p]) == 1:
@@ -291,10 +296,7 @@ class Sweep:
         with call.bound() as module:
             mats = call.derivatives.jac_t_mat_prod(module, None, call.g_out, factor.mat, rows)
         mats = mats if isinstance(mats, tuple) else (mats,)
-        factors = [
-            None if m is None else Factor(m, factor.groups, factor.signs, factor.sampled)
-            for m in mats
-        ]
+        factors = [None if m is None else replace(factor, mat=m) for m in mats]
         self._deliver(call, factors, arrived, samples)
 
     def _deliver(
@@ -312,47 +314,37 @@ class Sweep:
             factor = factor.reshaped(self.plan.shape(producer, samples))
             arrived[origin] = arrived[origin] + factor if origin in arrived else factor
 
-    def _fetch(self, call: Call, arrived: dict[Origin, Factor], samples: Rows) -> Factor | None:
-        found = [arrived.pop(o) for o in call.origins_out if o is not None and o in arrived]
-        return found[0] if found else None
-
-    # ------------------------------------------------------------------ what may go wrong
+    def _fetch(self, call: Call, arrived: dict[Origin, Factor]) -> Factor | None:
+        origin = call.origins_out[0]
+        return None if origin is None else arrived.pop(origin, None)
 
     def _run_user_rules(
         self, call: Call, factor: Factor, arrived: dict[Origin, Factor], samples: Rows
     ) -> bool:
-        """Run rules that a user registered for this module; False if there are none."""
+        """Run the rule that a user registered for this module; False if there is none."""
         for ext in self.exts:
             rule = ext.rule_for(call.module)
-            if rule is None:
-                continue
-            with call.bound() as module:
-                grads = call_gradients(call)
-                back = rule.run(ext, module, *grads, factor.mat, self.save)
-            mats = back if isinstance(back, tuple) else (back,)
-            self._deliver(
-                call,
-                [None if m is None else Factor(m, factor.groups) for m in mats],
-                arrived,
-                samples,
-            )
-            return True
+            if rule is not None:
+                with call.bound() as module:
+                    grads = call_gradients(call)
+                    back = rule.run(ext, module, *grads, factor.mat, self._add_rule_value)
+                mats = back if isinstance(back, tuple) else (back,)
+                factors = [None if m is None else replace(factor, mat=m) for m in mats]
+                self._deliver(call, factors, arrived, samples)
+                return True
         return False
 
-    def _unsupported(self, call: Call) -> None:
-        for ext in self.exts:
-            ext.fail(
-                f"there is no rule for {call!r}. Register derivatives for {type(call.module)!r} "
-                "(backpack.core.derivatives.register), or a rule for this extension alone "
-                "(set_module_extension)."
+    def _add_rule_value(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
+        """Sum what a user's rule returns over the losses and over the uses of a parameter."""
+        if len(self.plan.uses.get(p, ())) > 1:
+            raise NotImplementedError(
+                f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
+                "several times. Register derivatives instead "
+                "(backpack.core.derivatives.register)."
             )
-
-    def _check_all_reached(self) -> None:
-        for call in reversed(self.plan.calls):
-            if call not in self.arrived_at and call not in self.plan.after_loss:
-                for ext in self.exts:
-                    ext.fail(self.plan.why_unreached(call), ValueError)
-                return
+        if (p, ext) in self.rule_values:
+            value = ext.accumulate_backpropagated_quantities(self.rule_values[p, ext], value)
+        self.rule_values[p, ext] = value
 
 
 def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -375,25 +367,41 @@ class InputGradients(Sequence[Any]):
         """Return the gradient with respect to input ``i``, None if it needs none."""
         return self._gradients[i]
 
-    @property
+    @cached_property
     def _gradients(self) -> tuple[Any, ...]:
         call = self._call
+        needed = [i for i, o in enumerate(call.origins_in) if o is not None]
+        if not needed:
+            return (None,) * len(self)
+        grad = call.g_out[0]
+        if call.derivatives is not None and call.shape_out[0] and grad is not None:
+            with call.bound() as module:
+                back = call.derivatives.jac_t_mat_prod(module, None, call.g_out, grad)
+            grads = back if isinstance(back, tuple) else (back,)
+            return tuple(g if i in needed else None for i, g in enumerate(grads))
         with torch.enable_grad(), disable():
             xs = [x.detach() if isinstance(x, Tensor) else x for x in call.inputs]
-            needed = [i for i, o in enumerate(call.origins_in) if o is not None]
             for i in needed:
                 xs[i].requires_grad_()
-            output = call.module.forward(*xs)
-            grads = torch.autograd.grad(output, [xs[i] for i in needed], call.g_out[0])
-        by_index = dict(zip(needed, grads, strict=True))
+            outputs = flatten_outputs(call.module.forward(*xs, **call.keywords))
+            pairs = [(y, g) for y, g in zip(outputs, call.g_out, strict=True) if g is not None]
+            ys, gs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
+        by_index = dict(zip(needed, found, strict=True))
         return tuple(by_index.get(i) for i in range(len(xs)))
 
 
 def _combined(
     one: dict[str, Tensor] | None, other: dict[str, Tensor], over: str
 ) -> dict[str, Tensor]:
+    """Put two slices (of "columns" or "samples") or the parts of two "sources" together."""
     if one is None:
         return other
-    return {
-        name: getattr(REDUCTIONS[name], over)(one[name], value) for name, value in other.items()
-    }
+    combined = {}
+    for name, value in other.items():
+        reduction = REDUCTIONS[name]
+        if over == "sources":
+            combined[name] = reduction.columns(*reduction.merged(one[name], value))
+        else:
+            combined[name] = getattr(reduction, over)(one[name], value)
+    return combined

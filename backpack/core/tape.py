@@ -39,16 +39,28 @@ RESHAPES = {
     "ViewAsBackward0",
 }
 
+HOOKED = "BackwardHookFunctionBackward"
+
 OnReach = Callable[["Call", int, Tensor], None]
+# Module classes for which some extension has a rule of its own.
+CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 _index = count()
 _live: WeakSet[Call] = WeakSet()
 _uses: Counter[int] = Counter()
 
 
 class Origin:
-    """Identity of a tensor: the place in the autograd graph where its entries were computed."""
+    """Identity of a tensor: the place in the autograd graph where its entries were computed.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        is_output: Whether a recorded call returned the tensor.
+    """
+
+    __slots__ = ("__weakref__", "is_output")
+
+    def __init__(self) -> None:
+        """Nobody is known to have returned it yet."""
+        self.is_output = False
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -61,8 +73,9 @@ def origin(tensor: Any) -> Origin | None:
     if node is None:
         return None
     slot = tensor.output_nr
-    while node.name() in RESHAPES:
-        source, slot = node.next_functions[0]
+    while (name := node.name()) in RESHAPES or name == HOOKED:
+        # a full-backward hook (of somebody else) wraps all tensors of a module in one node
+        source, slot = node.next_functions[slot if name == HOOKED else 0]
         if source is None or source.name().endswith("AccumulateGrad"):
             return None
         node = source
@@ -73,20 +86,29 @@ def _mark(node: Any, slot: int) -> Origin:
     return node.metadata.setdefault(("backpack", slot), Origin())
 
 
-def upstream_origins(tensor: Tensor, sought: Mapping[Origin, Any]) -> list[Origin]:
-    """Search the autograd graph above ``tensor`` for the closest marks that are in ``sought``."""
-    found, seen, stack = [], set(), [tensor.grad_fn]
+def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
+    """Search the autograd graph above a tensor.
+
+    Args:
+        tensor: Where to start.
+        stop: Whether to look no further than a marked tensor.
+
+    Returns:
+        The closest marks at which the search has stopped, and the leaves (parameters) on the way.
+    """
+    found, leaves, seen, stack = [], [], set(), [tensor.grad_fn]
     while stack:
-        node = stack.pop()
+        node: Any = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        metadata: Any = node.metadata
-        marks = [m for m in metadata.values() if isinstance(m, Origin) and m in sought]
+        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and stop(m)]
         found += marks
-        if not marks:
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif not marks:
             stack += [parent for parent, _ in node.next_functions]
-    return found
+    return found, leaves
 
 
 class Call:
@@ -95,6 +117,7 @@ class Call:
     Attributes:
         index: Increases in the order of the calls.
         inputs: Positional arguments, tensors attached to their graph.
+        keywords: Arguments that can only be given by keyword.
         outputs: Output tensors, detached (see the module's docstring).
         origins_in: Identity of each input; None where nothing can travel further back.
         origins_out: Identity of each output.
@@ -112,6 +135,7 @@ class Call:
         "index",
         "inputs",
         "is_container",
+        "keywords",
         "mixes_samples",
         "module",
         "origins_in",
@@ -126,8 +150,15 @@ class Call:
         "versions",
     )
 
-    def __init__(self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]):
+    def __init__(
+        self,
+        module: Module,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Tensor, ...],
+        keywords: dict[str, Any] | None = None,
+    ):
         """Record the call. The derivatives may look at the graph to keep what they need."""
+        self.keywords = keywords or {}
         self.index = next(_index)
         self.module = module
         self.derivatives: BaseDerivatives | None = derivatives_of(module)
@@ -145,10 +176,13 @@ class Call:
                 self.saved = self.derivatives.saved(module, inputs, outputs)
         # A module that returns its own input would own its own graph: a leak.
         owned = {id(out) for out in outputs}
-        self.inputs = tuple(x.detach() if id(x) in owned else x for x in inputs)
+        self.inputs = _map_tensors(lambda x: x.detach() if id(x) in owned else x, inputs)
         self.outputs = tuple(out.detach() for out in outputs)
         self.origins_in = tuple(origin(x) for x in inputs)
         self.origins_out = tuple(origin(out) for out in outputs)
+        for mark in self.origins_out:
+            if mark is not None:
+                mark.is_output = True
         self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in inputs)
         self.shape_out = tuple(out.shape for out in outputs)
         self.versions = tuple(_version(t) for t in self.inputs + self.outputs)
@@ -174,11 +208,6 @@ class Call:
                 _uses[id(p)] -= 1
                 if not _uses[id(p)]:
                     del _uses[id(p)]
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows along the batch axis of the output (0 for a scalar)."""
-        return self.shape_out[0][0] if self.shape_out[0] else 0
 
     @property
     def is_transparent(self) -> bool:
@@ -210,20 +239,27 @@ class Call:
         clone = copy(self)
         clone.counts_uses = False
         if not create_graph:
-            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
+            clone.inputs = _map_tensors(Tensor.detach, self.inputs)
         return clone
 
     @contextmanager
-    def bound(self) -> Iterator[Any]:
+    def bound(self, check: bool = True) -> Iterator[Any]:
         """Give the module ``input0, input1, …`` and ``output`` of this call.
+
+        Args:
+            check: Refuse tensors that were changed in place.
 
         Raises:
             RuntimeError: If the call was released or a stored tensor was changed in place.
         """
-        self.check()
+        self.check_released()
+        if check:
+            self.check_unchanged()
         attributes = {f"input{i}": x for i, x in enumerate(self.inputs)}
         attributes |= {"output": self._output(), "_backpack_saved": self.saved}
         attributes["training"] = self.training
+        for child in self.module._modules:  # a child may be called "output"
+            attributes.pop(child, None)
         previous = {k: v for k, v in vars(self.module).items() if k in attributes}
         vars(self.module).update(attributes)
         try:
@@ -237,7 +273,7 @@ class Call:
         outputs = self.outputs
         if torch.is_grad_enabled() and getattr(self.derivatives, "needs_output", False):
             with disable():  # the stored output has no graph; differentiate through a fresh one
-                outputs = (self.module.forward(*self.inputs),)
+                outputs = (self.module.forward(*self.inputs, **self.keywords),)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def check_batched(self) -> None:
@@ -246,6 +282,8 @@ class Call:
         Raises:
             ValueError: If the output has too few axes.
         """
+        if 0 in self.shape_out[0][:1]:
+            raise ValueError(f"{self!r} was called with an empty batch.")
         needed = 0 if self.derivatives is None else self.derivatives.min_dims(self.module)
         if len(self.shape_out[0]) < needed:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
@@ -269,8 +307,8 @@ class Call:
                     "dense floating-point parameters: convert it (to_dense(), dequantize())."
                 )
 
-    def check(self) -> None:
-        """Refuse to work with tensors that are gone or were changed in place.
+    def check_released(self) -> None:
+        """Refuse to work with tensors that are gone.
 
         Raises:
             RuntimeError: If that is so.
@@ -282,6 +320,13 @@ class Call:
                 "one forward pass, use both backpack(..., retain_graph=True) and "
                 "backward(retain_graph=True)."
             )
+
+    def check_unchanged(self) -> None:
+        """Refuse to work with tensors that were changed in place.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
         relevant = len(self.inputs)
         if getattr(self.derivatives, "needs_output", False):
             relevant += len(self.outputs)
@@ -302,6 +347,13 @@ def describe(module: Module) -> str:
     """Name a module as a reader of its model would: qualified name and type."""
     name = vars(module).get("_backpack_name", "")
     return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+
+
+def is_used(tensor: Tensor) -> bool:
+    """Whether a recorded call of a known module uses a tensor as a parameter of its own."""
+    return id(tensor) in _uses and any(
+        tensor is p for call in list(_live) if call.derivatives for p in call.params.values()
+    )
 
 
 def live_calls(module: Module) -> list[Call]:
@@ -331,9 +383,9 @@ def bound(module: Module) -> Iterator[Any]:
 
 
 def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
-    """Collect the tensors in a module's output, depth first."""
+    """Collect the floating-point tensors in a module's output, depth first."""
     if isinstance(output, Tensor):
-        return (output,)
+        return (output,) if output.is_floating_point() else ()
     if isinstance(output, Mapping):
         output = tuple(output.values())
     if isinstance(output, tuple | list):
@@ -341,28 +393,36 @@ def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
     return ()
 
 
-def positional(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all arguments of a module call in the order of its ``forward``."""
+def positional(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module call in the order of its ``forward``, and what is left."""
     if not kwargs:
-        return args
-    bound_arguments = signature(module.forward).bind(*args, **kwargs)
-    return tuple(bound_arguments.args) + tuple(bound_arguments.kwargs.values())
+        return args, {}
+    arguments = signature(module.forward).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.args, arguments.kwargs
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to all tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_map_tensors(function, item) for item in value)
+    return value
 
 
 def is_recorded(module: Module) -> bool:
-    """Whether calls of this module matter: leaves, known modules, containers with own parameters.
-
-    A container that user code gave a rule of its own is marked with ``_backpack_leaf``.
-    """
+    """Whether calls of a module matter: leaves, known ones, containers with own parameters."""
     return (
         next(module.children(), None) is None
         or any(p is not None for p in module._parameters.values())
         or derivatives_of(module) is not None
         or type(module) in CLASSES_WITH_RULES
     )
-
-
-CLASSES_WITH_RULES: set[type[Module]] = set()
 
 
 def record(
@@ -383,8 +443,8 @@ def record(
     outputs = flatten_outputs(output)
     if not any(out.grad_fn is not None for out in outputs):
         return
-    inputs = positional(module, args, kwargs)
-    call = Call(module, inputs, outputs)
+    inputs, keywords = positional(module, args, kwargs)
+    call = Call(module, inputs, outputs, keywords)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             out.register_hook(lambda grad, i=i: reached(call, i, grad))

@@ -352,6 +352,7 @@ def costs_table(costs: list[Cost]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.title = "Time of forward and backward pass, relative to the gradient alone"
     table.title_justify = "left"
+    table.min_width = len(table.title)  # do not wrap the title
     columns = 3
     rows = -(-len(costs) // columns)
     for row in range(rows):

@@ -311,11 +311,13 @@ class BaseDerivatives:
         g_out: Grads,
         mat: Tensor,
         subsampling: Rows = None,
-        signs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with ``signs`` (``[V, N]``): ``[N, *p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V, with ``weights`` (``[V, N]``): ``[N, *p]``."""
         squares = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling).square()
-        return squares.sum(0) if signs is None else torch.einsum("vn...,vn->n...", squares, signs)
+        return (
+            squares.sum(0) if weights is None else torch.einsum("vn...,vn->n...", squares, weights)
+        )
 
     def param_mjp_square_sum(
         self,
@@ -325,14 +327,14 @@ class BaseDerivatives:
         g_out: Grads,
         mat: Tensor,
         subsampling: Rows = None,
-        signs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with ``signs`` (``[V, N]``): ``[*p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with ``weights`` (``[V, N]``): ``[*p]``."""
         total: Tensor | int = 0
         for part, rows, span in self._in_slices(param_str, module, mat, subsampling):
-            part_signs = None if signs is None else signs[:, span]
+            part_weights = None if weights is None else weights[:, span]
             total = total + self.param_mjp_batch_square(
-                param_str, module, g_inp, g_out, part, rows, part_signs
+                param_str, module, g_inp, g_out, part, rows, part_weights
             ).sum(0)
         return total  # type: ignore[return-value]
 

@@ -23,6 +23,18 @@ from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
 
+def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
+    """Apply the nodes between two tensors by hand: autograd would run the hooks on them."""
+    grads = node(grad)
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    parts = [
+        g if parent is target else _pull_back(parent, g, target)
+        for (parent, _), g in zip(node.next_functions, grads, strict=True)
+        if parent is not None and g is not None
+    ]
+    return sum(parts)  # type: ignore[return-value]
+
+
 @register(AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout, RReLU)
 class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
     """``y = a x + b`` with a random slope a for each entry.
@@ -38,8 +50,8 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         (x, *_), (y,) = inputs, outputs
         if y is x:
             return {}
-        (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
-        return {"slope": slope}
+        target = torch.autograd.graph.get_gradient_edge(x).node
+        return {"slope": _pull_back(y.grad_fn, torch.ones_like(y), target)}
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """Slopes that were drawn; 1 if nothing was (evaluation mode)."""

@@ -24,10 +24,10 @@ def _positions(mat: Tensor) -> Tensor:
     return mat.reshape(*mat.shape[:2], -1, mat.shape[-1])
 
 
-def _sum_of_squares(mat: Tensor, signs: Tensor | None) -> Tensor:
+def _sum_of_squares(mat: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the squares of ``[V, N, *, O]`` (one position) over V: ``[N, O]``."""
     squares = _positions(mat).squeeze(2).square()
-    return squares.sum(0) if signs is None else einsum("vno,vn->no", squares, signs)
+    return squares.sum(0) if weights is None else einsum("vno,vn->no", squares, weights)
 
 
 @register(Linear)
@@ -108,15 +108,15 @@ class LinearDerivatives(BaseDerivatives):
         g_out: Grads,
         mat: Tensor,
         subsampling: Rows = None,
-        signs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with signs: ``[V, *out] -> [N, *p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
         x = _input(module, subsampling)
         if param_str != "weight" or x.shape[1] > 1:
             return super().param_mjp_batch_square(
-                param_str, module, g_inp, g_out, mat, subsampling, signs
+                param_str, module, g_inp, g_out, mat, subsampling, weights
             )
-        s2 = _sum_of_squares(mat, signs)
+        s2 = _sum_of_squares(mat, weights)
         return s2.unsqueeze(-1) * x.square()
 
     def param_mjp_square_sum(
@@ -127,15 +127,15 @@ class LinearDerivatives(BaseDerivatives):
         g_out: Grads,
         mat: Tensor,
         subsampling: Rows = None,
-        signs: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with signs: ``[V, *out] -> [*p]``."""
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
         x = _input(module, subsampling)
         if param_str != "weight" or x.shape[1] > 1:
             return super().param_mjp_square_sum(
-                param_str, module, g_inp, g_out, mat, subsampling, signs
+                param_str, module, g_inp, g_out, mat, subsampling, weights
             )
-        s2 = _sum_of_squares(mat, signs)
+        s2 = _sum_of_squares(mat, weights)
         return s2.T @ x.squeeze(1).square()
 
     def param_mjp_square_norm(

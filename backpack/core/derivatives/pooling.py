@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import (
     AdaptiveMaxPool1d,
@@ -49,6 +50,20 @@ class SelectionDerivatives(BaseDerivatives):
         spatial = module.input0.shape[2:]
         zeros = mat.new_zeros(*mat.shape[:3], spatial.numel())
         return zeros.scatter_add(3, index, mat.flatten(3)).reshape(*mat.shape[:3], *spatial)
+
+    def _ea_jac_t_mat_jac_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        # Jᵀ M J scatters entry (s, t) of M to (index(s), index(t))
+        one = mat.new_empty(1).expand(1, *module.output.shape)
+        index = self._flat_indices(module, one, subsampling)[0]  # [N, C, T], within a channel
+        channels, size = index.shape[1], module.input0.shape[2:].numel()
+        offsets = size * torch.arange(channels, device=mat.device).unsqueeze(1)
+        dim = channels * size
+        total = mat.new_zeros(dim * dim)
+        for i in (index + offsets).flatten(1):
+            total = total.index_add(0, (i.unsqueeze(1) * dim + i).flatten(), mat.flatten())
+        return total.reshape(dim, dim) / len(index)
 
 
 @register(MaxPool1d, MaxPool2d, MaxPool3d)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
@@ -24,17 +24,17 @@ class SumModuleDerivatives(BaseDerivatives):
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
-        """Keep how many inputs there are; they need one shape.
+        """Keep the shapes of the inputs (None for a number)."""
+        return {"shapes": [getattr(x, "shape", None) for x in inputs]}
 
-        Raises:
-            ValueError: If an input is broadcast.
-        """
-        if any(x.shape != outputs[0].shape for x in inputs):
+    def _checked_shapes(self, module: Any) -> list[Size | None]:
+        shapes = module._backpack_saved["shapes"]
+        if any(shape not in (None, module.output.shape) for shape in shapes):
             raise ValueError(
                 f"{describe(module)}: derivatives need inputs of one shape, got "
-                f"{[list(x.shape) for x in inputs]}. Expand them before the sum."
+                f"{[list(shape or []) for shape in shapes]}. Expand them before the sum."
             )
-        return {"num_inputs": len(inputs)}
+        return shapes
 
     def jacobian_is_constant(self, module: Module) -> bool:
         """Return True."""
@@ -48,14 +48,15 @@ class SumModuleDerivatives(BaseDerivatives):
         mat: Tensor | Sequence[Tensor | None],
         subsampling: Rows,
     ) -> Tensor:
+        self._checked_shapes(module)
         if isinstance(mat, Tensor):  # of the only input
             return mat
         return sum(m for m in mat if m is not None)  # type: ignore[return-value]
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> tuple[Tensor, ...]:
-        return (mat,) * module._backpack_saved["num_inputs"]
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(None if s is None else mat for s in self._checked_shapes(module))
 
 
 def _keeps_batch_axis(module: Module, keeps: bool) -> None:
