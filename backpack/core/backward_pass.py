@@ -67,9 +67,11 @@ class BackwardPass:
         first = [ext for ext in self.exts if not ext.expects_backpropagation_quantities()]
         self.first_order = first
         self.second_order = [ext for ext in self.exts if ext not in first]
-        self.calls: list[Call] = []
+        self.reached_calls: list[Call] = []
+        self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
         self.written: list[tuple[Parameter, str, Any]] = []
+        self.parameters: set[Tensor] = set()  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.roots = BackwardPass.called_on
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
@@ -130,8 +132,11 @@ class BackwardPass:
         if all(g is None for g in call.g_out):
             call.trained = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
             self.untrained.update(set(call.params.values()) - set(call.trained.values()))
+            self.reached_calls.append(call)
             self.calls.append(call)
         call.g_out[slot] = grad
+        if call.derivatives is not None:
+            self.parameters.update(call.params.values())
         self._check_foreign_uses(call)
         if self._is_independent(call):
             self._run_first_order(Plan([call]))
@@ -154,7 +159,7 @@ class BackwardPass:
             if mark is None or mark.is_output:
                 continue
             for leaf in upstream(x, lambda m: m.is_output)[1]:
-                if is_used(leaf):
+                if leaf in self.parameters or is_used(leaf):
                     for ext in self.first_order:
                         ext.fail(
                             f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
@@ -179,7 +184,7 @@ class BackwardPass:
 
     def _run(self) -> None:
         if self.deferred:
-            self._run_first_order(Plan(dict.fromkeys(self.deferred)))
+            self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         if self.second_order:
             self._run_second_order()
         for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
@@ -216,7 +221,7 @@ class BackwardPass:
                     self._extract(plan, p, uses, known, subsampling)
 
     def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
-        for call in plan.everything:
+        for call in plan.users:
             rule = ext.rule_for(call.module)
             if rule is None:
                 if call.trained and not ext.needs:
@@ -249,6 +254,7 @@ class BackwardPass:
         exts: Sequence[BackpropExtension],
         subsampling: Sequence[int] | None,
     ) -> None:
+        plan.check_one_batch(p)
         products = Products(
             p,
             [_gradient_use(plan, call, name, subsampling) for call, name in uses],

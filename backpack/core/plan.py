@@ -7,6 +7,7 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -31,6 +32,7 @@ class Plan:
 
     Attributes:
         everything: All reached calls.
+        users: Calls whose parameters matter.
         calls: Calls whose derivatives are needed: no containers, nothing that only reshapes.
         losses: Those that are losses.
         producers: Who computed the tensor of an origin.
@@ -40,8 +42,13 @@ class Plan:
         mixing: Whether a module mixes the samples of the batch.
     """
 
-    def __init__(self, calls: Iterable[Call]):
-        """Order the calls and connect them."""
+    def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
+        """Order the calls and connect them.
+
+        Args:
+            calls: Reached calls.
+            users: Those whose parameters matter. Default: all.
+        """
         self.everything = sorted(calls, key=lambda call: call.index)
         self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
         self.losses = [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
@@ -58,7 +65,8 @@ class Plan:
             if call in self.losses or any(p and p.call in self.after_loss for p in producers):
                 self.after_loss.add(call)
         self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
-        for call in self.everything:
+        self.users = self.everything if users is None else list(users)
+        for call in self.users:
             for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
         rows = [self.num_rows(call) for call in self.calls if self.num_rows(call)]
@@ -66,6 +74,41 @@ class Plan:
         if self.base < min(rows, default=0):
             self.base = 0  # no common batch: neither slices of samples nor subsampling
         self.mixing = any(call.mixes_samples for call in self.calls)
+
+    def check_one_batch(self, p: Parameter) -> None:
+        """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
+
+        Uses on one batch may have different numbers of rows (positions). Batches are told apart by
+        whether a path of modules connects the uses.
+
+        Raises:
+            ValueError: If the batches differ.
+        """
+        sizes = {self._batches[call][1] for call, _ in self.uses[p]}
+        if len(sizes) > 1:
+            uses = ", ".join(repr(call) for call, _ in self.uses[p])
+            raise ValueError(
+                f"A parameter is used on batches of different sizes ({uses}): samples of one have "
+                "no partner in the other. Use one backward pass for each batch."
+            )
+
+    @cached_property
+    def _batches(self) -> dict[Call, tuple[int, int]]:
+        """Number the connected parts of the network, and find the number of samples of each."""
+        part = {call: i for i, call in enumerate(self.everything)}
+        for call in self.everything:
+            for origin in call.origins_in:
+                producer = None if origin is None else self.producers.get(origin)
+                if producer is not None and call not in self.after_loss - set(self.losses):
+                    joined = {part[call], part[producer.call]}
+                    for other, number in part.items():
+                        if number in joined:
+                            part[other] = min(joined)
+        rows: dict[int, int] = {}
+        for call, number in part.items():
+            if self.num_rows(call):
+                rows[number] = gcd(rows.get(number, 0), self.num_rows(call))
+        return {call: (number, rows.get(number, 0)) for call, number in part.items()}
 
     def snapshot(self, create_graph: bool) -> Plan:
         """Return a copy whose calls outlive the backward pass."""
@@ -120,7 +163,7 @@ class Plan:
         if not self.base:
             raise ValueError(f"{savefields}: subsampling needs one batch axis in all modules.")
         try:
-            subsample(self.calls[0].outputs[0].new_empty(self.base), 0, subsampling)
+            subsample(torch.empty(self.base), 0, subsampling)
         except ValueError as error:
             raise ValueError(f"{savefields}: {error}") from error
 

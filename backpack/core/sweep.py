@@ -185,6 +185,8 @@ class Sweep:
                 for p, values in of_samples.items():
                     of_source[p] = _combined(of_source.get(p), values, "samples")
             for p, values in of_source.items():
+                if p in totals and _are_per_sample(values):
+                    self.plan.check_one_batch(p)
                 totals[p] = _combined(totals.get(p), values, "sources")
         for p, values in totals.items():
             products = Products(
@@ -389,6 +391,10 @@ class InputGradients(Sequence[Any]):
             found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
         by_index = dict(zip(needed, found, strict=True))
         return tuple(by_index.get(i) for i in range(len(xs)))
+
+
+def _are_per_sample(values: dict[str, Tensor]) -> bool:
+    return any(REDUCTIONS[name].sample_axis is not None for name in values)
 
 
 def _combined(

@@ -1,0 +1,305 @@
+"""Other people's hooks, functions and habits around an extended model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core.tape import _live
+from backpack.custom_module.reduce_tuple import ReduceTuple
+
+EXTS = [extensions.BatchGrad(), extensions.DiagGGNExact()]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def reference(model: nn.Module, X: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
+    model, lossfunc = extend(copy.deepcopy(model)), extend(nn.CrossEntropyLoss())
+    with backpack(*EXTS):
+        lossfunc(model(X), y).backward()
+    return [{ext.savefield: getattr(p, ext.savefield) for ext in EXTS} for p in model.parameters()]
+
+
+def agree(model: nn.Module, expected: list[dict[str, Tensor]]) -> None:
+    for p, values in zip(model.parameters(), expected, strict=True):
+        for field, value in values.items():
+            torch.testing.assert_close(getattr(p, field), value)
+
+
+def problem() -> tuple[nn.Sequential, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    return model, torch.rand(5, 3), torch.randint(2, (5,))
+
+
+def test_full_backward_hooks_of_somebody_else() -> None:
+    model, X, y = problem()
+    expected, seen = reference(model, X, y), []
+    for module in model:
+        module.register_full_backward_hook(lambda m, g_inp, g_out: seen.append(m))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    extend(model)
+    with backpack(*EXTS):
+        lossfunc(model(X), y).backward()
+    agree(model, expected)
+    assert len(seen) == 3
+
+
+def test_forward_hook_that_changes_the_output() -> None:
+    model, X, y = nn.Linear(3, 2), torch.rand(5, 3), torch.randint(2, (5,))
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    extend(model)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
+def test_dropout_leaves_the_gradients_of_others_alone() -> None:
+    drop, x = extend(nn.Dropout(0.5)), torch.rand(4, 3, requires_grad=True)
+    h, seen = 2 * x, []
+    h.retain_grad()
+    h.register_hook(seen.append)
+    out = drop(h)
+    assert h.grad is None and not seen
+    out.sum().backward()
+    torch.testing.assert_close(h.grad, torch.where(out == 0, 0.0, 2.0))
+
+
+@pytest.mark.parametrize("ext", EXTS, ids=repr)
+def test_parameter_used_by_a_function_as_well(ext: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(3, 3), nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.act(F.linear(x, self.linear.weight)))
+
+    model = extend(Model())
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(5, 3)), torch.randint(3, (5,)))
+    with backpack(ext):
+        if ext.expects_backpropagation_quantities():
+            with pytest.raises(ValueError, match=r"weight.*also used by a function"):
+                loss.backward()
+        else:
+            with pytest.warns(UserWarning, match="also used by a function"):
+                loss.backward()
+
+
+def test_loss_of_a_loss() -> None:
+    model, X, y = problem()
+    extend(model)
+    inner, outer = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    loss = outer(inner(model(X), y), torch.zeros(()))
+    with backpack(extensions.HMP()), pytest.raises(ValueError, match="another extended loss"):
+        loss.backward()
+
+
+def test_results_survive_a_failed_pass_in_the_same_context() -> None:
+    model, X, y = problem()
+    expected = reference(model, X, y)
+    extend(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyError("user code")
+
+    with backpack(*EXTS):
+        bad = lossfunc(model[2](Fails.apply(model[1](model[0](X)))), y)
+        with pytest.raises(KeyError):
+            bad.backward()
+        lossfunc(model(X), y).backward()
+    agree(model, expected)
+
+
+def test_skipped_default_arguments() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(
+            self, x: Tensor, a: Any = None, b: Tensor | None = None, *, c: float = 1.0
+        ) -> Tensor:
+            return c * x * self.weight + (0 if a is None else 10 * a) + (0 if b is None else b)
+
+    seen = []
+
+    class Rule(extensions.firstorder.base.FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight"])
+
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+            seen.append(g_inp[0])
+            return g_out[0] * module.input0
+
+    front, shift = extend(nn.Linear(3, 3)), extend(Shift())
+    x = front(torch.rand(4, 3))
+    x.retain_grad()
+    ext = extensions.BatchGrad()
+    ext.set_module_extension(Shift, Rule())
+    with backpack(ext):
+        shift(x, b=torch.ones(3), c=2.0).square().sum().backward()
+    torch.testing.assert_close(seen[0], x.grad)
+
+
+def test_modules_that_return_their_input_do_not_leak() -> None:
+    gc.collect()
+    before = len(_live)
+    pick, front = extend(ReduceTuple(0)), extend(nn.Linear(3, 3))
+    for _ in range(5):
+        pick((front(torch.rand(2, 3)), None))
+    assert len(_live) == before
+
+
+def test_output_that_does_not_require_grad_of_several() -> None:
+    pool, front = extend(nn.MaxPool1d(2, return_indices=True)), extend(nn.Conv1d(1, 2, 3))
+    values, _ = pool(front(torch.rand(3, 1, 8)))
+    lossfunc = extend(nn.MSELoss())
+    with backpack(*EXTS):
+        lossfunc(values, torch.zeros_like(values)).backward()
+    torch.testing.assert_close(front.weight.grad_batch.sum(0), front.weight.grad)
+    assert front.weight.diag_ggn_exact.shape == front.weight.shape
+
+
+def test_unused_output() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x.chunk(2, 1)
+
+    calls, front = [], extend(nn.Linear(3, 4))
+    halves = extend(Halves())
+    with backpack(extensions.BatchGrad(), extension_hook=calls.append):
+        halves(front(torch.rand(5, 3)))[1].sum().backward()
+    assert len(calls) == 2 and set(calls) == {halves, front}
+    torch.testing.assert_close(front.weight.grad_batch.sum(0), front.weight.grad)
+
+
+def test_parameter_frozen_between_the_passes() -> None:
+    model, X, y = problem()
+    extend(model)
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    model[2].bias.requires_grad_(False)
+    with backpack(*EXTS):
+        loss.backward()
+    assert not hasattr(model[2].bias, "grad_batch")
+    assert hasattr(model[2].weight, "diag_ggn_exact")
+
+
+def test_mode_changed_between_the_passes() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
+    X, y = torch.rand(5, 3).double(), torch.randint(2, (5,))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    results = []
+    for switch in (False, True):
+        loss = lossfunc(model(X), y)
+        model.train(not switch)
+        with backpack(extensions.DiagGGNExact()):
+            loss.backward()
+        model.train()
+        results.append([p.diag_ggn_exact for p in model.parameters()])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_products_refuse_changed_buffers() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).eval()
+    X, y = torch.rand(5, 3), torch.randint(4, (5,))
+    with backpack(extensions.GGNMP()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    vector = torch.rand(4)
+    model[0].bias.ggnmp(vector)
+    with torch.no_grad():
+        model.train()(X)
+    with pytest.raises(RuntimeError, match="buffer was changed"):
+        model[0].bias.ggnmp(vector)
+
+
+def test_hook_without_extensions() -> None:
+    model, X, y = problem()
+    extend(model)
+    seen: list[nn.Module] = []
+    with backpack(extension_hook=seen.append):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert [type(m).__name__ for m in seen] == ["CrossEntropyLoss", "Linear", "Sigmoid", "Linear"]
+
+
+def test_one_context_entered_twice() -> None:
+    from backpack import CTX
+
+    context = backpack(extensions.BatchGrad())
+    with context, context:
+        assert CTX.is_extension_active(extensions.BatchGrad)
+    assert not CTX.is_extension_active(extensions.BatchGrad)
+
+
+def test_child_called_output() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.output = nn.Parameter(torch.ones(())), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(self.scale * x)
+
+    model, kinds = extend(Model()), []
+    with (
+        backpack(extensions.BatchGrad(), extension_hook=lambda m: kinds.append(type(m))),
+        pytest.warns(UserWarning, match="scale"),
+    ):
+        model(torch.rand(4, 3)).sum().backward()
+    assert isinstance(model.output, nn.Linear) and nn.Linear in kinds and Model in kinds
+
+
+def test_user_rules_sum_over_losses() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    class Rule(extensions.module_extension.ModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight"])
+
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+            return (bpQuantities * module.input0).square().sum((0, 1))
+
+        def backpropagate(
+            self,
+            ext: Any,
+            module: Any,
+            g_inp: Any,
+            g_out: Any,
+            bpQuantities: Any,
+        ) -> Any:
+            return bpQuantities * module.weight
+
+    scale, X, y = extend(Scale()), torch.rand(4, 2), torch.rand(4, 2)
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(Scale, Rule())
+    out = scale(X)
+    with backpack(ext):
+        (lossfunc(out, y) + lossfunc(out, -y)).backward()
+    torch.testing.assert_close(scale.weight.diag_ggn_exact, 4 * X.square().sum(0))
+    ext = extensions.DiagHessian()
+    ext.set_module_extension(Scale, Rule())
+    with backpack(ext), pytest.raises(NotImplementedError, match="Register derivatives"):
+        lossfunc(scale(X), y).backward()
