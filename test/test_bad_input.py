@@ -550,6 +550,17 @@ def test_tensor_changed_in_place_after_a_module_read_it(what: str, ext: Any) -> 
     assert_clean(front, act, back)
 
 
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact(), extensions.KFAC()], ids=repr)
+def test_autocast_in_second_order(ext: Any) -> None:
+    model, (X, y) = mlp().float(), data()
+    X = X.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = forward(model, (X, y))
+    with backpack(ext), pytest.raises(NotImplementedError, match=r"bfloat16.*autocast"):
+        loss.backward()
+    assert_clean(model)
+
+
 def test_in_place_change_that_no_rule_reads_is_harmless() -> None:
     front, act, back, (X, y) = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2), data()
     for module in (front, act, back):

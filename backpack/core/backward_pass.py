@@ -300,6 +300,12 @@ class BackwardPass:
                     for name in call.trained
                     if call.derivatives is None or name not in call.derivatives.params
                 ]
+                dtypes = {t.dtype for t in (*call.params.values(), *call.outputs)}
+                if len(dtypes) > 1:
+                    ext.fail(
+                        f"{call!r} mixes the precisions {', '.join(sorted(map(str, dtypes)))}. Run "
+                        "the forward pass without torch.autocast, or convert the whole model."
+                    )
                 if len(call.outputs) > 1 and call in plan.calls:
                     ext.fail(f"{call!r} has several outputs.")
                 if unknown or (call.derivatives is None and call in plan.calls):
