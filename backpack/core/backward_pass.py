@@ -292,6 +292,8 @@ class BackwardPass:
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
         for ext in self.second_order:
+            if plan.gap is None and plan.unreached is not None and ext.needs:
+                ext.fail(plan.why_unreached(plan.unreached), ValueError)
             for call in plan.everything:
                 if ext.rule_for(call.module) is not None:
                     continue
@@ -312,8 +314,6 @@ class BackwardPass:
                     ext.fail(no_rule(call, *unknown))
             if plan.gap is not None:
                 ext.fail(plan.gap, ValueError)
-            if plan.unreached is not None and ext.needs:
-                ext.fail(plan.why_unreached(plan.unreached), ValueError)
 
     def _check_losses(self, plan: Plan) -> None:
         """Warn if ``backward()`` was called on something else than constants times the losses."""
