@@ -21,6 +21,7 @@ from torch.nn import Module
 from backpack.context import CTX, Configuration, ExtensionHook, disable
 from backpack.core import tape
 from backpack.core.backward_pass import BackwardPass, WatchBackward
+from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 
 __all__ = ["CTX", "backpack", "disable", "extend", "memory_cleanup"]
@@ -91,19 +92,21 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     Args:
         module: Model or loss.
         debug: Print what is done.
-        use_converter: Rewrite functions in the ``forward`` into modules with ``torch.fx``.
+        use_converter: Rewrite functions in the ``forward`` into modules with ``torch.fx``, see
+            :func:`backpack.custom_module.graph_utils.convert_module_to_backpack`.
 
     Returns:
-        The module itself. Calling ``extend`` again changes nothing.
+        The module itself, or with the converter a ``torch.fx.GraphModule`` with its parameters.
+        Calling ``extend`` again changes nothing.
 
     Raises:
         TypeError: If ``module`` is not a module.
-        NotImplementedError: If the converter is asked for.
+        backpack.custom_module.graph_utils.ConversionError: If the forward pass cannot be converted.
     """
     if not isinstance(module, Module):
         raise TypeError(f"extend expects a torch.nn.Module, got {type(module).__name__}.")
     if use_converter:
-        raise NotImplementedError("The converter is not part of this version yet.")
+        module = convert_module_to_backpack(module, debug)
     for name, child in module.named_modules():
         if not getattr(child, "_backpack_extend", False):
             _extend_one(child, name, debug)
@@ -128,8 +131,8 @@ def _extend_one(module: Module, name: str, debug: bool) -> None:
     module._backpack_extend = True  # type: ignore[assignment]
 
 
-def _record(module: Module, args: tuple, kwargs: dict, output: object) -> None:
-    tape.record(module, args, kwargs, output, BackwardPass.reached)
+def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object:
+    return tape.record(module, args, kwargs, output, BackwardPass.reached)
 
 
 def memory_cleanup(module: Module) -> None:

@@ -30,7 +30,7 @@ X = rand(2, 3, 4, 5)
 CASES = [
     (ScaleModule(), X, "weight=1.0"),
     (ScaleModule(weight=-2.5), -2.5 * X, "weight=-2.5"),
-    (ScaleModule(3), 3 * X, "weight=3.0"),
+    (ScaleModule(3), 3 * X, "weight=3"),
     (Permute(0, 3, 1, 2), torch.einsum("abcd->adbc", X), "0, 3, 1, 2"),
     (Permute(0, -1, 1, -2), torch.einsum("abcd->adbc", X), "0, -1, 1, -2"),
     (Permute(1, 3, init_transpose=True), X.transpose(1, 3), "1, 3, init_transpose=True"),

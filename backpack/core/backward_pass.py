@@ -13,12 +13,13 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable
+from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
 from backpack.core.propagations import UserRules
-from backpack.core.sweep import call_gradients
+from backpack.core.sweep import call_gradients, separate_samples
 from backpack.core.tape import Call, describe, is_used, origin, upstream
 from backpack.utils.subsampling import subsample
 
@@ -149,7 +150,9 @@ class BackwardPass:
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
         sampled = any(ext.get_subsampling() is not None for ext in self.first_order)
-        return len(call.outputs) == 1 and not sampled and call.uses_each_parameter_alone()
+        whole = call.is_unbatched or call.unbatched_inputs()  # samples are told apart later
+        alone = len(call.outputs) == 1 and not whole
+        return alone and not sampled and call.uses_each_parameter_alone()
 
     def _check_foreign_uses(self, call: Call) -> None:
         """Notice parameters of extended modules that a function above the call uses as well."""
@@ -196,7 +199,7 @@ class BackwardPass:
             with call.bound(check=False) as module:
                 hook(module)
         if self.configuration.retain_graph:
-            call.g_out = [None] * len(call.g_out)
+            call.g_out, call.g_samples = [None] * len(call.g_out), None
         else:
             call.release()
 
@@ -211,6 +214,8 @@ class BackwardPass:
     # ------------------------------------------------------------------ first order
 
     def _run_first_order(self, plan: Plan) -> None:
+        if self.first_order:
+            separate_samples(plan)
         for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
@@ -240,7 +245,7 @@ class BackwardPass:
         self, exts: Sequence[BackpropExtension], uses: Sequence[tuple[Call, str]]
     ) -> bool:
         for call, name in uses:
-            if call.derivatives is None or name not in call.derivatives.params:
+            if call.derivatives is None or name not in call.derivatives.param_names(call.module):
                 for ext in exts:
                     ext.fail(no_rule(call, name))
                 return False
@@ -277,6 +282,7 @@ class BackwardPass:
         plan = Plan(self.calls)
         self._check_losses(plan)
         self._check_support(plan)
+        separate_samples(plan)
         groups = _grouped(
             self.second_order,
             lambda ext: (
@@ -300,7 +306,8 @@ class BackwardPass:
                 unknown = [
                     name
                     for name in call.trained
-                    if call.derivatives is None or name not in call.derivatives.params
+                    if call.derivatives is None
+                    or name not in call.derivatives.param_names(call.module)
                 ]
                 dtypes = {t.dtype for t in (*call.params.values(), *call.outputs)}
                 if len(dtypes) > 1:
@@ -308,8 +315,6 @@ class BackwardPass:
                         f"{call!r} mixes the precisions {', '.join(sorted(map(str, dtypes)))}. Run "
                         "the forward pass without torch.autocast, or convert the whole model."
                     )
-                if len(call.outputs) > 1 and call in plan.calls:
-                    ext.fail(f"{call!r} has several outputs.")
                 if unknown or (call.derivatives is None and call in plan.calls):
                     ext.fail(no_rule(call, *unknown))
             if plan.gap is not None:
@@ -344,12 +349,14 @@ class BackwardPass:
 
 
 def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] | None) -> Use:
-    grad = call.g_out[0]
-    assert grad is not None
     rows: Rows = plan.rows(call, subsampling)
-    mat = subsample(grad, subsampling=rows).unsqueeze(0)
+    mats = [
+        None if grad is None else subsample(grad, subsampling=rows).unsqueeze(0)
+        for grad in call_products.gradients(call)
+    ]
+    first = next(mat for mat in mats if mat is not None)
     # gradients of merged rows add up: there is one loss
-    return Use(call, name, Factor(mat, mat.shape[1], adds_up=True), rows)
+    return Use(call, name, Factor(first, first.shape[1], adds_up=True), rows, mats)
 
 
 def _has_rule(ext: BackpropExtension, uses: Sequence[tuple[Call, str]]) -> bool:

@@ -8,12 +8,15 @@ block meets the average Jacobian. A parameter is one more input of its module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.basederivatives import Rows, row_numbers
+from backpack.core import call_products
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.plan import Plan
 from backpack.core.sweep import loss_scale
@@ -49,6 +52,15 @@ class BatchAveragedSweep:
                 "keep the batch axis. Use KFAC or KFLR instead."
             )
 
+        for uses in plan.uses.values():
+            rules = {call.derivatives for call, _ in uses}
+            if len({rule.kronecker_input_first for rule in rules if rule is not None}) > 1:
+                raise ValueError(
+                    "A parameter is used by modules whose Kronecker factors have a different order "
+                    f"({', '.join(repr(call) for call, _ in uses)}): KFRA has no factors for it. "
+                    "Use KFAC or KFLR instead."
+                )
+
     def run(self) -> dict[Parameter, Tensor]:
         """Return for each parameter the first Kronecker factor (or the whole block)."""
         for call in reversed(self.plan.calls):
@@ -80,44 +92,61 @@ class BatchAveragedSweep:
         self.blocks[a, b] = self.blocks[a, b] + matrix if (a, b) in self.blocks else matrix
 
     def _through(self, call: Call) -> None:
-        out = call.origins_out[0]
-        if out is None or (out, out) not in self.blocks:
+        outs = [o for o in call.origins_out if o is not None and (o, o) in self.blocks]
+        if not outs:
             return
-        own = self.blocks.pop((out, out))
-        nodes = self._nodes(call)
-        across = {b: m for (a, b), m in self.blocks.items() if a is out}
-        self.blocks = {k: m for k, m in self.blocks.items() if out not in k}
+        own = torch.cat([torch.cat([self._block(a, b) for b in outs], 1) for a in outs])
+        others = {b for a, b in self.blocks if a in outs and b not in outs}
+        across = {b: torch.cat([self._block(a, b) for a in outs]) for b in others}
+        self.blocks = {k: m for k, m in self.blocks.items() if not set(k).intersection(outs)}
+        slots = [i for i, o in enumerate(call.origins_out) if o in outs]
+        nodes = self._nodes(call, slots)
         derivatives = call.derivatives
         assert derivatives is not None
+        rows = row_numbers(self.plan.base, self.subsampling)
         with call.bound() as module:
-            rows = row_numbers(self.plan.base, self.subsampling)
             if derivatives.jacobian_is_constant(module) and (
                 derivatives.kronecker_rows_are_constant or not call.trained
             ):
                 rows = rows[:1]
-            for other, matrix in across.items():  # E[J]ᵀ M
-                for node, jacobian in nodes:
-                    block = jacobian(matrix, self.subsampling).T
-                    self._add(node, other, block)
-                    self._add(other, node, block.T)
-            inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
-            if len(inputs) == 1 and len(call.origins_in) == 1:
-                ((node, _),) = inputs
-                self._add(
-                    node,
-                    node,
-                    derivatives.ea_jac_t_mat_jac_prod(module, None, None, own, self.subsampling),
+        for other, matrix in across.items():  # E[J]ᵀ M
+            for node, jacobian in nodes:
+                block = jacobian(matrix, self.subsampling).T
+                self._add(node, other, block)
+                self._add(other, node, block.T)
+        inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
+        chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
+        if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+            ((node, _),) = inputs
+            with call.bound() as module:
+                average = derivatives.ea_jac_t_mat_jac_prod(
+                    module, None, None, own, self.subsampling
                 )
-                inputs = []
-            for a, jacobian_a in nodes:
-                for b, jacobian_b in nodes:
-                    if self._is_needed(a, b, inputs):
-                        total: Any = 0
-                        for n in rows:  # E[J_aᵀ M J_b]
-                            total = total + jacobian_b(jacobian_a(own, [n]), [n])
-                        self._add(a, b, total / len(rows))
+            self._add(node, node, average)
+            nodes = [(n, j) for n, j in nodes if n is not node]
+            inputs = []
+        self._carry(own, nodes, rows, bool(inputs))
 
-    def _is_needed(self, a: Node, b: Node, inputs: list[Any]) -> bool:
+    def _carry(
+        self, own: Tensor, nodes: list[tuple[Node, Jacobian]], rows: Sequence[int], joint: bool
+    ) -> None:
+        """Add ``E[J_aᵀ M J_b]`` for all pairs of nodes that somebody reads."""
+        for a, jacobian_a in nodes:
+            for b, jacobian_b in nodes:
+                if self._is_needed(a, b, joint):
+                    total: Any = 0
+                    for n in rows:
+                        total = total + jacobian_b(jacobian_a(own, [n]), [n])
+                    self._add(a, b, total / len(rows))
+
+    def _block(self, a: Node, b: Node) -> Tensor:
+        """Return a block, which is zero if nothing was added to it."""
+        if (a, b) in self.blocks:
+            return self.blocks[a, b]
+        rows, columns = self.blocks[a, a], self.blocks[b, b]
+        return rows.new_zeros(len(rows), len(columns))
+
+    def _is_needed(self, a: Node, b: Node, joint: bool) -> bool:
         """Whether somebody reads the block: a parameter's own, or one that will be carried on."""
         if a is b and isinstance(a, Parameter):
             return True
@@ -125,36 +154,45 @@ class BatchAveragedSweep:
             if isinstance(node, Parameter) and len(self.plan.uses[node]) == 1:
                 return False
         both_inputs = not (isinstance(a, Parameter) or isinstance(b, Parameter))
-        return bool(inputs) or not both_inputs
+        return joint or not both_inputs
 
-    def _nodes(self, call: Call) -> list[tuple[Node, Jacobian]]:
+    def _nodes(self, call: Call, slots: list[int]) -> list[tuple[Node, Jacobian]]:
         """List what the matrix travels on to: inputs that a call computed, and parameters."""
         nodes: list[tuple[Node, Jacobian]] = [
-            (origin, self._input_jacobian(call, i))
+            (origin, self._input_jacobian(call, slots, i))
             for i, origin in enumerate(call.origins_in)
             if origin is not None and origin in self.plan.producers
         ]
-        nodes += [(p, self._param_jacobian(call, name)) for name, p in call.trained.items()]
+        nodes += [(p, self._param_jacobian(call, slots, name)) for name, p in call.trained.items()]
         return nodes
 
-    def _input_jacobian(self, call: Call, i: int) -> Jacobian:
+    def _columns(
+        self, call: Call, slots: list[int], mat: Tensor, rows: Rows
+    ) -> list[Tensor | None]:
+        """Stack the columns of ``[D_out, K]`` at the outputs in ``slots``, equal for all rows."""
+        count = len(row_numbers(self.plan.base, rows))
+        shapes = [call_products.shape_out(call, i, count) for i in slots]
+        parts = mat.T.split([prod(shape[1:]) for shape in shapes], 1)
+        columns: list[Tensor | None] = [None] * len(call.outputs)
+        for i, part, shape in zip(slots, parts, shapes, strict=True):
+            columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
+        return columns
+
+    def _input_jacobian(self, call: Call, slots: list[int], i: int) -> Jacobian:
         def apply(mat: Tensor, rows: Rows) -> Tensor:
-            assert call.derivatives is not None
-            return call.derivatives.dense_jacobian_products(
-                call.module, None, call.g_out, mat, rows
-            )[i]
+            columns = self._columns(call, slots, mat, rows)
+            back = call_products.transposed(call, columns, rows)[i]
+            if back is None:
+                _, *shape = call_products.shape_in(call, i, 1)
+                return mat.new_zeros(mat.shape[1], prod(shape))
+            return back.mean(1).flatten(1)
 
         return apply
 
-    def _param_jacobian(self, call: Call, name: str) -> Jacobian:
+    def _param_jacobian(self, call: Call, slots: list[int], name: str) -> Jacobian:
         def apply(mat: Tensor, rows: Rows) -> Tensor:
-            derivatives, shape = call.derivatives, call.shape_out[0][1:]
-            assert derivatives is not None
-            count = len(row_numbers(self.plan.base, rows))
-            stacked = mat.T.reshape(-1, 1, *shape).expand(-1, count, *shape)
-            kronecker = derivatives.kronecker_rows(
-                name, call.module, None, call.g_out, stacked, rows
-            )
+            columns = self._columns(call, slots, mat, rows)
+            kronecker = call_products.param(call, "kronecker_rows", name, columns, rows)
             self.groups[call.trained[name]] = kronecker.shape[2]
             return kronecker.mean(1).flatten(1)
 

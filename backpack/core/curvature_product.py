@@ -7,13 +7,17 @@ adds the second derivative of every nonlinear module times the tangent at its in
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.plan import Plan
@@ -37,9 +41,9 @@ def clip(residual: Tensor) -> Tensor:
 class CurvatureBlock:
     """The map ``[V, *p] -> [V, *p]`` that applies a parameter's diagonal block.
 
-    Where a parameter is used several times, the Hessian includes the second derivatives with
-    respect to one use and, through the module's input, another. They are indefinite, so the GGN and
-    the positive-curvature Hessian leave them out.
+    Where a parameter is used several times, or enters its module nonlinearly, the Hessian includes
+    second derivatives with respect to the parameter itself. They are indefinite, so the GGN and the
+    positive-curvature Hessian leave them out.
 
     Args:
         plan: Reached calls that outlive the backward pass.
@@ -68,7 +72,7 @@ class CurvatureBlock:
         self.versions = {
             t: t._version
             for call in plan.calls
-            for t in [*call.module.parameters(), *call.module.buffers()]
+            for t in [*call.params.values(), *call.module.parameters(), *call.module.buffers()]
             if isinstance(t, Parameter) or not call.mixes_samples
         }
 
@@ -135,9 +139,9 @@ class CurvatureBlock:
         tangents: dict[Call, list[Tensor | None]] = {}
         for call in self.plan.calls:
             inputs = [
-                outputs[o].reshape(len(mat), *self._shape_in(call, i, samples))
-                if o is not None and o in outputs
-                else None
+                None
+                if o is None or o not in outputs
+                else self._at_input(call, i, outputs[o], samples)
                 for i, o in enumerate(call.origins_in)
             ]
             name = self._name_in(call)
@@ -146,26 +150,23 @@ class CurvatureBlock:
             tangents[call] = inputs
             if call in self.plan.losses:
                 continue
-            derivatives, rows = call.derivatives, self.plan.rows(call, samples)
-            assert derivatives is not None
-            tangent: Any = 0
-            with call.bound() as module:
-                if any(t is not None for t in inputs):
-                    own: Any = inputs if len(inputs) > 1 else inputs[0]
-                    tangent = derivatives.jac_mat_prod(
-                        module,
-                        None,
-                        call.g_out,
-                        own,
-                        rows,  # type: ignore[arg-type]
-                    )
-                if name is not None:
-                    tangent = tangent + derivatives.param_jac_mat_prod(
-                        name, module, None, call.g_out, mat, rows
-                    )
-            if call.origins_out[0] is not None:
-                outputs[call.origins_out[0]] = tangent
+            rows = self.plan.rows(call, samples)
+            parts = []
+            if any(t is not None for t in inputs):
+                parts.append(call_products.forward(call, inputs, rows))
+            if name is not None:
+                parts.append(call_products.param_forward(call, name, mat, rows))
+            for origin, *terms in zip(call.origins_out, *parts, strict=True):
+                if origin is not None:
+                    outputs[origin] = reduce(operator.add, terms)
         return tangents
+
+    def _at_input(self, call: Call, i: int, tangent: Tensor, samples: Rows) -> Tensor:
+        """Bring a tangent at a producer's output to the shape of what it is the input of."""
+        shape = call_products.shape_in(call, i, self._count(call, samples))
+        if tangent.shape[1] < shape[0] and call.place_in(i) is None:
+            tangent = tangent[:, :1].expand(-1, shape[0], *tangent.shape[2:])  # no samples: equal
+        return tangent.reshape(len(tangent), *shape)
 
     def _pull_back(
         self,
@@ -178,83 +179,114 @@ class CurvatureBlock:
         result: Any = 0
         for call in reversed(list(tangents)):
             inputs, name = tangents[call], self._name_in(call)
-            rows, derivatives = self.plan.rows(call, samples), call.derivatives
-            assert derivatives is not None
-            needed = any(t is not None for t in inputs)
-            with call.bound() as module:
-                if call in self.plan.losses:
+            rows = self.plan.rows(call, samples)
+            if call in self.plan.losses:
+                with call.bound() as module:
                     backs: list[Any] = [self._loss_product(call, module, inputs[0], rows)]
-                else:
-                    out = call.origins_out[0]
-                    cotangent = None if out is None else arrived.pop(out, None)
-                    if cotangent is None:
-                        cotangent = mat.new_zeros(len(mat), *self._shape_out(call, samples))
-                    backs = [None] * len(inputs)
-                    if needed:
-                        back = derivatives.jac_t_mat_prod(module, None, call.g_out, cotangent, rows)
-                        backs = list(back) if isinstance(back, tuple) else [back]
-                    mixed = needed and name is not None and self._is_reused()
-                    if not (mixed and self.modify is identity):
-                        self._add_residual(call, module, inputs, backs, rows)
-                    if name is not None:
-                        product = derivatives.param_mjp(
-                            name, module, None, call.g_out, cotangent, False, rows
-                        )
-                        if mixed and self.modify is identity:
-                            product = product + self._mixed(call, module, mat, inputs, backs, rows)
-                        result = result + self._by_sample(product, per_sample)
+            else:
+                columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+                backs = [None] * len(inputs)
+                if any(t is not None for t in inputs) and any(c is not None for c in columns):
+                    backs = call_products.transposed(call, columns, rows)
+                products: list[Tensor] = []
+                if name is not None and any(c is not None for c in columns):
+                    products.append(
+                        call_products.param(call, "param_mjp", name, columns, rows, sum_batch=False)
+                    )
+                seconds, second = self._second(call, name, mat, inputs, rows)
+                backs = [_sum(one, other) for one, other in zip(backs, seconds, strict=True)]
+                if second is not None:
+                    products.append(second)
+                for product in products:
+                    result = result + self._by_sample(product, per_sample)
             for i, (tangent, back) in enumerate(zip(inputs, backs, strict=False)):
                 o = call.origins_in[i]
                 if tangent is None or back is None or o is None:
                     continue
-                shape = self.plan.shape(self.plan.producers[o], samples)
+                producer = self.plan.producers[o]
+                shape = self.plan.shape(producer, samples)
+                if producer.call.is_unbatched and back.shape[1] > shape[0]:
+                    back = back.unflatten(1, (shape[0], -1)).sum(2)
                 back = back.reshape(len(mat), *shape)
                 arrived[o] = arrived[o] + back if o in arrived else back
+        if isinstance(result, int):  # the loss does not depend on the parameter
+            count = len(row_numbers(self.plan.base, self.subsampling))
+            return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])
         return result
 
-    def _add_residual(
+    def _second(
         self,
         call: Call,
-        module: Any,
-        inputs: list[Tensor | None],
-        backs: list[Any],
-        rows: Rows,
-    ) -> None:
-        """Add the second derivative of the module times the tangent at its input."""
-        derivatives, (tangent, *_) = call.derivatives, inputs
-        assert derivatives is not None
-        if self.modify is None or tangent is None or derivatives.hessian_is_zero(module):
-            return
-        if self.modify is identity:
-            residual = derivatives.residual_mat_prod(module, None, call.g_out, tangent, rows)
-        else:
-            diagonal = derivatives.hessian_diagonal(module, None, call.g_out, rows)
-            residual = self.modify(diagonal) * tangent
-        backs[0] = backs[0] + residual
-
-    def _mixed(
-        self,
-        call: Call,
-        module: Any,
+        name: str | None,
         mat: Tensor,
         inputs: list[Tensor | None],
-        backs: list[Any],
         rows: Rows,
-    ) -> Tensor:
-        """Second derivative with respect to the parameter and the input that it also influences."""
-        name = self._name_in(call)
-        assert name is not None and call.derivatives is not None
-        if self.plan.mixing:
-            raise NotImplementedError(
-                f"Hessian products for the reused parameter '{name}' of {describe(module)} in a "
-                "network that mixes samples (batch normalisation in training mode)."
-            )
-        d_inputs, d_params = call.derivatives.mixed_residual(
-            module, call.g_out, inputs, {name: mat}, rows
-        )
-        for i, d_input in enumerate(d_inputs):
-            backs[i] = backs[i] + d_input
-        return d_params[name]
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
+        derivatives = call.derivatives
+        none: list[Tensor | None] = [None] * len(inputs)
+        assert derivatives is not None
+        if self.modify is None:
+            return none, None
+        needed = any(t is not None for t in inputs)
+        with call.bound() as module:
+            curved = not derivatives.hessian_is_zero(module)
+            diagonal = curved and derivatives.hessian_is_diagonal(module)
+            affine = derivatives.is_linear_in_params(module)
+        if self.modify is not identity:
+            if not (needed and curved):
+                return none, None
+            return self._modified(call, inputs, diagonal, rows), None
+        if name is not None and ((needed and self._is_reused()) or not affine):
+            if self.plan.mixing:
+                raise NotImplementedError(
+                    f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
+                    f"which "
+                    "is reused or enters nonlinearly, in a network that mixes samples (batch "
+                    "normalisation in training mode)."
+                )
+            backs, products = call_products.second(call, inputs, {name: mat}, rows)
+            return backs, products[name]
+        if needed and curved:
+            return call_products.second(call, inputs, {}, rows)[0], None
+        return none, None
+
+    def _modified(
+        self, call: Call, inputs: list[Tensor | None], diagonal: bool, rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the positive part (say) of the second derivative, for each sample."""
+        assert self.modify is not None and call.derivatives is not None
+        if diagonal:
+            (tangent,) = inputs
+            with call.bound() as module:
+                grads = call_products.gradients(call)
+                residual = call.derivatives.hessian_diagonal(module, None, grads, rows)
+            return [None if tangent is None else self.modify(residual) * tangent]
+        like = next(t for t in inputs if t is not None)
+        count = like.shape[1]
+        varying = [i for i, o in enumerate(call.origins_in) if o in self.plan.producers]
+        shapes = {i: call_products.shape_in(call, i, count) for i in varying}
+        sizes = [prod(shapes[i][1:]) for i in varying]
+
+        def apart(columns: Tensor) -> list[Tensor | None]:  # [V, R, D] at each input
+            parts: list[Tensor | None] = [None] * len(inputs)
+            for i, part in zip(varying, columns.split(sizes, -1), strict=True):
+                parts[i] = part.reshape(-1, *shapes[i])
+            return parts
+
+        def together(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
+            flat = [
+                like.new_zeros(num_v, count, size) if part is None else part.flatten(2)
+                for part, size in zip((parts[i] for i in varying), sizes, strict=True)
+            ]
+            return torch.cat(flat, -1)
+
+        units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
+        columns = units.unsqueeze(1).expand(-1, count, -1)
+        dense = together(call_products.second(call, apart(columns), {}, rows)[0], sum(sizes))
+        values, vectors = torch.linalg.eigh(dense.movedim(0, -1))  # [R, D, D], one for each row
+        positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
+        return apart(torch.einsum("ncd,vnd->vnc", positive, together(inputs, len(like))))
 
     def _loss_product(self, call: Call, module: Any, tangent: Any, rows: Rows) -> Tensor:
         derivatives = call.derivatives
@@ -280,14 +312,11 @@ class CurvatureBlock:
     def _name_in(self, call: Call) -> str | None:
         return next((name for name, p in call.trained.items() if p is self.parameter), None)
 
-    def _shape_in(self, call: Call, i: int, samples: Rows) -> Sequence[int]:
-        shape = call.shape_in[i]
-        assert shape is not None
-        return [self._count(shape[0], call, samples), *shape[1:]]
+    def _count(self, call: Call, samples: Rows) -> int:
+        return len(row_numbers(self.plan.num_rows(call), self.plan.rows(call, samples)))
 
-    def _shape_out(self, call: Call, samples: Rows) -> Sequence[int]:
-        shape = call.shape_out[0]
-        return [self._count(shape[0], call, samples), *shape[1:]]
 
-    def _count(self, rows: int, call: Call, samples: Rows) -> int:
-        return len(row_numbers(rows, self.plan.rows(call, samples)))
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -80,6 +80,11 @@ class Factor:
             )
         return replace(factor, mat=factor.mat.reshape(-1, *shape))
 
+    def gathered(self, groups: int) -> Factor:
+        """Merge groups of rows and sum the rows of each, for a tensor that all of them share."""
+        factor = self.coarsened(groups)
+        return replace(factor, mat=factor.mat.unflatten(1, (groups, -1)).sum(2))
+
     def __add__(self, other: Factor) -> Factor:
         """Add what arrives over two branches, column by column."""
         groups = min(self.groups, other.groups)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.call_products import shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.tape import Call, Origin, upstream
@@ -69,10 +70,14 @@ class Plan:
         for call in self.users:
             for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
-        rows = [self.num_rows(call) for call in self.calls if self.num_rows(call)]
+        batched = [call for call in self.calls if not call.is_unbatched]
+        rows = [self.num_rows(call) for call in batched if self.num_rows(call)]
         self.base = gcd(*rows) if rows else 0
         if self.base < min(rows, default=0):
             self.base = 0  # no common batch: neither slices of samples nor subsampling
+        for call in self.calls:
+            if call.is_unbatched:
+                call.copies = self.base or 1
         self.mixing = any(call.mixes_samples for call in self.calls)
 
     def check_one_batch(self, p: Parameter) -> None:
@@ -116,10 +121,15 @@ class Plan:
 
     @staticmethod
     def num_rows(call: Call) -> int:
-        """Number of rows along the batch axis of a call."""
+        """Number of rows along the batch axis of a call, 0 if it has none."""
+        if call.is_unbatched:
+            return call.copies
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
         shape = call.shape_in[0] if is_loss else call.shape_out[0]
-        return shape[0] if shape else 0
+        place = call.place_in(0) if is_loss else call.place_out(0)
+        if is_loss and place is None and shape:  # the prediction is data
+            return shape[0]
+        return shape[place.axis] if shape and place is not None else 0
 
     def rows(self, call: Call, samples: Rows) -> Rows:
         """Translate a selection of samples to one of the call's rows."""
@@ -134,12 +144,10 @@ class Plan:
         return [n * ratio + i for n in samples for i in range(ratio)]
 
     def shape(self, producer: Producer, samples: Rows) -> list[int]:
-        """Shape of a call's output for a selection of samples."""
+        """Canonical shape of a call's output for a selection of samples."""
         call, slot = producer
-        shape = list(call.shape_out[slot])
-        if samples is not None:
-            shape[0] = len(row_numbers(shape[0], self.rows(call, samples)))
-        return shape
+        count = len(row_numbers(self.num_rows(call), self.rows(call, samples)))
+        return shape_out(call, slot, count)
 
     def sample_slices(self, subsampling: Rows, size: int) -> list[Rows]:
         """Split the selected samples in slices of ``size``."""

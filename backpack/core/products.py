@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -10,18 +10,28 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.tape import Call
 
 
 class Use(NamedTuple):
-    """One use of a parameter in a reached call, and the columns at the call's output."""
+    """One use of a parameter in a reached call, and the columns at the call's outputs.
+
+    Attributes:
+        call: The call.
+        name: The parameter's name there.
+        factor: Columns at the first output that has any.
+        rows: Rows of the call that the columns hold.
+        mats: Columns at each output, None for zero. Default: that of the only output.
+    """
 
     call: Call
     name: str
     factor: Factor
     rows: Rows
+    mats: Sequence[Tensor | None] = ()
 
     @property
     def derivatives(self) -> BaseDerivatives:
@@ -31,32 +41,56 @@ class Use(NamedTuple):
 
     def apply(self, method: str, *arguments: Any, **keywords: Any) -> Tensor:
         """Call a method of the derivatives for this use."""
-        with self.call.bound() as module:
-            return getattr(self.derivatives, method)(
-                self.name,
-                module,
-                None,
-                self.call.g_out,
-                self.factor.mat,
-                *arguments,
-                subsampling=self.rows,
-                **keywords,
-            )
+        mats = self.mats or [self.factor.mat]
+        return call_products.param(
+            self.call, method, self.name, mats, self.rows, *arguments, **keywords
+        )
 
-    def input_factors(self) -> list[Tensor]:
+    def input_factors(self, approximation: str | None = None) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples."""
         with self.call.bound() as module:
-            factors = self.derivatives.kronecker_input_factors(self.name, module, self.rows)
+            factors = self.derivatives.kronecker_input_factors(
+                self.name, module, self.rows, approximation
+            )
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
-        return [f * rows_per_sample for f in factors] if rows_per_sample != 1 else factors
+        if approximation is None and rows_per_sample != 1:
+            return [f * rows_per_sample for f in factors]
+        return factors
 
 
 def _cat(axis: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda one, other: torch.cat([one, other], axis)
 
 
-def _add(one: Tensor, other: Tensor) -> Tensor:
+def _add(one: Any, other: Any) -> Any:
+    if isinstance(one, list):
+        return [a + b for a, b in zip(one, other, strict=True)]
     return one + other
+
+
+# A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
+# Beyond, it has one factor for each of its axes.
+WHOLE_BLOCK_ENTRIES = 2**11
+
+
+def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
+    """Turn marginals into Kronecker factors of equal weight.
+
+    ``M_k = sum over v, n of G_(k) G_(k)ᵀ`` (the unfolding of individual products G along axis k) is
+    the partial trace of the block. If the block is a Kronecker product, it is
+    ``M_1 ⊗ … ⊗ M_m / tr^(m-1)``, with ``tr`` the trace of the block; in any case, that has its
+    trace.
+
+    Args:
+        marginals: ``[d_k, d_k]`` for each axis of the parameter that is longer than 1.
+
+    Returns:
+        The factors in the order of the axes.
+    """
+    count = len(marginals)
+    trace = marginals[0].trace()
+    scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
+    return [m / scale ** ((count - 1) / count) for m in marginals]
 
 
 def merge_groups(value: Tensor, axis: int, groups: int, adds_up: bool) -> Tensor:
@@ -103,6 +137,7 @@ REDUCTIONS = {
     "square": Reduction(_add, _add),  # [*p]  sum_vn (Jᵀ s)²
     "square_norm": Reduction(_add, _cat(0), 0),  # [N]  sum_v |Jᵀ s|²
     "gram": Reduction(_add, _add),  # [O, O]  sum_vn of the outer products of Kronecker rows
+    "gram_expand": Reduction(_add, _add),  # the same, with every position a row of its own
 }
 
 
@@ -223,8 +258,59 @@ class Products:
             return self.uses[0].apply("param_mjp_square_norm")
         return self["individual"].square().flatten(2).sum((0, 2))
 
-    def _gram(self) -> Tensor:
+    def kronecker_factors(self, approximation: str | None = None) -> list[Tensor]:
+        """Return the Kronecker factors, in the order of the parameter's axes."""
+        gram = self.take("gram_expand" if approximation == "expand" else "gram")
+        if isinstance(gram, list):
+            return axis_factors(gram)
+        if not self._have_one_structure:
+            return [gram]
+        name = "input_factors" if approximation is None else f"input_factors_{approximation}"
+        inputs = self.take(name)
+        first = self.uses[0].derivatives.kronecker_input_first
+        return [*inputs, gram] if first else [gram, *inputs]
+
+    @property
+    def _have_one_structure(self) -> bool:
+        """Whether all uses agree on the Kronecker factors: not a linear layer and an embedding."""
+        rules = [use.derivatives for use in self.uses]
+        return len({(r.knows_kronecker_factors, r.kronecker_input_first) for r in rules}) == 1
+
+    @property
+    def _has_axis_factors(self) -> bool:
+        """Whether the block is too large and no rule knows Kronecker factors of the parameter."""
+        many_axes = sum(size > 1 for size in self.parameter.shape) > 1
+        large = self.parameter.numel() > WHOLE_BLOCK_ENTRIES
+        known = self._have_one_structure and self.uses[0].derivatives.knows_kronecker_factors
+        return large and many_axes and not known
+
+    def _block(self) -> Tensor:
+        """Sum the outer products of the individual products: the block itself."""
+        vectors = self["individual"].flatten(2).flatten(0, 1)
+        return vectors.T @ vectors
+
+    def _marginals(self) -> list[Tensor]:
+        """Sum the outer products of the individual products' unfoldings along each axis."""
+        stacked = self["individual"].flatten(0, 1)
+        axes = [i for i, size in enumerate(stacked.shape) if i > 0 and size > 1]
+        unfolded = [stacked.movedim(axis, 0).flatten(1) for axis in axes]
+        return [u @ u.T for u in unfolded]
+
+    def _gram_expand(self) -> Any:
+        """Sum the outer products of the Kronecker rows, every position and use on its own."""
+        if self._has_axis_factors:
+            return self._marginals()
+        if not self._have_one_structure:
+            return self._block()
+        each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
+        return reduce(_add, [r.flatten(0, 2).T @ r.flatten(0, 2) / r.shape[2] for r in each])
+
+    def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
+        if self._has_axis_factors:
+            return self._marginals()
+        if not self._have_one_structure:
+            return self._block()
         values = []
         for use in self.uses:
             value = use.apply("kronecker_rows")
@@ -239,9 +325,26 @@ class Products:
         vectors = rows.flatten(0, 2)
         return vectors.T @ vectors / rows.shape[2]
 
-    def _input_factors(self) -> list[Tensor]:
-        """Sum the Kronecker factors of the inputs over the uses."""
-        each = [use.input_factors() for use in self.uses]
+    def _input_factors_expand(self) -> list[Tensor]:
+        return self._input_factors("expand")
+
+    def _input_factors_reduce(self) -> list[Tensor]:
+        return self._input_factors("reduce")
+
+    def _input_factors(self, approximation: str | None = None) -> list[Tensor]:
+        """Sum the Kronecker factors of the inputs over the uses (expand: average over them).
+
+        Raises:
+            NotImplementedError: If the inputs of several uses are to be summed before the product.
+        """
+        each = [use.input_factors(approximation) for use in self.uses]
+        if approximation == "expand":
+            each = [[f / len(each) for f in factors] for factors in each]
+        elif approximation == "reduce" and len(each) > 1 and each[0]:
+            raise NotImplementedError(
+                f"The reduce approximation of a parameter that is used {len(each)} times. Use "
+                "approximation='expand'."
+            )
         if self.terms is not None:  # undo: the rows are samples
             rows = self.uses[0].factor.mat.shape[1]
             each = [[f / rows for f in factors] for factors in each]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from backpack.core.batch_averaged import BatchAveragedSweep
 from backpack.core.curvature_product import CurvatureBlock, Modify, clip, identity
-from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -122,6 +123,13 @@ class SampledFactor(Propagation):
         return LossSource(call, user_loss_rule(call, sweep.exts) or factor, sampled=True)
 
 
+def is_curved(call: Call) -> bool:
+    """Whether the output of a call is no (piecewise) affine function of its input."""
+    assert call.derivatives is not None
+    with call.bound() as module:
+        return not call.derivatives.hessian_is_zero(module)
+
+
 @dataclass(frozen=True)
 class HessianFactors(Propagation):
     """Signed factors of the Hessian.
@@ -134,6 +142,7 @@ class HessianFactors(Propagation):
         """Sweep from the loss and from every nonlinear module."""
         refuse_rules(exts)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or plan.mixing}
+        reused |= dict.fromkeys(self._below_dense(plan))
         self._by_products(plan, list(reused), exts, subsampling, save)
         if len(reused) == len(plan.uses):
             return
@@ -149,12 +158,26 @@ class HessianFactors(Propagation):
             derivatives = call.derivatives
             if call in plan.after_loss or derivatives is None:
                 continue
-            if not derivatives.hessian_is_zero(call.module):
-                if not derivatives.hessian_is_diagonal(call.module):
-                    for ext in exts:
-                        ext.fail(f"the second derivative of {call!r} is not diagonal.")
+            if is_curved(call) and derivatives.hessian_is_diagonal(call.module):
                 sources.append(ResidualSource(call))
         Sweep(plan, exts, subsampling, save_others).run(sources)
+
+    @staticmethod
+    def _below_dense(plan: Plan) -> list[Parameter]:
+        """List parameters that enter nonlinearly, or feed a module of dense second derivative."""
+        found: list[Parameter] = []
+        above: set[Any] = set()
+        for call in reversed(plan.calls):
+            derivatives = call.derivatives
+            if call in plan.after_loss or derivatives is None:
+                continue
+            below = not above.isdisjoint(call.origins_out)
+            if below or not derivatives.is_linear_in_params(call.module):
+                found += call.trained.values()
+            dense = is_curved(call) and not derivatives.hessian_is_diagonal(call.module)
+            if below or dense:
+                above.update(o for o in call.origins_in if o is not None)
+        return found
 
     @staticmethod
     def _loss_source(call: Call) -> Source:
@@ -205,9 +228,10 @@ class BatchAveraged(Propagation):
             nonnegative_scale(call, ", ".join(ext.savefield for ext in exts))
         for p, matrix in sweep.run().items():
             uses = [
-                Use(call, name, Factor(call.outputs[0].unsqueeze(0), plan.num_rows(call)), rows)
+                Use(call, name, Factor(matrix.new_empty(1).expand(1, count), count), rows)
                 for call, name in plan.uses[p]
                 for rows in [plan.rows(call, subsampling)]
+                for count in [len(row_numbers(plan.num_rows(call), rows))]
             ]
             products = Products(p, uses, ("gram",))
             products.set_value("gram", matrix)
@@ -225,17 +249,13 @@ class Blocks(Propagation):
         """Save for each parameter the product with its block."""
         refuse_rules(exts)
         for call in plan.calls:
-            derivatives = call.derivatives
-            if self.modify in (None, identity) or call in plan.after_loss or derivatives is None:
+            if self.modify in (None, identity) or not call.mixes_samples or not is_curved(call):
                 continue
-            with call.bound() as module:
-                known = derivatives.hessian_is_zero(module) or derivatives.hessian_is_diagonal(
-                    module
-                )
-            for ext in exts if not known else ():
+            for ext in exts:
                 ext.fail(
-                    f"the positive part of the second derivative of {call!r} is not known: it is "
-                    "not diagonal. Use eval() if this is batch normalisation."
+                    f"the second derivative of {call!r} is one for all samples, whose positive "
+                    f"part "
+                    "is not computed. Use eval() if this is batch normalisation."
                 )
         create_graph = torch.is_grad_enabled()
         kept = plan.snapshot(create_graph)

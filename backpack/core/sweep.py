@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.context import disable
+from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -100,15 +102,14 @@ class ResidualSource:
 
     def num_columns(self) -> int:
         """One column for each entry of a sample's input."""
-        shape = self.call.shape_in[0]
-        assert shape is not None
-        return shape[1:].numel()
+        return prod(call_products.shape_in(self.call, 0, 1))
 
     def columns(self, rows: Rows, part: slice) -> Factor:
         """Emit a slice of the columns."""
         assert self.call.derivatives is not None
         with self.call.bound() as module:
-            residual = self.call.derivatives.hessian_diagonal(module, None, self.call.g_out, rows)
+            grads = call_products.gradients(self.call)
+            residual = self.call.derivatives.hessian_diagonal(module, None, grads, rows)
         flat = residual.flatten(1)
         entries = range(flat.shape[1])[part]
         mat = flat.new_zeros(len(entries), *flat.shape)
@@ -222,6 +223,7 @@ class Sweep:
         per_column = (
             max(
                 max((s.numel() for s in call.shape_in + call.shape_out if s is not None), default=1)
+                * (call.copies if call.is_unbatched else 1)
                 for call in plan.calls
             )
             * plan.calls[0].outputs[0].element_size()
@@ -244,8 +246,7 @@ class Sweep:
         if terms is None:
             return factor
         # every term of the loss gets columns of its own, which are zero in the other rows
-        shape = source.call.shape_in[0]
-        assert shape is not None
+        shape = call_products.shape_in(source.call, 0, self.plan.num_rows(source.call))
         columns = factor.coarsened(terms).mat.unflatten(1, (terms, -1))
         spread = columns.new_zeros(columns.shape[0], terms, *shape)
         numbers = torch.tensor(row_numbers(shape[0], rows)).reshape(terms, -1)
@@ -262,25 +263,26 @@ class Sweep:
         arrived: dict[Origin, Factor] = {}
         pending: dict[Parameter, list[Use]] = {}
         start = self._start(source, samples, part, terms)
-        self._deliver(source.call, [start], arrived, travelling)
+        deliver(self.plan, source.call, [start], arrived, travelling)
         for call in reversed(self.plan.calls):
             if call.index >= source.call.index:
                 continue
-            factor = self._fetch(call, arrived)
-            if factor is None:
+            factors = fetch(call, arrived)
+            if factors is None:
                 continue
+            factor, mats = factors
             ratio = factor.mat.shape[1] // factor.groups
             self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
             rows = self.plan.rows(call, travelling)
             if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
                 continue  # a module without any rule was reported before
             for name, p in call.trained.items():
-                use = Use(call, name, factor, rows)
+                use = Use(call, name, factor, rows, mats)
                 if len(self.plan.uses[p]) == 1:
                     yield Products(p, [use], self.wanted, terms)
                 else:
                     pending.setdefault(p, []).append(use)
-            self._propagate(call, factor, rows, arrived, travelling)
+            self._propagate(call, factor, mats, arrived, travelling)
         for p, uses in pending.items():
             yield Products(p, uses, self.wanted, terms)
 
@@ -288,37 +290,15 @@ class Sweep:
         self,
         call: Call,
         factor: Factor,
-        rows: Rows,
+        mats: Sequence[Tensor | None],
         arrived: dict[Origin, Factor],
         samples: Rows,
     ) -> None:
         if not any(origin in self.plan.producers for origin in call.origins_in):
             return
-        assert call.derivatives is not None
-        with call.bound() as module:
-            mats = call.derivatives.jac_t_mat_prod(module, None, call.g_out, factor.mat, rows)
-        mats = mats if isinstance(mats, tuple) else (mats,)
-        factors = [None if m is None else replace(factor, mat=m) for m in mats]
-        self._deliver(call, factors, arrived, samples)
-
-    def _deliver(
-        self,
-        call: Call,
-        factors: Sequence[Factor | None],
-        arrived: dict[Origin, Factor],
-        samples: Rows,
-    ) -> None:
-        """Add columns at a call's inputs to what their producers have so far."""
-        for origin, factor in zip(call.origins_in, factors, strict=False):
-            producer = None if origin is None else self.plan.producers.get(origin)
-            if origin is None or producer is None or factor is None:
-                continue
-            factor = factor.reshaped(self.plan.shape(producer, samples))
-            arrived[origin] = arrived[origin] + factor if origin in arrived else factor
-
-    def _fetch(self, call: Call, arrived: dict[Origin, Factor]) -> Factor | None:
-        origin = call.origins_out[0]
-        return None if origin is None else arrived.pop(origin, None)
+        backs = call_products.transposed(call, mats, self.plan.rows(call, samples))
+        factors = [None if m is None else replace(factor, mat=m) for m in backs]
+        deliver(self.plan, call, factors, arrived, samples)
 
     def _run_user_rules(
         self, call: Call, factor: Factor, arrived: dict[Origin, Factor], samples: Rows
@@ -332,7 +312,7 @@ class Sweep:
                     back = rule.run(ext, module, *grads, factor.mat, self._add_rule_value)
                 mats = back if isinstance(back, tuple) else (back,)
                 factors = [None if m is None else replace(factor, mat=m) for m in mats]
-                self._deliver(call, factors, arrived, samples)
+                deliver(self.plan, call, factors, arrived, samples)
                 return True
         return False
 
@@ -347,6 +327,71 @@ class Sweep:
         if (p, ext) in self.rule_values:
             value = ext.accumulate_backpropagated_quantities(self.rule_values[p, ext], value)
         self.rule_values[p, ext] = value
+
+
+def deliver(
+    plan: Plan,
+    call: Call,
+    factors: Sequence[Factor | None],
+    arrived: dict[Origin, Factor],
+    samples: Rows,
+) -> None:
+    """Add columns at a call's inputs to what their producers have so far."""
+    for origin, factor in zip(call.origins_in, factors, strict=False):
+        producer = None if origin is None else plan.producers.get(origin)
+        if origin is None or producer is None or factor is None:
+            continue
+        shape = plan.shape(producer, samples)
+        if producer.call.is_unbatched and factor.mat.shape[1] > shape[0]:
+            factor = factor.gathered(shape[0])
+        factor = factor.reshaped(shape)
+        arrived[origin] = arrived[origin] + factor if origin in arrived else factor
+
+
+def separate_samples(plan: Plan) -> None:
+    """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
+
+    Only calls that combine such a tensor with one that has samples, and calls above them, take
+    part.
+    """
+    if not any(call.is_unbatched for call in plan.calls):
+        return
+    arrived: dict[Origin, Factor] = {}
+    apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
+    for call in reversed(plan.calls):
+        if call in plan.losses or call.derivatives is None:
+            continue
+        if call.is_unbatched:
+            found = fetch(call, arrived)
+            call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
+        grads = call_products.gradients(call)
+        if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
+            continue
+        mats = [None if g is None else g.unsqueeze(0) for g in grads]
+        backs = call_products.transposed(call, mats, None)
+        factors = [
+            Factor(back, back.shape[1], adds_up=True)
+            if back is not None and origin in apart
+            else None
+            for origin, back in zip(call.origins_in, backs, strict=True)
+        ]
+        deliver(plan, call, factors, arrived, None)
+
+
+def _only(mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if mat is None else mat.squeeze(0) for mat in mats]
+
+
+def fetch(call: Call, arrived: dict[Origin, Factor]) -> tuple[Factor, list[Tensor | None]] | None:
+    """Take what arrived at a call's outputs: columns at one of them, and at each."""
+    found = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+    known = [f for f in found if f is not None]
+    if not known:
+        return None
+    groups = min(f.groups for f in known)
+    aligned = [None if f is None else f.coarsened(groups) for f in found]
+    first = next(f for f in aligned if f is not None)
+    return first, [None if f is None else f.mat for f in aligned]
 
 
 def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -376,16 +421,17 @@ class InputGradients(Sequence[Any]):
         if not needed:
             return (None,) * len(self)
         grad = call.g_out[0]
-        if call.derivatives is not None and call.shape_out[0] and grad is not None:
-            with call.bound() as module:
-                back = call.derivatives.jac_t_mat_prod(module, None, call.g_out, grad)
-            grads = back if isinstance(back, tuple) else (back,)
-            return tuple(g if i in needed else None for i, g in enumerate(grads))
+        known = call.derivatives is not None and call.is_plain and len(call.outputs) == 1
+        if known and call.shape_out[0] and grad is not None:
+            grads = call_products.transposed(call, [grad.unsqueeze(0)], None)
+            return tuple(
+                g.squeeze(0) if g is not None and i in needed else None for i, g in enumerate(grads)
+            )
         with torch.enable_grad(), disable():
             xs = [x.detach() if isinstance(x, Tensor) else x for x in call.inputs]
             for i in needed:
                 xs[i].requires_grad_()
-            outputs = flatten_outputs(call.module.forward(*xs, **call.keywords))
+            outputs = flatten_outputs(call.forward(xs))
             pairs = [(y, g) for y, g in zip(outputs, call.g_out, strict=True) if g is not None]
             ys, gs = zip(*pairs, strict=True)
             found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)

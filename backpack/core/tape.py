@@ -7,7 +7,7 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from inspect import signature
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack.context import CTX, disable
+from backpack.core.layout import Layout, Place
 from backpack.core.registry import derivatives_of
+from backpack.custom_module.converted_module import ConvertedModule
 
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -54,13 +57,15 @@ class Origin:
 
     Attributes:
         is_output: Whether a recorded call returned the tensor.
+        layout: Where the samples are in it, if that is known.
     """
 
-    __slots__ = ("__weakref__", "is_output")
+    __slots__ = ("__weakref__", "is_output", "layout")
 
     def __init__(self) -> None:
         """Nobody is known to have returned it yet."""
         self.is_output = False
+        self.layout: Layout | None = None
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -74,6 +79,10 @@ def origin(tensor: Any) -> Origin | None:
         return None
     slot = tensor.output_nr
     while (name := node.name()) in RESHAPES or name == HOOKED:
+        marks: Any = node.metadata
+        mark = marks.get(("backpack", slot))
+        if mark is not None:  # a call that returned a view of its own parameter
+            return mark
         # a full-backward hook (of somebody else) wraps all tensors of a module in one node
         source, slot = node.next_functions[slot if name == HOOKED else 0]
         if source is None or source.name().endswith("AccumulateGrad"):
@@ -84,6 +93,12 @@ def origin(tensor: Any) -> Origin | None:
 
 def _mark(node: Any, slot: int) -> Origin:
     return node.metadata.setdefault(("backpack", slot), Origin())
+
+
+def _origin_of_output(out: Tensor) -> Origin | None:
+    """Return the identity of an output; of a view of a parameter, too."""
+    mark = origin(out)
+    return _mark(out.grad_fn, out.output_nr) if mark is None and out.grad_fn is not None else mark
 
 
 def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
@@ -116,26 +131,35 @@ class Call:
 
     Attributes:
         index: Increases in the order of the calls.
-        inputs: Positional arguments, tensors attached to their graph.
-        keywords: Arguments that can only be given by keyword.
-        outputs: Output tensors, detached (see the module's docstring).
+        inputs: Arguments in the order of the signature, nested ones flattened; tensors attached to
+            their graph.
+        outputs: Output tensors, flattened and detached (see the module's docstring).
         origins_in: Identity of each input; None where nothing can travel further back.
         origins_out: Identity of each output.
+        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
+        layouts_out: Where the samples are in each output; None for a scalar loss.
+        misplaced: What is wrong with the place of the batch axis, if anything.
+        copies: Number of samples for which a call without samples (of parameters) stands.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
         trained: Those of them that the backward pass at hand accumulates a gradient into.
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
+        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
     """
 
     __slots__ = (
         "__weakref__",
+        "copies",
         "counts_uses",
         "derivatives",
         "g_out",
+        "g_samples",
         "index",
         "inputs",
         "is_container",
-        "keywords",
+        "layouts_in",
+        "layouts_out",
+        "misplaced",
         "mixes_samples",
         "module",
         "origins_in",
@@ -145,6 +169,7 @@ class Call:
         "saved",
         "shape_in",
         "shape_out",
+        "structure",
         "trained",
         "training",
         "versions",
@@ -153,43 +178,81 @@ class Call:
     def __init__(
         self,
         module: Module,
-        inputs: tuple[Any, ...],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
         outputs: tuple[Tensor, ...],
-        keywords: dict[str, Any] | None = None,
     ):
         """Record the call. The derivatives may look at the graph to keep what they need."""
-        self.keywords = keywords or {}
+        leaves: Sequence[Any] = args
+        self.structure = None  # no nested arguments
+        if keywords or not all(isinstance(x, Tensor) for x in args):
+            leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
         self.module = module
         self.derivatives: BaseDerivatives | None = derivatives_of(module)
         self.is_container = self.derivatives is None and next(module.children(), None) is not None
+        own = module._parameters if self.derivatives is None else self.derivatives.own(module)
         self.params: dict[str, Parameter] = {
-            name: p for name, p in module._parameters.items() if p is not None and p.requires_grad
+            name: p for name, p in own.items() if p is not None and p.requires_grad
         }
         self.trained = self.params
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
         self.mixes_samples = self.derivatives is not None and self.derivatives.mixes_samples(module)
-        self.saved: dict[str, Any] = {}
-        if self.derivatives is not None:
-            with disable():  # if they differentiate, that is no backward pass of the user
-                self.saved = self.derivatives.saved(module, inputs, outputs)
         # A module that returns its own input would own its own graph: a leak.
         owned = {id(out) for out in outputs}
-        self.inputs = _map_tensors(lambda x: x.detach() if id(x) in owned else x, inputs)
+        self.inputs = tuple(x.detach() if id(x) in owned else x for x in leaves)
         self.outputs = tuple(out.detach() for out in outputs)
-        self.origins_in = tuple(origin(x) for x in inputs)
-        self.origins_out = tuple(origin(out) for out in outputs)
-        for mark in self.origins_out:
-            if mark is not None:
-                mark.is_output = True
-        self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in inputs)
+        self.origins_in = tuple(origin(x) for x in leaves)
+        self.origins_out = tuple(_origin_of_output(out) for out in outputs)
+        self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         self.shape_out = tuple(out.shape for out in outputs)
         self.versions = tuple(_version(t) for t in self.inputs + self.outputs)
         self.g_out: list[Tensor | None] = [None] * len(outputs)
+        self.saved: dict[str, Any] = {}
+        if self.derivatives is not None:
+            with disable():  # if they differentiate, that is no backward pass of the user
+                self.saved = self.derivatives.saved(module, tuple(leaves), outputs)
+        self.misplaced: str | None = None
+        self.layouts_in = tuple(map(self._layout_in, leaves, self.origins_in))
+        self.copies = 1
+        self.g_samples: list[Tensor | None] | None = None
+        self.layouts_out: tuple[Layout | None, ...] = self._laid_out()
+        for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
+            if mark is not None:
+                mark.is_output = True
+                mark.layout = mark.layout or layout
         self.counts_uses = True
         _live.add(self)
         _uses.update(map(id, self.params.values()))
+
+    def _layout_in(self, x: Any, mark: Origin | None) -> Layout | None:
+        """Find where the samples are in an input; None if that is for this module to say."""
+        if mark is None or mark.layout is not None:
+            return None if mark is None else mark.layout
+        above, _ = upstream(x, lambda m: m.layout is not None)
+        if any(m.layout is not None and not m.layout.is_plain for m in above):
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
+                f"from "
+                "one whose batch axis is not the first (or that has none). Make the function a "
+                "module, or use extend(model, use_converter=True)."
+            )
+        return None
+
+    def _laid_out(self) -> tuple[Layout | None, ...]:
+        """Find where the samples are in the outputs."""
+        known = next((layout for layout in self.layouts_in if layout is not None), None)
+        if self.is_transparent:  # such as the choice of one tensor of several
+            return tuple(o.layout for o in self.origins_out if o is not None)
+        if self.derivatives is None:
+            assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
+            return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
+        try:
+            return tuple(self.derivatives.layouts(self))
+        except ValueError as error:
+            self.misplaced = str(error)
+            return (None,) * len(self.outputs)
 
     def __repr__(self) -> str:
         """Name the module, its type and the shapes of the call."""
@@ -212,7 +275,7 @@ class Call:
     @property
     def is_transparent(self) -> bool:
         """Whether the output has the entries of the input: nothing to differentiate."""
-        return len(self.outputs) == 1 and self.origins_out[0] in self.origins_in
+        return all(o is not None and o in self.origins_in for o in self.origins_out)
 
     @property
     def is_released(self) -> bool:
@@ -229,6 +292,7 @@ class Call:
             _live.discard(self)
             self._forget_uses()
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
+            self.g_samples = None
 
     def snapshot(self, create_graph: bool) -> Call:
         """Return a copy that outlives the release, for products evaluated after the backward pass.
@@ -239,8 +303,65 @@ class Call:
         clone = copy(self)
         clone.counts_uses = False
         if not create_graph:
-            clone.inputs = _map_tensors(Tensor.detach, self.inputs)
+            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
         return clone
+
+    def forward(self, leaves: Sequence[Any]) -> Any:
+        """Call the module's ``forward`` again, with other values for the (flattened) arguments."""
+        args, keywords = self.arguments(leaves)
+        with disable():
+            return self.module.forward(*args, **keywords)
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with other values for the leaves."""
+        if self.structure is None:
+            return tuple(leaves), {}
+        args, keywords = tree_unflatten(list(leaves), self.structure)
+        return args, keywords
+
+    def unbatched_inputs(self) -> list[int]:
+        """Number the inputs that have no samples, in a call that has."""
+        if self.is_unbatched:
+            return []
+        return [i for i, layout in enumerate(self.layouts_in) if layout and not layout.is_batched]
+
+    # ------------------------------------------------------------------ where the samples are
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tensors have their samples first."""
+        layouts = [*self.layouts_in, *self.layouts_out]
+        return all(layout is None or layout.is_plain for layout in layouts) and (
+            self.derivatives is None or self.derivatives.sees_samples_first(self.module)
+        )
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether the output has no samples: it depends on parameters alone."""
+        return any(layout is not None and not layout.is_batched for layout in self.layouts_out)
+
+    def place_in(self, i: int) -> Place | None:
+        """Find the batch axis of an input; None if it has none."""
+        shape, layout = self.shape_in[i], self.layouts_in[i]
+        if shape is None or layout is None or not layout.is_batched:
+            return None
+        return self._placed(layout, shape)
+
+    def place_out(self, i: int) -> Place | None:
+        """Find the batch axis of an output; None if it has none."""
+        layout = self.layouts_out[i]
+        if layout is None or not layout.is_batched:
+            return None
+        return self._placed(layout, self.shape_out[i])
+
+    def _placed(self, layout: Layout, shape: Size) -> Place:
+        place = layout.place(shape)
+        if place is None:
+            raise ValueError(
+                f"{self!r}: a tensor of shape {list(shape)} has no axis for the {layout.samples} "
+                "samples of the batch. Keep the batch axis as it is."
+            )
+        return place
 
     @contextmanager
     def bound(self, check: bool = True) -> Iterator[Any]:
@@ -255,8 +376,9 @@ class Call:
         self.check_released()
         if check:
             self.check_unchanged()
-        attributes = {f"input{i}": x for i, x in enumerate(self.inputs)}
-        attributes |= {"output": self._output(), "_backpack_saved": self.saved}
+        inputs, output = self._seen()
+        attributes = {f"input{i}": x for i, x in enumerate(inputs)}
+        attributes |= {"output": output, "_backpack_saved": self.saved, "_backpack_call": self}
         attributes["training"] = self.training
         for child in self.module._modules:  # a child may be called "output"
             attributes.pop(child, None)
@@ -269,12 +391,16 @@ class Call:
                 vars(self.module).pop(name, None)
             vars(self.module).update(previous)
 
-    def _output(self) -> Any:
-        outputs = self.outputs
+    def _seen(self) -> tuple[Sequence[Any], Any]:
+        """Return inputs and output as the derivatives see them: samples where they expect them."""
+        inputs: Sequence[Any] = self.inputs
+        outputs: Sequence[Tensor] = self.outputs
         if torch.is_grad_enabled() and getattr(self.derivatives, "needs_output", False):
-            with disable():  # the stored output has no graph; differentiate through a fresh one
-                outputs = (self.module.forward(*self.inputs, **self.keywords),)
-        return outputs[0] if len(outputs) == 1 else outputs
+            # the stored output has no graph; differentiate through a fresh one
+            outputs = flatten_outputs(self.forward(inputs))
+        if not self.is_plain and self.derivatives is not None:
+            inputs, outputs = self.derivatives.seen(self, inputs, outputs)
+        return inputs, outputs[0] if len(outputs) == 1 else outputs
 
     def check_batched(self) -> None:
         """Refuse input without a batch axis.
@@ -284,6 +410,8 @@ class Call:
         """
         if 0 in self.shape_out[0][:1]:
             raise ValueError(f"{self!r} was called with an empty batch.")
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
         needed = 0 if self.derivatives is None else self.derivatives.min_dims(self.module)
         if len(self.shape_out[0]) < needed:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
@@ -369,7 +497,7 @@ def bound(module: Module) -> Iterator[Any]:
     Raises:
         RuntimeError: If no forward pass of the module is recorded.
     """
-    if "input0" in vars(module):
+    if "input0" in vars(module) or "_backpack_call" in vars(module):
         yield module
         return
     calls = live_calls(module)
@@ -404,19 +532,10 @@ def positional(
     return arguments.args, arguments.kwargs
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to all tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_map_tensors(function, item) for item in value)
-    return value
-
-
 def is_recorded(module: Module) -> bool:
     """Whether calls of a module matter: leaves, known ones, containers with own parameters."""
+    if isinstance(module, ConvertedModule):  # modules of its own read its parameters
+        return False
     return (
         next(module.children(), None) is None
         or any(p is not None for p in module._parameters.values())
@@ -427,7 +546,7 @@ def is_recorded(module: Module) -> bool:
 
 def record(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, reached: OnReach
-) -> None:
+) -> Any:
     """Record a call if a backward pass can reach it.
 
     Args:
@@ -437,16 +556,23 @@ def record(
         output: What it returned.
         reached: Called as ``reached(call, i, g)`` when a backward pass has the gradient ``g`` with
             respect to output number ``i``.
+
+    Returns:
+        The output that users are to see; None for the one given.
     """
     if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
-        return
-    outputs = flatten_outputs(output)
+        return None
+    outputs, apart = flatten_outputs(output), None
     if not any(out.grad_fn is not None for out in outputs):
-        return
-    inputs, keywords = positional(module, args, kwargs)
-    call = Call(module, inputs, outputs, keywords)
+        return None
+    if len(outputs) > 1 and derivatives_of(module) is not None:
+        # one output may be computed from another, whose gradient would include that
+        apart = tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, output)
+        outputs = flatten_outputs(apart)
+    call = Call(module, *positional(module, args, kwargs), outputs)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             out.register_hook(lambda grad, i=i: reached(call, i, grad))
     if CTX.get_debug():
         print(f"[backpack] recorded {call!r}")
+    return apart

@@ -21,7 +21,7 @@ class ScaleModule(Module):
         super().__init__()
         if not isinstance(weight, (int, float)):
             raise ValueError(f"weight must be a number, got {type(weight).__name__}.")
-        self.weight = float(weight)
+        self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale the input.

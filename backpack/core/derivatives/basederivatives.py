@@ -9,23 +9,35 @@ with respect to a parameter. A ``mat`` without the ``V`` axis is accepted, the r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor
-from torch.func import functional_call, jvp, vjp, vmap
-from torch.nn import Module
+from torch.func import functional_call
+from torch.nn import Module, Parameter
 
-from backpack.context import disable
-from backpack.core.tape import bound, describe
+from backpack.core.derivatives.by_autograd import Evaluation, second_products
+from backpack.core.layout import Layout, unbatched
+from backpack.core.tape import Call, bound, describe
 from backpack.utils.subsampling import subsample
 
 Rows = Sequence[int] | slice | None
 Grads = Sequence[Tensor | None] | None
+# One tensor, or one (None for zero) for each of a module's several inputs or outputs.
+Mats = Tensor | Sequence[Tensor | None]
 
 # Per-sample products of a parameter are squared and summed in slices of about this many entries,
 # so that the intermediate tensor stays small (and on a CPU, in the cache).
 SLICE_ENTRIES = 2**21
+
+
+class BatchAxis(Enum):
+    """What a rule says about the batch axis of its module's tensors."""
+
+    FIXED = "at batch_axis_in and batch_axis_out"
+    LEADING = "any axis but the last trailing_axes: they are all alike to the module"
+    FOLLOWED = "wherever the tensors have it: the rule finds out where it goes"
 
 
 class BaseDerivatives:
@@ -37,13 +49,17 @@ class BaseDerivatives:
 
     Attributes:
         params: Names of the parameters.
+        batch_axis: Where the rule expects the samples.
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
+        kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
+    batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
     needs_output: ClassVar[bool] = False
     kronecker_rows_are_constant: ClassVar[bool] = False
+    kronecker_input_first: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ facts about the module
 
@@ -63,6 +79,18 @@ class BaseDerivatives:
         """Return whether a sample's output depends on other samples."""
         return False
 
+    def param_names(self, module: Module) -> tuple[str, ...]:
+        """Return the names of the parameters that the rule knows."""
+        return self.params
+
+    def own(self, module: Any) -> Mapping[str, Parameter | None]:
+        """Return the module's own parameters by name."""
+        return module._parameters
+
+    def is_linear_in_params(self, module: Module) -> bool:
+        """Return whether the output is an affine function of each parameter."""
+        return True
+
     def min_dims(self, module: Module) -> int:
         """Return how many axes an output has at least, the batch axis included."""
         return 0
@@ -73,6 +101,103 @@ class BaseDerivatives:
         """Return what must be kept from the forward pass, for ``module._backpack_saved``."""
         return {}
 
+    # ------------------------------------------------------------------ where the samples are
+
+    def batch_axis_in(self, module: Module, i: int) -> int:
+        """Return the batch axis of input ``i`` as the rule sees it."""
+        return 0
+
+    def batch_axis_out(self, module: Module, i: int) -> int:
+        """Return the batch axis of output ``i`` as the rule sees it."""
+        return 0
+
+    def stands_apart(self, module: Module, i: int) -> bool:
+        """Return whether input ``i`` has no samples, but its columns have: ``[V, N, *in]``."""
+        return False
+
+    def trailing_axes(self, module: Module) -> int:
+        """Return how many of the last axes are not like the others (``BatchAxis.LEADING``)."""
+        return 0
+
+    def sees_samples_first(self, module: Module) -> bool:
+        """Return whether the rule sees the tensors as they are, if their samples come first."""
+        return True
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are in the outputs, and correct what was assumed of the inputs.
+
+        Raises:
+            ValueError: If the samples are not where the module needs them.
+        """
+        module = call.module
+        for i, (layout, shape) in enumerate(zip(call.layouts_in, call.shape_in, strict=True)):
+            if layout is None or shape is None or not layout.is_batched:
+                continue
+            place = layout.place(shape)
+            if self.batch_axis is BatchAxis.LEADING:
+                wrong = place is None or place.axis >= len(shape) - self.trailing_axes(module)
+                if wrong and not layout.assumed:
+                    raise ValueError(f"{call!r} mixes the samples: they are along its last axes.")
+                continue
+            axis = self.batch_axis_in(module, i)
+            if place is None or place.axis != axis:
+                if not layout.assumed:
+                    found = "nowhere" if place is None else f"along axis {place.axis}"
+                    raise ValueError(
+                        f"{call!r} needs the samples of the batch along axis {axis} of input {i}, "
+                        f"but they are {found}."
+                    )
+                layout.become(Layout.of_axis(shape, axis))
+            layout.assumed = False
+        return [
+            self._layout_out(call, i, shape) if shape else None
+            for i, shape in enumerate(call.shape_out)
+        ]
+
+    def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
+        main = call.layouts_in[0] if call.layouts_in else None
+        if main is not None and not main.is_batched:
+            return unbatched()
+        if self.batch_axis is BatchAxis.LEADING:
+            return main or Layout.of_axis(shape, 0, assumed=True)
+        axis = self.batch_axis_out(call.module, i)
+        if main is None:
+            return Layout.of_axis(shape, axis)
+        return main if axis == 0 else Layout(Layout.of_axis(shape, axis).before, main.samples)
+
+    def seen(
+        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return inputs and outputs with the samples where the rule expects them."""
+        leading = self.batch_axis is BatchAxis.LEADING
+        main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
+
+        def view(x: Any, layout: Layout | None, axis: int) -> Any:
+            if not isinstance(x, Tensor) or x.dim() == 0:
+                return x
+            if layout is None:  # data: like the others
+                similar = leading or (main is not None and main.before > 1 and axis == 0)
+                layout = main if similar else None
+            if layout is None:
+                return x
+            if not layout.is_batched and not call.is_unbatched:
+                return x  # each sample reads its own row of it
+            if not layout.is_batched:
+                return x.unsqueeze(axis).expand(*x.shape[:axis], call.copies, *x.shape[axis:])
+            place = layout.place(x.shape)
+            return x if place is None else place.to_canonical(x).movedim(0, axis)
+
+        module = call.module
+        xs = [
+            view(x, layout, self.batch_axis_in(module, i))
+            for i, (x, layout) in enumerate(zip(inputs, call.layouts_in, strict=True))
+        ]
+        ys = [
+            view(y, layout, self.batch_axis_out(module, i))
+            for i, (y, layout) in enumerate(zip(outputs, call.layouts_out, strict=True))
+        ]
+        return xs, ys
+
     # ------------------------------------------------------------------ Jacobians
 
     def jac_mat_prod(
@@ -80,9 +205,9 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor | Sequence[Tensor | None],
+        mat: Mats,
         subsampling: Rows = None,
-    ) -> Tensor:
+    ) -> Any:
         """Apply the Jacobian, ``J mat``.
 
         Args:
@@ -94,30 +219,22 @@ class BaseDerivatives:
             subsampling: Rows of the batch that ``mat`` holds. Default: all.
 
         Returns:
-            ``[V, *out]``.
+            ``[V, *out]``; for a module with several outputs a tuple with one entry for each.
 
         Raises:
             ValueError: If a shape does not match.
         """
         mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        had_v = True
         with bound(module):
             inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
-            for i, one in enumerate(mats):
-                if one is not None:
-                    mats[i], had_v = self._check(module, one, inputs[i].shape, subsampling)
+            mats, had_v = self._check_all(module, mats, inputs, self.batch_axis_in, subsampling)
             several = sum(isinstance(x, Tensor) for x in inputs) > 1  # others are options
             arguments = mats if several else mats[0]
             result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
-        return result if had_v else result.squeeze(0)
+        return result if had_v else _without_v(result)
 
     def jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows = None,
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
     ) -> Any:
         """Apply the transposed Jacobian, ``Jᵀ mat``.
 
@@ -125,7 +242,8 @@ class BaseDerivatives:
             module: Module whose call is at hand.
             g_inp: Gradients with respect to the inputs (not used).
             g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``.
+            mat: ``[V, *out]``; for several outputs a sequence with one entry (or None) for each, or
+                that of the first alone.
             subsampling: Rows of the batch that ``mat`` holds. Default: all.
 
         Returns:
@@ -134,22 +252,18 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match.
         """
-        with bound(module) as m:
-            mat, had_v = self._check(module, mat, m.output.shape, subsampling)
-            result = self._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
-        if had_v:
-            return result
-        if isinstance(result, tuple):
-            return tuple(r if r is None else r.squeeze(0) for r in result)
-        return result.squeeze(0)
+        with bound(module):
+            mats, had_v = self._check_output(module, mat, subsampling)
+            result = self._jac_t_mat_prod(module, g_inp, g_out, mats, subsampling)
+        return result if had_v else _without_v(result)
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
+    ) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no jac_mat_prod.")
 
     def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
     ) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no jac_t_mat_prod.")
 
@@ -194,21 +308,15 @@ class BaseDerivatives:
             samples = samples[:1]
         total: Tensor | int = 0
         for n in samples:  # one sample at a time: its Jacobian is a dense matrix
-            (once,) = self.dense_jacobian_products(module, g_inp, g_out, mat, [n])
-            (twice,) = self.dense_jacobian_products(module, g_inp, g_out, once, [n])
-            total = total + twice
+            once = self._average_product(module, g_out, mat, [n])
+            total = total + self._average_product(module, g_out, once, [n])
         return total / len(samples)  # type: ignore[return-value]
 
-    def dense_jacobian_products(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> tuple[Tensor, ...]:
-        """Average ``matᵀ J`` over samples, for each input: ``[D_out, K] -> [K, D_in]``."""
-        with bound(module) as m:
-            shape = subsample(m.output, subsampling=subsampling).shape
+    def _average_product(self, module: Any, g_out: Grads, mat: Tensor, rows: Rows) -> Tensor:
+        """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
+        shape = subsample(module.output, subsampling=rows).shape
         stacked = mat.T.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
-        products = self.jac_t_mat_prod(module, g_inp, g_out, stacked, subsampling=subsampling)
-        products = products if isinstance(products, tuple) else (products,)
-        return tuple(product.mean(1).flatten(1) for product in products)
+        return self.jac_t_mat_prod(module, None, g_out, stacked, rows).mean(1).flatten(1)
 
     # ------------------------------------------------------------------ parameters
 
@@ -218,7 +326,7 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Mats,
         sum_batch: bool = True,
         subsampling: Rows = None,
     ) -> Tensor:
@@ -229,7 +337,7 @@ class BaseDerivatives:
             module: Module whose call is at hand.
             g_inp: Gradients with respect to the inputs (not used).
             g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``.
+            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
             sum_batch: Sum over the samples.
             subsampling: Rows of the batch that ``mat`` holds. Default: all.
 
@@ -239,11 +347,26 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match, or there is no such parameter.
         """
-        rule = self._rule(module, param_str, "_jac_t_mat_prod")
-        with bound(module) as m:
-            mat, had_v = self._check(module, mat, m.output.shape, subsampling)
-            result = rule(module, g_inp, g_out, mat, sum_batch, subsampling)
+        self._check_name(module, param_str)
+        with bound(module):
+            mats, had_v = self._check_output(module, mat, subsampling)
+            result = self._param_jac_t_mat_prod(
+                param_str, module, g_inp, g_out, mats, sum_batch, subsampling
+            )
         return result if had_v else result.squeeze(0)
+
+    def _param_jac_t_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        rule = getattr(self, f"_{param_str}_jac_t_mat_prod")
+        return rule(module, g_inp, g_out, mat, sum_batch, subsampling)
 
     def param_jac_mat_prod(
         self,
@@ -253,10 +376,10 @@ class BaseDerivatives:
         g_out: Grads,
         mat: Tensor,
         subsampling: Rows = None,
-    ) -> Tensor:
+    ) -> Any:
         """Apply the Jacobian with respect to a parameter, ``J_p mat``: ``[V, *p] -> [V, *out]``."""
-        rule = self._rule(module, param_str, "_jac_mat_prod")
-        shape = getattr(module, param_str).shape
+        self._check_name(module, param_str)
+        shape = self.parameter(module, param_str).shape
         with bound(module):
             if mat.shape != shape and mat.shape[1:] != shape:
                 raise ValueError(
@@ -264,8 +387,27 @@ class BaseDerivatives:
                     f"{['V', *shape]} (or without V), got {list(mat.shape)}."
                 )
             had_v = mat.dim() > len(shape)
-            result = rule(module, g_inp, g_out, mat if had_v else mat.unsqueeze(0), subsampling)
-        return result if had_v else result.squeeze(0)
+            mat = mat if had_v else mat.unsqueeze(0)
+            result = self._param_jac_mat_prod(param_str, module, g_inp, g_out, mat, subsampling)
+        return result if had_v else _without_v(result)
+
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows,
+    ) -> Any:
+        rule = getattr(self, f"_{param_str}_jac_mat_prod")
+        return rule(module, g_inp, g_out, mat, subsampling)
+
+    def parameter(self, module: Module, param_str: str) -> Parameter:
+        """Return a parameter by the name that :meth:`own` gives it."""
+        p = self.own(module)[param_str]
+        assert p is not None
+        return p
 
     def weight_jac_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
@@ -309,7 +451,7 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Mats,
         subsampling: Rows = None,
         weights: Tensor | None = None,
     ) -> Tensor:
@@ -325,7 +467,7 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Mats,
         subsampling: Rows = None,
         weights: Tensor | None = None,
     ) -> Tensor:
@@ -344,7 +486,7 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Mats,
         subsampling: Rows = None,
     ) -> Tensor:
         """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
@@ -365,8 +507,9 @@ class BaseDerivatives:
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Mats,
         subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> Tensor:
         """Vectors whose outer products make the first Kronecker factor.
 
@@ -379,6 +522,8 @@ class BaseDerivatives:
             g_out: Gradients with respect to the outputs.
             mat: ``[V, *out]``.
             subsampling: Rows of the batch that ``mat`` holds. Default: all.
+            approximation: What to make of a weight that is used at several positions t of a sample:
+                None or ``"reduce"`` sums over t, ``"expand"`` keeps each, ``[V, N·T, G, O]``.
 
         Returns:
             ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G).
@@ -387,10 +532,20 @@ class BaseDerivatives:
         return products.flatten(2).unsqueeze(2)
 
     def kronecker_input_factors(
-        self, param_str: str, module: Module, subsampling: Rows = None
+        self,
+        param_str: str,
+        module: Module,
+        subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> list[Tensor]:
         """Kronecker factors made of the inputs. Generic: none, the first factor is the block."""
         return []
+
+    @property
+    def knows_kronecker_factors(self) -> bool:
+        """Whether there are Kronecker factors of inputs for some parameter."""
+        generic = BaseDerivatives.kronecker_input_factors
+        return type(self).kronecker_input_factors is not generic
 
     # ------------------------------------------------------------------ second derivative
 
@@ -416,29 +571,61 @@ class BaseDerivatives:
         return torch.zeros_like(subsample(module.input0, subsampling=subsampling))
 
     def residual_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows = None,
-    ) -> Tensor:
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
+    ) -> Any:
         """Apply the second derivative, ``(sum_k g_out_k ∇²_x y_k) mat``: ``[V, *in] -> [V, *in]``.
+
+        With several inputs: a list in, a list out (see :meth:`jac_mat_prod`).
 
         Raises:
             ValueError: If a shape does not match, or ``g_out`` is missing.
         """
-        with bound(module) as m:
-            mat, had_v = self._check(module, mat, m.input0.shape, subsampling)
-            result = self._residual_mat_prod(module, g_inp, g_out, mat, subsampling)
-        return result if had_v else result.squeeze(0)
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        with bound(module):
+            inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
+            mats, had_v = self._check_all(module, mats, inputs, self.batch_axis_in, subsampling)
+            result = self._residual_mat_prod(
+                module, g_inp, g_out, mats if len(mats) > 1 else mats[0], subsampling
+            )
+        return result if had_v else _without_v(result)
 
     def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Any:
+        mats = [mat] if isinstance(mat, Tensor) else mat
         if self.hessian_is_zero(module):
-            return torch.zeros_like(mat)
-        return mat * self.hessian_diagonal(module, g_inp, g_out, subsampling)
+            zeros = [None if m is None else torch.zeros_like(m) for m in mats]
+            return zeros[0] if isinstance(mat, Tensor) else zeros
+        if isinstance(mat, Tensor) and self.hessian_is_diagonal(module):
+            return mat * self.hessian_diagonal(module, g_inp, g_out, subsampling)
+        results, _ = self.mixed_residual(module, g_out, mats, {}, subsampling)
+        return results[0] if isinstance(mat, Tensor) else results
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Return the output for other inputs and parameters, differentiably.
+
+        Args:
+            module: Module whose call is at hand.
+            params: Values that replace parameters.
+            *inputs: Arguments of the call, flattened.
+        """
+        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
+        return functional_call(module, dict(params), args, keywords)
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call at hand again."""
+        own = vars(module)
+        inputs, i = [], 0
+        while f"input{i}" in own:
+            inputs.append(own[f"input{i}"])
+            i += 1
+        axes_in = [
+            self.batch_axis_in(module, i) if isinstance(x, Tensor) and x.dim() > 0 else None
+            for i, x in enumerate(inputs)
+        ]
+        count = 1 if isinstance(module.output, Tensor) else len(module.output)
+        axes_out: list[int | None] = [self.batch_axis_out(module, i) for i in range(count)]
+        return Evaluation(self, module, inputs, axes_in, axes_out)
 
     def mixed_residual(
         self,
@@ -447,11 +634,11 @@ class BaseDerivatives:
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Apply the second derivative with respect to the inputs and parameters together.
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Apply the second derivative of ``⟨g_out, y⟩`` with respect to inputs and parameters.
 
-        Needed where a parameter also influences the module's input: reused and tied parameters.
-        Generic, by forward-over-reverse differentiation of the module, sample by sample.
+        Needed in full where a parameter also influences the module's input (reused and tied
+        parameters) or the output is no affine function of it. Generic, by differentiating twice.
 
         Args:
             module: Module whose call is at hand.
@@ -461,47 +648,84 @@ class BaseDerivatives:
             subsampling: Rows of the batch. Default: all.
 
         Returns:
-            For each input ``[V, *in]``, and for each varied parameter ``[V, N, *p]``.
+            For each input ``[V, *in]`` (None for those that do not vary), and for each varied
+            parameter ``[V, N, *p]``.
         """
-        self._need_g_out(module, g_out)
-        grad = subsample(g_out[0], subsampling=subsampling)  # type: ignore[index, arg-type]
-        xs = [
-            subsample(vars(module)[f"input{i}"], subsampling=subsampling)
-            for i in range(len(inputs))
-        ]
-        constants = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        values = {name: constants[name].detach() for name in params}
-        num_v = next(m for m in [*params.values(), *inputs] if m is not None).shape[0]
-        tangents = [
-            torch.zeros(num_v, *x.shape, dtype=x.dtype, device=x.device) if t is None else t
-            for x, t in zip(xs, inputs, strict=True)
-        ]
-
-        def gradient(g: Tensor, ps: dict[str, Tensor], *sample: Tensor) -> Any:
-            def forward(ps: dict[str, Tensor], *sample: Tensor) -> Tensor:
-                rows = tuple(s.unsqueeze(0) for s in sample)
-                return functional_call(module, {**constants, **ps}, rows).squeeze(0)
-
-            return vjp(forward, ps, *sample)[1](g)
-
-        def sample_product(g: Tensor, dps: Any, sample: Any, dsample: Any) -> Any:
-            return jvp(lambda ps, *s: gradient(g, ps, *s), (values, *sample), (dps, *dsample))[1]
-
-        over_samples = vmap(sample_product, in_dims=(0, None, 0, 0))
-        with disable():
-            d_params, *d_inputs = vmap(over_samples, in_dims=(None, 0, None, 0))(
-                grad, dict(params), tuple(xs), tuple(tangents)
-            )
-        return d_inputs, d_params
+        with bound(module):
+            self._need_g_out(module, g_out)
+            assert g_out is not None
+            evaluation = self.evaluation(module)
+            grads = [
+                None if g is None or a is None else subsample(g, dim=a, subsampling=subsampling)
+                for g, a in zip(g_out, evaluation.axes_out, strict=True)
+            ]
+            tangents: dict[Any, Tensor] = dict(params)
+            like = next(t for t in [*params.values(), *inputs] if t is not None)
+            for i, t in enumerate(inputs):
+                x, axis = evaluation.inputs[i], evaluation.axes_in[i]
+                if t is None and (axis is None or not x.is_floating_point()):
+                    continue
+                if t is None:
+                    shape = self.shape_of_rows(x.shape, axis or 0, subsampling)
+                    t = like.new_zeros(len(like), *shape)
+                elif axis is None:  # the same for all samples
+                    t = t[:, 0]
+                tangents[i] = t
+            numbers = row_numbers(evaluation.num_samples, subsampling)
+            found = second_products(evaluation, grads, tangents, subsampling, numbers)
+        return [found.get(i) for i in range(len(inputs))], {n: found[n] for n in params}
 
     # ------------------------------------------------------------------ helpers
 
+    def _check_output(self, module: Any, mat: Mats, subsampling: Rows) -> tuple[Any, bool]:
+        """Check what belongs to the outputs: a tensor, or a list if there are several."""
+        if isinstance(module.output, Tensor):
+            return self._check(module, mat, module.output.shape, 0, subsampling, out=True)
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        mats += [None] * (len(module.output) - len(mats))
+        return self._check_all(module, mats, module.output, self.batch_axis_out, subsampling)
+
+    def _check_all(
+        self,
+        module: Module,
+        mats: list[Any],
+        tensors: Sequence[Any],
+        axis: Callable[[Module, int], int],
+        subsampling: Rows,
+    ) -> tuple[list[Any], bool]:
+        had_v = True
+        for i, (mat, tensor) in enumerate(zip(mats, tensors, strict=True)):
+            if mat is not None:
+                if axis == self.batch_axis_in and self.stands_apart(module, i):
+                    continue  # [V, N, *in]: the tensor has no samples, its columns do
+                shape = self.shape_of_rows(tensor.shape, axis(module, i), subsampling)
+                mats[i], had_v = self._with_v(module, mat, shape)
+        return mats, had_v
+
     def _check(
-        self, module: Module, mat: Tensor, shape: Size, subsampling: Rows
+        self,
+        module: Module,
+        mat: Any,
+        shape: Size,
+        i: int,
+        subsampling: Rows,
+        out: bool = False,
     ) -> tuple[Tensor, bool]:
         """Check ``mat`` against ``[V, *shape]`` and add the V axis if it is missing."""
-        if subsampling is not None and shape:
-            shape = Size([len(row_numbers(shape[0], subsampling)), *shape[1:]])
+        if not isinstance(mat, Tensor) and len(mat) == 1:
+            (mat,) = mat
+        axis = self.batch_axis_out(module, i) if out else self.batch_axis_in(module, i)
+        return self._with_v(module, mat, self.shape_of_rows(shape, axis, subsampling))
+
+    @staticmethod
+    def shape_of_rows(shape: Size, axis: int, subsampling: Rows) -> Size:
+        """Return the shape of a selection of rows along an axis."""
+        if subsampling is None or not shape:
+            return shape
+        return Size([*shape[:axis], len(row_numbers(shape[axis], subsampling)), *shape[axis + 1 :]])
+
+    @staticmethod
+    def _with_v(module: Module, mat: Tensor, shape: Size) -> tuple[Tensor, bool]:
         if mat.dim() > len(shape) and mat.shape[1:] == shape:
             return mat, True
         if mat.shape == shape:
@@ -511,33 +735,54 @@ class BaseDerivatives:
             f"{list(mat.shape)}."
         )
 
-    def _rule(self, module: Module, param_str: str, suffix: str) -> Callable[..., Tensor]:
-        if param_str not in self.params or getattr(module, param_str, None) is None:
+    def _check_name(self, module: Module, param_str: str) -> None:
+        names = self.param_names(module)
+        if param_str not in names or self.own(module).get(param_str) is None:
             raise ValueError(
                 f"{describe(module)} has no parameter '{param_str}' that {type(self).__name__} "
-                f"knows. It knows: {', '.join(self.params) or 'none'}."
+                f"knows. It knows: {', '.join(names) or 'none'}."
             )
-        return getattr(self, f"_{param_str}{suffix}")
 
     def _need_g_out(self, module: Module, g_out: Grads) -> None:
-        if g_out is None or g_out[0] is None:
+        if g_out is None or all(g is None for g in g_out):
             raise ValueError(
                 f"{describe(module)}: second derivatives need g_out, the gradient of the loss with "
                 "respect to the module's output."
             )
 
     def _in_slices(
-        self, param_str: str, module: Module, mat: Tensor, subsampling: Rows
-    ) -> list[tuple[Tensor, Rows, slice]]:
+        self, param_str: str, module: Any, mat: Mats, subsampling: Rows
+    ) -> list[tuple[Mats, Rows, slice]]:
         """Split the samples so that ``[V, slice, *p]`` has about SLICE_ENTRIES entries."""
-        per_sample = mat.shape[0] * getattr(module, param_str).numel()
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        axes = [1 + self.batch_axis_out(module, i) for i in range(len(mats))]
+        num_v, count = next(
+            (m.shape[0], m.shape[axis]) for m, axis in zip(mats, axes, strict=True) if m is not None
+        )
+        per_sample = num_v * self.parameter(module, param_str).numel()
         size = max(1, SLICE_ENTRIES // max(1, per_sample))
-        if size >= mat.shape[1]:
+        if size >= count:
             return [(mat, subsampling, slice(None))]
         with bound(module) as m:
-            rows = row_numbers(m.output.shape[0], subsampling)
-        spans = [slice(i, i + size) for i in range(0, len(rows), size)]
-        return [(mat[:, span], take_rows(rows, span), span) for span in spans]
+            first = m.output if isinstance(m.output, Tensor) else m.output[0]
+            rows = row_numbers(first.shape[axes[0] - 1], subsampling)
+        parts: list[tuple[Mats, Rows, slice]] = []
+        for i in range(0, count, size):
+            span = slice(i, i + size)
+            part = [
+                None if m is None else m.narrow(axis, i, min(size, count - i))
+                for m, axis in zip(mats, axes, strict=True)
+            ]
+            one = part[0] if isinstance(mat, Tensor) else part
+            assert one is not None
+            parts.append((one, take_rows(rows, span), span))
+        return parts
+
+
+def _without_v(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.squeeze(0)
+    return tuple(r if r is None else r.squeeze(0) for r in result)
 
 
 def row_numbers(size: int, subsampling: Rows) -> Sequence[int]:

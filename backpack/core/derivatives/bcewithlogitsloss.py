@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, same_shape, scaled_identity
 from backpack.core.registry import register
+from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
 
 
@@ -23,10 +24,18 @@ class BCEWithLogitsLossDerivatives(BaseLossDerivatives):
     and c = 1/(N D) for the mean.
     """
 
+    batch_axis = BatchAxis.LEADING
+
     def _pieces(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
         """Return σ(f) and a, both ``[N, *d]``."""
         x, y = module.input0, module.input1
         same_shape(module, [x.shape, y.shape])
+        weights = [w for w in (module.weight, module.pos_weight) if w is not None]
+        if any(w.dim() > 1 for w in weights) and not module._backpack_call.is_plain:
+            raise NotImplementedError(
+                f"{describe(module)} has weights of shapes {[list(w.shape) for w in weights]}, but "
+                "the batch axis is not the first. Transpose the prediction."
+            )
         scale = torch.ones_like(x) if module.pos_weight is None else module.pos_weight * y + 1 - y
         if module.weight is not None:
             scale = scale * module.weight

@@ -14,10 +14,10 @@ from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
     crop,
-    sum_positions,
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import fold, unfold_like
+from backpack.core.derivatives.shared_weight import input_factor, position_rows
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
@@ -147,7 +147,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         module: Any,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Any,
         subsampling: Rows = None,
     ) -> Tensor:
         """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, N, *out] -> [N]``."""
@@ -167,18 +167,23 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Any,
         subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> Tensor:
-        """Sum ``mat`` over the positions: ``[V, N, O, *] -> [V, N, G, O/G]`` (bias: G = 1)."""
-        summed = sum_positions(mat)
+        """Sum or keep the positions: ``[V, N, O, *] -> [V, N', G, O/G]`` (bias: G = 1)."""
+        rows = position_rows(mat.flatten(3).transpose(2, 3), approximation)
         groups: Any = module.groups if param_str == "weight" else 1
-        return summed.reshape(*summed.shape[:2], groups, -1)
+        return rows.unflatten(2, (groups, -1))
 
     def kronecker_input_factors(
-        self, param_str: str, module: Any, subsampling: Rows = None
+        self,
+        param_str: str,
+        module: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> list[Tensor]:
-        """Return ``A = (1/N) sum_{n,t} x xᵀ`` of the unfolded input: ``[I·k, I·k]``."""
+        """Return A of the unfolded input, see :func:`input_factor`: ``[I·k, I·k]``."""
         if param_str != "weight":
             return []
         x = subsample(module.input0, subsampling=subsampling)
@@ -187,4 +192,4 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
         weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *module.kernel_size)
         unfolded = self._convolve(module, x, weight, channels).flatten(2)
-        return [einsum("nit,njt->ij", unfolded, unfolded) / x.shape[0]]
+        return [input_factor(unfolded.transpose(1, 2), approximation)]

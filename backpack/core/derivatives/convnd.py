@@ -12,6 +12,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
+from backpack.core.derivatives.shared_weight import input_factor, position_rows
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
@@ -308,7 +309,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         module: Any,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Any,
         subsampling: Rows = None,
     ) -> Tensor:
         """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, N, *out] -> [N]``."""
@@ -326,17 +327,22 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         module: Module,
         g_inp: Grads,
         g_out: Grads,
-        mat: Tensor,
+        mat: Any,
         subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> Tensor:
-        """Sum ``mat`` over the positions: ``[V, N, O, *] -> [V, N, 1, O]``."""
-        return sum_positions(mat).unsqueeze(2)
+        """Sum ``mat`` over the positions or keep them: ``[V, N, O, *] -> [V, N', 1, O]``."""
+        return position_rows(mat.flatten(3).transpose(2, 3), approximation).unsqueeze(2)
 
     def kronecker_input_factors(
-        self, param_str: str, module: Any, subsampling: Rows = None
+        self,
+        param_str: str,
+        module: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
     ) -> list[Tensor]:
-        """Return ``A = (1/N) sum_{n,t} x xᵀ`` of the patches: ``[I/G·k, I/G·k]``, mean over G."""
+        """Return A of the patches, see :func:`input_factor`: ``[I/G·k, I/G·k]``, mean over G."""
         if param_str != "weight":
             return []
         x = self._unfold(module, subsample(module.input0, subsampling=subsampling))
-        return [einsum("ngit,ngjt->ij", x, x) / (x.shape[0] * module.groups)]
+        return [input_factor(x.flatten(0, 1).transpose(1, 2), approximation)]

@@ -17,9 +17,10 @@ from torch.nn import (
     RReLU,
 )
 
-from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.registry import register
+from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.utils.subsampling import subsample
 
 
@@ -35,7 +36,7 @@ def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
     return sum(parts)  # type: ignore[return-value]
 
 
-@register(AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout, RReLU)
+@register(AlphaDropout, Dropout, RReLU, StochasticDepth)
 class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
     """``y = a x + b`` with a random slope a for each entry.
 
@@ -58,4 +59,13 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         slope = module._backpack_saved.get("slope")
         if slope is None:
             slope = torch.ones_like(module.input0)
+        elif not module._backpack_call.is_plain:
+            slope = module._backpack_call.place_in(0).to_canonical(slope)
         return subsample(slope, subsampling=subsampling)
+
+
+@register(Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout)
+class RandomChannelDerivatives(RandomSlopeDerivatives):
+    """Dropout of whole channels: the first axis is that of the batch."""
+
+    batch_axis = BatchAxis.FIXED

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from math import pi, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import ELU, SELU, LeakyReLU, LogSigmoid, Module, ReLU, Sigmoid, Tanh
+from torch.nn import (
+    CELU,
+    ELU,
+    GELU,
+    SELU,
+    Hardshrink,
+    Hardsigmoid,
+    Hardswish,
+    Hardtanh,
+    LeakyReLU,
+    LogSigmoid,
+    Mish,
+    Module,
+    ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    Softshrink,
+    Softsign,
+    Tanh,
+    Tanhshrink,
+    Threshold,
+)
+from torch.nn.functional import softplus
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
 
 class ElementwiseDerivatives(BaseDerivatives):
     """Derivatives of ``y = f(x)``, applied to each entry. A subclass gives ``df`` and ``d2f``."""
+
+    batch_axis = BatchAxis.LEADING
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """First derivative ``f'(x)``: ``[*in]``."""
@@ -138,37 +166,180 @@ class LogSigmoidDerivatives(ElementwiseDerivatives):
 
 
 class ExponentialUnitDerivatives(ElementwiseDerivatives):
-    """``f(x) = λ x`` for positive x, else ``λ α (exp(x) - 1)``."""
+    """``f(x) = λ x`` for positive x, else ``λ α (exp(β x) - 1)``."""
 
-    def coefficients(self, module: Any) -> tuple[float, float]:
-        """Return λ and α."""
+    def coefficients(self, module: Any) -> tuple[float, float, float]:
+        """Return λ, α and β."""
         raise NotImplementedError
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
-        """First derivative: λ, or ``λ α exp(x)``."""
-        x, (scale, alpha) = _x(module, subsampling), self.coefficients(module)
+        """First derivative: λ, or ``λ α β exp(β x)``."""
+        x, (scale, alpha, beta) = _x(module, subsampling), self.coefficients(module)
         # min(x, 0): exp of a large positive x would be inf, and inf * 0 is nan in a double backward
-        return scale * torch.where(x > 0, 1.0, alpha * x.clamp(max=0).exp()).to(x.dtype)
+        slope = alpha * beta * (beta * x.clamp(max=0)).exp()
+        return scale * torch.where(x > 0, 1.0, slope).to(x.dtype)
 
     def d2f(self, module: Any, subsampling: Rows) -> Tensor:
-        """Second derivative: 0, or ``λ α exp(x)``."""
-        x, (scale, alpha) = _x(module, subsampling), self.coefficients(module)
-        return scale * torch.where(x > 0, 0.0, alpha * x.clamp(max=0).exp()).to(x.dtype)
+        """Second derivative: 0, or ``λ α β² exp(β x)``."""
+        x, (scale, alpha, beta) = _x(module, subsampling), self.coefficients(module)
+        slope = alpha * beta**2 * (beta * x.clamp(max=0)).exp()
+        return scale * torch.where(x >= 0, 0.0, slope).to(x.dtype)
 
 
 @register(ELU)
 class ELUDerivatives(ExponentialUnitDerivatives):
-    """ELU: λ = 1."""
+    """ELU: λ = β = 1."""
 
-    def coefficients(self, module: Any) -> tuple[float, float]:
-        """Return λ and α."""
-        return 1.0, module.alpha
+    def coefficients(self, module: Any) -> tuple[float, float, float]:
+        """Return λ, α and β."""
+        return 1.0, module.alpha, 1.0
+
+
+@register(CELU)
+class CELUDerivatives(ExponentialUnitDerivatives):
+    """CELU: λ = 1, β = 1/α."""
+
+    def coefficients(self, module: Any) -> tuple[float, float, float]:
+        """Return λ, α and β."""
+        return 1.0, module.alpha, 1 / module.alpha
 
 
 @register(SELU)
 class SELUDerivatives(ExponentialUnitDerivatives):
-    """SELU: the fixed point of Klambauer et al. (2017), as in torch."""
+    """SELU: the fixed point of Klambauer et al. (2017), as in torch; β = 1."""
 
-    def coefficients(self, module: Any) -> tuple[float, float]:
-        """Return λ and α."""
-        return 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
+    def coefficients(self, module: Any) -> tuple[float, float, float]:
+        """Return λ, α and β."""
+        return 1.0507009873554804934193349852946, 1.6732632423543772848170429916717, 1.0
+
+
+# --------------------------------------------------------------------------------------
+# Formulas as data. At kinks they agree with autograd.
+# --------------------------------------------------------------------------------------
+
+Formula = Callable[[Any, Tensor], Tensor]  # of the module and x
+
+
+def _gelu(module: Any, x: Tensor) -> Tensor:
+    """``Φ + x φ``; with ``t = tanh(u)`` for Φ: ``(1 + t + x (1 - t²) u') / 2``."""
+    x = x.clamp(-20, 20)  # further out, the formula is 0 * inf
+    if module.approximate == "none":
+        return torch.erfc(-x / sqrt(2)) / 2 + x * _normal(x)
+    t, du, _ = _gelu_tanh(x)
+    return (1 + t + x * (1 - t * t) * du) / 2
+
+
+def _gelu_2(module: Any, x: Tensor) -> Tensor:
+    """``(2 - x²) φ``; with tanh: ``(1 - t²) (u' - x t u'² + x u'' / 2)``."""
+    x = x.clamp(-20, 20)
+    if module.approximate == "none":
+        return (2 - x * x) * _normal(x)
+    t, du, d2u = _gelu_tanh(x)
+    return (1 - t * t) * (du - x * t * du * du + x * d2u / 2)
+
+
+def _normal(x: Tensor) -> Tensor:
+    """Density φ of the standard normal distribution."""
+    return (-x * x / 2).exp() / sqrt(2 * pi)
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``tanh(u)``, ``u'``, ``u''`` for ``u = sqrt(2/π) (x + 0.044715 x³)``."""
+    k, c = sqrt(2 / pi), 0.044715
+    return (k * (x + c * x**3)).tanh(), k * (1 + 3 * c * x * x), 6 * k * c * x
+
+
+def _mish(module: Any, x: Tensor) -> Tensor:
+    """``w + x w'`` for ``w = tanh(softplus(x))``, ``w' = (1 - w²) σ``."""
+    w = softplus(x).tanh()
+    return w + x * (1 - w * w) * x.sigmoid()
+
+
+def _mish_2(module: Any, x: Tensor) -> Tensor:
+    """``2 w' + x w''`` with ``w'' = (1 - w²) σ (1 - σ - 2 w σ)``."""
+    x = x.clamp(max=40)
+    w, s = softplus(x).tanh(), x.sigmoid()
+    return (1 - w * w) * s * (2 + x * (1 - s - 2 * w * s))
+
+
+def _silu_2(module: Any, x: Tensor) -> Tensor:
+    """``σ (1 - σ) (2 + x (1 - 2 σ))``."""
+    s, c = x.sigmoid(), (-x).sigmoid()
+    return s * c * (2 + x * (c - s))
+
+
+def _softplus_2(m: Any, x: Tensor) -> Tensor:
+    """``β σ (1 - σ)`` of βx; 0 where torch takes the function to be straight."""
+    x = m.beta * x
+    return torch.where(x < m.threshold, m.beta * x.sigmoid() * (-x).sigmoid(), 0)
+
+
+# f' and f''
+SMOOTH: Mapping[type[Module], tuple[Formula, Formula]] = {
+    GELU: (_gelu, _gelu_2),
+    Hardswish: (
+        lambda m, x: torch.where(x.abs() < 3, x / 3 + 0.5, (x > 0).to(x.dtype)),
+        lambda m, x: (x.abs() < 3).to(x.dtype) / 3,
+    ),
+    Mish: (_mish, _mish_2),
+    SiLU: (lambda m, x: x.sigmoid() * (1 + x * (-x).sigmoid()), _silu_2),
+    Softplus: (
+        lambda m, x: torch.where(m.beta * x > m.threshold, 1, (m.beta * x).sigmoid()),
+        _softplus_2,
+    ),
+    Softsign: (
+        lambda m, x: (1 / (1 + x.abs())).square(),
+        lambda m, x: -2 * x.sign() * (1 / (1 + x.abs())) ** 3,
+    ),
+    Tanhshrink: (
+        lambda m, x: x.tanh().square(),
+        lambda m, x: 2 * x.tanh() * (1 - x.tanh().square()),
+    ),
+}
+
+
+def _beyond(m: Any, x: Tensor) -> Tensor:
+    return (x > m.lambd) | (x < -m.lambd)
+
+
+def _between(m: Any, x: Tensor) -> Tensor:
+    return (x > m.min_val) & (x < m.max_val)
+
+
+# f'
+STRAIGHT: Mapping[type[Module], Formula] = {
+    Hardshrink: _beyond,
+    Hardsigmoid: lambda m, x: (x.abs() < 3).to(x.dtype) / 6,
+    Hardtanh: _between,
+    ReLU6: _between,
+    Softshrink: _beyond,
+    Threshold: lambda m, x: x > m.threshold,
+}
+
+
+def _of(formulas: Mapping[type[Module], Any], module: Module) -> Any:
+    """Look a module (of a class or a subclass) up."""
+    return next(formulas[cls] for cls in type(module).__mro__ if cls in formulas)
+
+
+@register(*SMOOTH)
+class SmoothDerivatives(ElementwiseDerivatives):
+    """An activation of the table ``SMOOTH``."""
+
+    def df(self, module: Any, subsampling: Rows) -> Tensor:
+        """First derivative."""
+        return _of(SMOOTH, module)[0](module, _x(module, subsampling))
+
+    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+        """Second derivative."""
+        return _of(SMOOTH, module)[1](module, _x(module, subsampling))
+
+
+@register(*STRAIGHT)
+class StraightDerivatives(PiecewiseLinearDerivatives):
+    """An activation of the table ``STRAIGHT``."""
+
+    def df(self, module: Any, subsampling: Rows) -> Tensor:
+        """First derivative."""
+        x = _x(module, subsampling)
+        return _of(STRAIGHT, module)(module, x).to(x.dtype)

@@ -44,7 +44,7 @@ from torch.nn import (
 )
 from torch.nn import functional as F
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
 from backpack.core.registry import register
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
@@ -102,7 +102,6 @@ def apply_transposed(
     ReplicationPad1d,
     ReplicationPad2d,
     ReplicationPad3d,
-    ScaleModule,
     Unflatten,
     Unfold,
     Upsample,
@@ -132,6 +131,13 @@ class LinearMapDerivatives(BaseDerivatives):
         shape = (folded.shape[0], *module.input0.shape[1:])
         product = apply_transposed(lambda x: self.linear_map(module, x), shape, folded)
         return unfold_like(product, mat)
+
+
+@register(ScaleModule)
+class ScaleModuleDerivatives(LinearMapDerivatives):
+    """Multiplication of every entry with one number."""
+
+    batch_axis = BatchAxis.LEADING
 
 
 @register(ZeroPad1d, ZeroPad2d, ZeroPad3d, ConstantPad1d, ConstantPad2d, ConstantPad3d)

@@ -94,7 +94,7 @@ class BaseLossDerivatives(BaseDerivatives):
         def hessian_mat_prod(mat: Tensor, subsampling: Rows = None) -> Tensor:
             with bound(module) as m:
                 self._need_scalar(module)
-                mat, had_v = self._check(module, mat, m.input0.shape, subsampling)
+                mat, had_v = self._check(module, mat, m.input0.shape, 0, subsampling)
                 result = self._hessian_mat_prod(module, mat, subsampling)
             return result if had_v else result.squeeze(0)
 

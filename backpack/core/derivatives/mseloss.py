@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import MSELoss
 
-from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, same_shape, scaled_identity
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
@@ -18,6 +18,8 @@ from backpack.utils.subsampling import subsample
 @register(MSELoss)
 class MSELossDerivatives(BaseLossDerivatives):
     """Derivatives of ``torch.nn.MSELoss``: the Hessian is ``2 c I``."""
+
+    batch_axis = BatchAxis.LEADING
 
     def _factor(self, module: Any) -> float:
         same_shape(module, [module.input0.shape, module.input1.shape])

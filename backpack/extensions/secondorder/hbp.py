@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from backpack.core.products import Products
 from backpack.core.propagations import BatchAveraged, ExactFactor, Propagation, SampledFactor
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+
+Approximation = Literal["expand", "reduce"] | None
 
 
 class Curvature:
@@ -41,9 +44,30 @@ class ExpectationApproximation:
 class HBP(SecondOrderBackpropExtension):
     """Kronecker factors of the GGN, ``A ⊗ B ⊗ …`` in the order of the parameter's axes.
 
-    A weight has ``[B, A]``, with B from what travels back and A from the inputs; any other
-    parameter has its whole block ``[B]``. Source: Dangel, Harmeling, Hennig, Modular block-diagonal
-    curvature approximations for feedforward architectures (AISTATS 2020).
+    A weight ``[O, I]`` has ``[B, A]``, with B from what travels back and A from the inputs. That of
+    an embedding ``[W, D]`` has the input, W tokens, as its first axis: ``[A, B]``, with A a dense
+    ``[W, W]`` matrix even where it is diagonal; freeze the embedding if that is too large. Any
+    other parameter has its whole block ``[B]`` or, if that is large, a factor for each axis.
+    Source: Dangel, Harmeling, Hennig, Modular block-diagonal curvature approximations for
+    feedforward architectures (AISTATS 2020).
+
+    Where a weight is used at T positions (pixels, tokens) of N samples, ``approximation`` chooses
+    what they are to the Kronecker product. With ``a_nt`` the inputs and ``b_nt`` the columns that
+    arrive (which carry the scale of the loss), summed over columns:
+
+    - None: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``, ``A = 1/N sum_nt a_nt a_ntᵀ``. The convention
+      of this interface; exact for a single position and a linear network.
+    - ``"expand"``: ``B = sum_nt b_nt b_ntᵀ``, ``A = 1/(N T) sum_nt a_nt a_ntᵀ``. Positions are
+      further samples. Exact for linear networks whose loss has a term (of the same curvature) for
+      each position, which depends on that position of the input alone: the case of language
+      models. A bias, which has no A, has ``[B]`` with this B.
+    - ``"reduce"``: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``,
+      ``A = 1/(N T²) sum_n (sum_t a_nt) (sum_t a_nt)ᵀ``. Exact for linear networks that sum or
+      average over the positions before the loss, such as an image classifier with global average
+      pooling.
+
+    Source: Eschenhagen, Immer, Turner, Schneider, Hennig, Kronecker-factored approximate curvature
+    for modern neural network architectures (NeurIPS 2023).
     """
 
     needs = ("gram",)
@@ -57,6 +81,7 @@ class HBP(SecondOrderBackpropExtension):
         savefield: str = "hbp",
         mc_samples: int = 1,
         subsampling: Sequence[int] | None = None,
+        approximation: Approximation = None,
     ):
         """Choose a member of the family.
 
@@ -68,6 +93,8 @@ class HBP(SecondOrderBackpropExtension):
             savefield: Attribute of the parameter.
             mc_samples: Number of Monte-Carlo samples of the sampling strategy.
             subsampling: Samples of the batch to look at. Default: all.
+            approximation: How weights are treated that are used at several positions: None,
+                ``"expand"`` or ``"reduce"``; None alone if a batch average travels back.
 
         Raises:
             ValueError: If there is no such member.
@@ -86,12 +113,22 @@ class HBP(SecondOrderBackpropExtension):
                 f"{ExpectationApproximation.BOTEV_MARTENS!r} goes with (loss, backprop) one of "
                 f"{', '.join(map(str, members))}."
             )
+        if approximation not in (None, "expand", "reduce"):
+            raise ValueError(f"approximation is None, 'expand' or 'reduce', got {approximation!r}.")
+        if approximation is not None and backprop_strategy == BackpropStrategy.BATCH_AVERAGE:
+            raise ValueError(
+                f"There is no approximation={approximation!r} of a matrix that is averaged over "
+                "the batch: its positions cannot be told apart. Use KFAC or KFLR."
+            )
         self.propagation = members[choice]
+        self.approximation = approximation
+        if approximation == "expand":
+            self.needs = ("gram_expand",)  # type: ignore[misc]
         super().__init__(savefield, subsampling=subsampling)
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""
-        return [products.take("gram"), *products.take("input_factors")]
+        return products.kronecker_factors(self.approximation)
 
 
 class KFAC(HBP):
@@ -101,8 +138,19 @@ class KFAC(HBP):
     curvature (ICML 2015).
     """
 
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
-        """Store the number of Monte-Carlo samples and which samples of the batch to look at."""
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        subsampling: Sequence[int] | None = None,
+        approximation: Approximation = None,
+    ):
+        """Store the options.
+
+        Args:
+            mc_samples: Number of Monte-Carlo samples.
+            subsampling: Samples of the batch to look at. Default: all.
+            approximation: For weights that are used at several positions, see :class:`HBP`.
+        """
         super().__init__(
             Curvature.GGN,
             LossHessianStrategy.SAMPLING,
@@ -111,6 +159,7 @@ class KFAC(HBP):
             savefield="kfac",
             mc_samples=mc_samples,
             subsampling=subsampling,
+            approximation=approximation,
         )
 
 
@@ -121,8 +170,15 @@ class KFLR(HBP):
     2017).
     """
 
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+    def __init__(
+        self, subsampling: Sequence[int] | None = None, approximation: Approximation = None
+    ):
+        """Store the options.
+
+        Args:
+            subsampling: Samples of the batch to look at. Default: all.
+            approximation: For weights that are used at several positions, see :class:`HBP`.
+        """
         super().__init__(
             Curvature.GGN,
             LossHessianStrategy.EXACT,
@@ -130,6 +186,7 @@ class KFLR(HBP):
             ExpectationApproximation.BOTEV_MARTENS,
             savefield="kflr",
             subsampling=subsampling,
+            approximation=approximation,
         )
 
 

@@ -1,0 +1,258 @@
+"""The derivatives of a call, applied to columns in canonical form: ``[V, R, *rest]``.
+
+Rules see their tensors with the samples where they expect them; the engine has them first. This is
+the border between the two. A tensor without samples (of parameters) has columns ``[V, N, *shape]``,
+one for each sample, like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows, row_numbers
+from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.tape import Call
+
+Columns = Sequence[Tensor | None]
+
+
+def shape_out(call: Call, i: int, count: int) -> list[int]:
+    """Return the canonical shape of an output for a number of rows."""
+    return _canonical_shape(call.shape_out[i], call.place_out(i), count)
+
+
+def shape_in(call: Call, i: int, count: int) -> list[int]:
+    """Return the canonical shape of an input for a number of rows."""
+    shape = call.shape_in[i]
+    assert shape is not None
+    return _canonical_shape(shape, call.place_in(i), count)
+
+
+def _canonical_shape(shape: Sequence[int], place: Any, count: int) -> list[int]:
+    rest = list(shape)
+    if place is not None:
+        del rest[place.axis]
+    return [count, *rest]
+
+
+def gradients(call: Call) -> list[Tensor | None]:
+    """Return ``g_out`` in canonical form."""
+    if call.g_samples is not None:
+        return call.g_samples
+    return [
+        g if g is None or place is None else place.to_canonical(g)
+        for g, place in ((g, call.place_out(i)) for i, g in enumerate(call.g_out))
+    ]
+
+
+def transposed(call: Call, mats: Columns, rows: Rows) -> list[Tensor | None]:
+    """Apply the transposed Jacobian: columns at the outputs to columns at the inputs."""
+    side = _Border(call, rows)
+    with call.bound() as module:
+        if side.is_folded:
+            folded = [None if m is None else m.flatten(0, 1) for m in mats]
+            back = side.rule.jac_t_mat_prod(module, None, None, side.argument(folded))
+            backs = list(back) if isinstance(back, tuple) else [back]
+            like = next(m for m in mats if m is not None)
+            return side.padded(
+                [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs]
+            )
+        given = side.argument([side.to_output(i, m) for i, m in enumerate(mats)])
+        back = side.rule.jac_t_mat_prod(module, None, side.gradients(), given, side.rows)
+    backs = list(back) if isinstance(back, tuple) else [back]
+    return side.padded([side.from_input(i, b) for i, b in enumerate(backs)])
+
+
+def forward(call: Call, mats: Columns, rows: Rows) -> list[Tensor]:
+    """Apply the Jacobian: columns at the inputs to columns at the outputs."""
+    side = _Border(call, rows)
+    with call.bound() as module:
+        if side.is_folded:
+            given = [None if m is None else m.flatten(0, 1) for m in mats]
+        else:
+            given = [side.to_input(i, m) for i, m in enumerate(mats)]
+        argument: Any = given if len(given) > 1 else given[0]
+        out = side.rule.jac_mat_prod(module, None, side.gradients(), argument, side.rows)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    if side.is_folded:
+        like = next(m for m in mats if m is not None)
+        return [o.unflatten(0, like.shape[:2]) for o in outs]
+    return [side.from_output(i, o) for i, o in enumerate(outs)]
+
+
+def param_forward(call: Call, name: str, mat: Tensor, rows: Rows) -> list[Tensor]:
+    """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to columns at the outputs."""
+    side = _Border(call, rows)
+    side.refuse_folded(name)
+    with call.bound() as module:
+        out = side.rule.param_jac_mat_prod(name, module, None, side.gradients(), mat, side.rows)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    return [side.from_output(i, o) for i, o in enumerate(outs)]
+
+
+def param(
+    call: Call, method: str, name: str, mats: Columns, rows: Rows, *args: Any, **options: Any
+) -> Tensor:
+    """Call a method of the rule that takes columns at the outputs and is about a parameter."""
+    side = _Border(call, rows)
+    side.refuse_folded(name)
+    with call.bound() as module:
+        given = side.argument([side.to_output(i, m) for i, m in enumerate(mats)])
+        function = getattr(side.rule, method)
+        options["subsampling"] = side.rows
+        return function(name, module, None, side.gradients(), given, *args, **options)
+
+
+def second(
+    call: Call, inputs: Columns, params: Mapping[str, Tensor], rows: Rows
+) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    """Apply the second derivative of ``⟨g_out, y⟩``.
+
+    Args:
+        call: The call.
+        inputs: Columns at the inputs, None for zero.
+        params: ``[V, *p]`` for parameters that vary as well.
+        rows: Rows that the columns hold.
+
+    Returns:
+        Columns at the inputs, and ``[V, R, *p]`` for each of ``params``.
+    """
+    side = _Border(call, rows)
+    if side.is_folded:
+        return side.second_of_copies(inputs), {}
+    with call.bound() as module:
+        grads = side.gradients()
+        given = [side.to_input(i, m) for i, m in enumerate(inputs)]
+        if params:
+            backs, products = side.rule.mixed_residual(module, grads, given, params, side.rows)
+        else:
+            argument: Any = given if len(given) > 1 else given[0]
+            back = side.rule.residual_mat_prod(module, None, grads, argument, side.rows)
+            backs, products = [back] if isinstance(back, Tensor) else list(back), {}
+    return side.padded([side.from_input(i, b) for i, b in enumerate(backs)]), products
+
+
+class _Border:
+    """Moves the samples of one call between the canonical place and the one the rule expects."""
+
+    def __init__(self, call: Call, rows: Rows):
+        assert call.derivatives is not None
+        self.call = call
+        self.rule: Any = call.derivatives
+        self.selected = rows
+        self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
+        self.is_folded = self.follows and call.is_unbatched
+        # a batch axis that is merged with another one in front of it cannot be selected from
+        self.whole = self.follows and rows is not None and self._is_merged()
+        self.rows = None if self.whole or self.is_folded else rows
+
+    def _is_merged(self) -> bool:
+        call = self.call
+        places = [call.place_in(i) for i in range(len(call.shape_in))]
+        places += [call.place_out(i) for i in range(len(call.shape_out))]
+        return any(place is not None and place.outer > 1 for place in places)
+
+    def refuse_folded(self, name: str) -> None:
+        if self.is_folded:
+            raise NotImplementedError(
+                f"the parameter '{name}' of {self.call!r}, whose input has no samples: write the "
+                "operation with modules such as torch.nn.Linear."
+            )
+
+    def padded(self, backs: list[Tensor | None]) -> list[Tensor | None]:
+        """Add what the rule leaves out: options at the end of the arguments."""
+        return backs + [None] * (len(self.call.inputs) - len(backs))
+
+    def argument(self, mats: Columns) -> Any:
+        return mats[0] if len(mats) == 1 else list(mats)
+
+    def gradients(self) -> list[Tensor | None]:
+        call = self.call
+        if self.follows:
+            return call.g_out
+        return [
+            g if g is None else g.movedim(0, self.rule.batch_axis_out(call.module, i))
+            for i, g in enumerate(gradients(call))
+        ]
+
+    # ------------------------------------------------------------------ columns
+
+    def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
+        axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
+        return self._to(mat, self.call.shape_out[i], self.call.place_out(i), axis)
+
+    def from_output(self, i: int, mat: Tensor) -> Tensor:
+        axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
+        result = self._from(mat, self.call.shape_out[i], self.call.place_out(i), axis)
+        assert result is not None
+        return result
+
+    def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
+        shape, place = self.call.shape_in[i], self.call.place_in(i)
+        axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
+        if mat is not None and axis is not None and self._stands_alone(i):
+            # what sample n reads of a tensor without samples: its own row
+            count, numbers = mat.shape[1], self._numbers(mat.shape[2 + axis])
+            mat = mat.movedim(2 + axis, 2)[:, torch.arange(count), numbers]
+        return self._to(mat, shape, place, axis)
+
+    def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
+        shape, place = self.call.shape_in[i], self.call.place_in(i)
+        axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
+        if mat is None or shape is None:
+            return None
+        result = self._from(mat, shape, place, axis)
+        if result is not None and axis is not None and self._stands_alone(i):
+            count = result.shape[1]
+            whole = result.new_zeros(len(result), count, *shape)
+            rows = whole.movedim(2 + axis, 2)
+            rows[:, torch.arange(count), self._numbers(shape[axis])] = result
+            result = whole
+        return result
+
+    def _stands_alone(self, i: int) -> bool:
+        return not self.follows and i in self.call.unbatched_inputs()
+
+    def _numbers(self, size: int) -> Tensor:
+        return torch.as_tensor(list(row_numbers(size, self.rows)))
+
+    def _to(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
+        if mat is None:
+            return None
+        if axis is not None:
+            return mat.movedim(1, 1 + axis) if axis else mat
+        if place is None:
+            return mat
+        if self.whole:
+            mat = spread(mat, 1, self.selected, shape[place.axis])
+        return place.from_canonical(mat, shape[place.axis] // place.samples)
+
+    def _from(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
+        if mat is None:
+            return None
+        if axis is not None:
+            return mat.movedim(1 + axis, 1) if axis else mat
+        if place is None:
+            return mat
+        mat = place.to_canonical(mat, skip=1)
+        return take(mat, 1, self.selected) if self.whole else mat
+
+    def second_of_copies(self, inputs: Columns) -> list[Tensor | None]:
+        """Apply the second derivative of a function of tensors without samples, for each sample."""
+        call, each = self.call, []
+        samples = gradients(call)
+        numbers = row_numbers(call.copies, self.selected)
+        with call.bound() as module:
+            for i, n in enumerate(numbers):
+                grads = [None if g is None else g[n] for g in samples]
+                given = [None if m is None else m[:, i] for m in inputs]
+                each.append(self.rule.second_unbatched(module, grads, given))
+        results: list[Tensor | None] = []
+        for parts in zip(*each, strict=True):
+            known = [p for p in parts if p is not None]
+            results.append(torch.stack(known, 1) if known else None)
+        return results

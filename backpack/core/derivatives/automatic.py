@@ -1,0 +1,517 @@
+"""Derivatives by autograd, for functions and modules without formulas of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Size, Tensor
+from torch.nn import (
+    GLU,
+    FractionalMaxPool2d,
+    FractionalMaxPool3d,
+    LocalResponseNorm,
+    LogSoftmax,
+    LPPool1d,
+    LPPool2d,
+    LPPool3d,
+    Module,
+    MultiheadAttention,
+    Parameter,
+    Softmax,
+    Softmax2d,
+    Softmin,
+)
+
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    BatchAxis,
+    Grads,
+    Rows,
+    row_numbers,
+)
+from backpack.core.derivatives.by_autograd import (
+    Evaluation,
+    close,
+    per_sample_products,
+    products,
+    second_products,
+    transposed_products,
+)
+from backpack.core.layout import Layout, unbatched
+from backpack.core.registry import register
+from backpack.core.tape import Call, describe
+
+
+class AutomaticDerivatives(BaseDerivatives):
+    """Any function of any number of tensors, and of parameters of any name and shape.
+
+    The module must treat the samples of the batch independently and always return the same for the
+    same arguments; both is checked.
+    """
+
+    def own(self, module: Module) -> Mapping[str, Parameter | None]:
+        """Return all parameters, those of children included: the call is one function."""
+        return dict(module.named_parameters())
+
+    def param_names(self, module: Module) -> tuple[str, ...]:
+        """Return the names of all parameters."""
+        return tuple(self.own(module))
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Return False: nothing is known."""
+        return False
+
+    def is_linear_in_params(self, module: Module) -> bool:
+        """Return False: nothing is known."""
+        return not self.own(module)
+
+    def saved(
+        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Keep which inputs need a gradient."""
+        return {"needed": [i for i, x in enumerate(inputs) if _requires_grad(x)]}
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call at hand again.
+
+        Raises:
+            NotImplementedError: If that gives something else: the module is random.
+        """
+        evaluation = super().evaluation(module)
+        saved = module._backpack_saved
+        if "repeatable" not in saved:
+            saved["repeatable"] = _is_repeatable(evaluation)
+        if not saved["repeatable"]:
+            raise NotImplementedError(
+                f"{describe(module)} returns something else when it is evaluated again (is it "
+                f"random, "
+                "or does it change its own state?): its derivatives cannot be computed "
+                "automatically. "
+                "Use eval(), or register derivatives (backpack.core.derivatives.register)."
+            )
+        return evaluation
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Any:
+        evaluation = self.evaluation(module)
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        needed = module._backpack_saved["needed"]
+        alone = [i for i in needed if not evaluation.is_batched(i)]
+        alone = alone if self._has_samples(evaluation) else []
+        together = [i for i in needed if i not in alone]
+        found: dict[Any, Tensor | None] = {}
+        if together:
+            found |= transposed_products(evaluation, mats, together, subsampling)
+        if alone:
+            numbers = row_numbers(evaluation.num_samples, subsampling)
+            found |= per_sample_products(evaluation, mats, alone, subsampling, numbers)
+        if len(evaluation.inputs) == 1:
+            return found[0]
+        return tuple(found.get(i) for i in range(len(evaluation.inputs)))
+
+    @staticmethod
+    def _has_samples(evaluation: Evaluation) -> bool:
+        return any(axis is not None for axis in evaluation.axes_out)
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Any:
+        evaluation = self.evaluation(module)
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        tangents = dict(enumerate(mats))
+        if self._has_samples(evaluation):
+            for i, t in tangents.items():
+                if t is not None and not evaluation.is_batched(i):
+                    tangents[i] = t[:, 0]  # the same for all samples
+        results = products(evaluation, tangents, subsampling)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _param_jac_t_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        evaluation = self.evaluation(module)
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        if sum_batch:
+            product = transposed_products(evaluation, mats, [param_str], subsampling)[param_str]
+        else:
+            numbers = row_numbers(evaluation.num_samples, subsampling)
+            product = per_sample_products(evaluation, mats, [param_str], subsampling, numbers)[
+                param_str
+            ]
+        if product is None:
+            like = next(m for m in mats if m is not None)
+            count = [] if sum_batch else [len(row_numbers(evaluation.num_samples, subsampling))]
+            return like.new_zeros(len(like), *count, *evaluation.value(param_str).shape)
+        return product
+
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows,
+    ) -> Any:
+        results = products(self.evaluation(module), {param_str: mat}, subsampling)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def second_unbatched(
+        self, module: Module, g_out: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Apply the second derivative of a call without samples: ``[V, *in]`` for each input."""
+        evaluation = self.evaluation(module)
+        axes_in: list[int | None] = [None if t is None else 0 for t in inputs]
+        copy: Any = _Copy(self, axes_in)
+        padded = Evaluation(
+            copy,
+            module,
+            [
+                x if a is None else x.unsqueeze(0)
+                for x, a in zip(evaluation.inputs, axes_in, strict=True)
+            ],
+            axes_in,
+            [0] * len(evaluation.axes_out),
+            single=True,
+        )
+        grads = [None if g is None else g.unsqueeze(0) for g in g_out]
+        tangents = {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
+        found = second_products(padded, grads, tangents, None, [0])
+        return [found[i].squeeze(1) if i in found else None for i in range(len(inputs))]
+
+
+class _Copy:
+    """A rule for one copy of a call without samples: a batch of one."""
+
+    def __init__(self, rule: BaseDerivatives, axes_in: Sequence[int | None]):
+        self.rule = rule
+        self.axes_in = axes_in
+        self.own = rule.own
+        self.parameter = rule.parameter
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        leaves = [
+            x if a is None else x.squeeze(0) for x, a in zip(inputs, self.axes_in, strict=True)
+        ]
+        out = self.rule.evaluate(module, params, *leaves)
+        return out.unsqueeze(0) if isinstance(out, Tensor) else [o.unsqueeze(0) for o in out]
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_repeatable(evaluation: Evaluation) -> bool:
+    stored = evaluation.stored
+    with torch.no_grad():
+        again = evaluation.outputs({}, evaluation.inputs)
+    return len(again) == len(stored) and all(
+        a.shape == s.shape and close(a, s) for a, s in zip(again, stored, strict=True)
+    )
+
+
+class FunctionDerivatives(AutomaticDerivatives):
+    """Functions whose tensors may have their samples along any axis, or have none.
+
+    Where the samples are in the output is found by trying: the function is evaluated at random
+    values, and again after those of one sample have changed. In the same way it is found out
+    whether the function is affine. The answers depend on the shapes alone and are kept.
+    """
+
+    batch_axis = BatchAxis.FOLLOWED
+    _known: ClassVar[WeakKeyDictionary[Module, dict[Any, Any]]] = WeakKeyDictionary()
+
+    def sees_samples_first(self, module: Module) -> bool:
+        """Return False: the rule needs to know the axes."""
+        return False
+
+    def hessian_is_zero(self, module: Any) -> bool:
+        """Return whether the function is affine."""
+        call = vars(module).get("_backpack_call")
+        return call is not None and call.saved["affine"]
+
+    def batch_axis_in(self, module: Any, i: int) -> int:
+        """Return the batch axis of input ``i``."""
+        return module._backpack_saved["axes"][0][i] or 0
+
+    def batch_axis_out(self, module: Any, i: int) -> int:
+        """Return the batch axis of output ``i``."""
+        return module._backpack_saved["axes"][1][i] or 0
+
+    def stands_apart(self, module: Any, i: int) -> bool:
+        """Return whether input ``i`` has no samples while the output has."""
+        return i in module._backpack_call.unbatched_inputs()
+
+    def seen(
+        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return the tensors as they are; remember their axes."""
+        places = [call.place_in(i) for i in range(len(inputs))]
+        places_out = [call.place_out(i) for i in range(len(outputs))]
+        call.saved["axes"] = (
+            [None if p is None else p.axis for p in places],
+            [None if p is None else p.axis for p in places_out],
+        )
+        return list(inputs), list(outputs)
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call at hand again."""
+        evaluation = super().evaluation(module)
+        evaluation.axes_in, evaluation.axes_out = map(list, module._backpack_saved["axes"])
+        return evaluation
+
+    # ------------------------------------------------------------------ where the samples are
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are in the outputs by trying.
+
+        Raises:
+            ValueError: If every output entry depends on several samples.
+        """
+        if not any(call.layouts_in):  # data that requires a gradient
+            call.layouts_in = tuple(
+                Layout.of_axis(shape, 0, assumed=True) if shape and _requires_grad(x) else None
+                for x, shape in zip(call.inputs, call.shape_in, strict=True)
+            )
+        known = [layout for layout in call.layouts_in if layout is not None]
+        call.saved["affine"] = False
+        found = self._tried(call)
+        while found is None:
+            doubtful = [
+                (len(shape or ()), -layout.samples, i)
+                for i, (layout, shape) in enumerate(
+                    zip(call.layouts_in, call.shape_in, strict=True)
+                )
+                if layout is not None and layout.is_batched and layout.assumed
+            ]
+            if len(doubtful) < 1 or sum(layout.is_batched for layout in known) < 2:
+                raise ValueError(
+                    f"{call!r} combines different samples of the batch, or changes the batch axis "
+                    f"in "
+                    "a way that cannot be followed. Extensions need functions that act on each "
+                    "sample alone."
+                )
+            demoted = call.layouts_in[min(doubtful)[2]]
+            assert demoted is not None
+            demoted.become(unbatched())
+            found = self._tried(call)
+        affine, layouts = found
+        call.saved["affine"] = affine
+        return layouts
+
+    def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
+        """Return whether the function is affine, and the layouts of the outputs if it has them."""
+        batched = [layout for layout in call.layouts_in if layout is not None and layout.is_batched]
+        counts = {layout.samples for layout in batched}
+        if len(counts) > 1:
+            return None
+        key = (
+            call.shape_in,
+            tuple(x if isinstance(x, int | float | bool) else None for x in call.inputs),
+            tuple(
+                None if layout is None else (layout.before, layout.samples)
+                for layout in call.layouts_in
+            ),
+        )
+        answers = self._known.setdefault(call.module, {})
+        if key not in answers:
+            answers[key] = self._try(call, counts.pop() if counts else 0)
+        if answers[key] is None:
+            return None
+        affine, found = answers[key]
+        if not batched:
+            return affine, [unbatched() for _ in call.shape_out]
+        assumed = all(layout.assumed for layout in batched)
+        one = batched[0].samples == 1
+        layouts: list[Layout | None] = [
+            None if f is None else Layout(f[0], f[1], assumed or one) for f in found
+        ]
+        for i, layout in enumerate(layouts):  # the same place: one layout, corrected together
+            if layout is not None and assumed and layout.before == batched[0].before:
+                layouts[i] = batched[0]
+        return affine, layouts
+
+    def _try(self, call: Call, count: int) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        varied = [i for i, layout in enumerate(call.layouts_in) if layout is not None]
+
+        def draw() -> dict[int, Tensor]:
+            return {
+                i: 2 * torch.randn(call.shape_in[i] or (), generator=generator, dtype=torch.float64)
+                for i in varied
+            }
+
+        def evaluate(values: dict[int, Tensor], dtype: Any = None) -> list[Tensor]:
+            leaves = list(call.inputs)
+            for i, x in enumerate(leaves):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    x = values.get(i, x)
+                    leaves[i] = x.to(call.inputs[i].device, dtype or call.inputs[i].dtype)
+            with _seeded(), torch.no_grad():
+                return Evaluation(self, call.module, leaves, [], []).outputs({}, leaves)
+
+        with _attached(call):
+            one, other = draw(), draw()
+            affine = self._is_affine(evaluate, one, other)
+            if count == 0:
+                return affine, None
+            layouts = self._locate(call, count, evaluate, one, other)
+        return None if layouts is None else (affine, layouts)
+
+    @staticmethod
+    def _is_affine(evaluate: Any, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+        """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points."""
+        both = {i: one[i] + other[i] for i in one}
+        zero = {i: torch.zeros_like(x) for i, x in one.items()}
+        try:
+            values = [evaluate(at, torch.float64) for at in (both, one, other, zero)]
+        except (RuntimeError, TypeError):
+            return False
+        return all(
+            bool(torch.isfinite(z).all())
+            and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
+            for b, x, y, z in zip(*values, strict=True)
+        )
+
+    @staticmethod
+    def _locate(
+        call: Call, count: int, evaluate: Any, one: dict[int, Tensor], other: dict[int, Tensor]
+    ) -> list[tuple[int, int] | None] | None:
+        """Return ``before`` and the number of samples for each output; None if they mix."""
+
+        def changed(n: int) -> dict[int, Tensor]:
+            values = {}
+            for i, x in one.items():
+                place = call.place_in(i)
+                if place is None:
+                    values[i] = x
+                    continue
+                flat = place.to_canonical(x.clone()).clone()
+                new = place.to_canonical(other[i])
+                rows = slice(n * (len(flat) // count), (n + 1) * (len(flat) // count))
+                flat[rows] = new[rows]
+                whole = place.from_canonical(flat.unsqueeze(0), len(flat) // count)
+                values[i] = whole.squeeze(0)
+            return values
+
+        before = evaluate(one)
+        first, last = evaluate(changed(0)), evaluate(changed(count - 1))
+        layouts: list[tuple[int, int] | None] = []
+        for y, y0, y1 in zip(before, first, last, strict=True):
+            if not (y.shape == y0.shape == y1.shape):
+                return None
+            if y.dim() == 0:
+                layouts.append(None)
+                continue
+            if count == 1:
+                layouts.append(_single(y.shape, call))
+                continue
+            found = _find_axis(_differs(y, y0), _differs(y, y1), count)
+            if found is None:
+                return None
+            layouts.append((found, count))
+        return layouts
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    return ~((one == other) | (one.isnan() & other.isnan()))
+
+
+def _single(shape: Size, call: Call) -> tuple[int, int]:
+    """Guess where the only sample is: an axis of one entry, where the input has its own."""
+    befores = [layout.before for layout in call.layouts_in if layout is not None]
+    for axis, size in enumerate(shape):
+        if size == 1 and Size(shape[:axis]).numel() in befores:
+            return Size(shape[:axis]).numel(), 1
+    return 1, 1
+
+
+def _find_axis(first: Tensor, last: Tensor, count: int) -> int | None:
+    """Return the number of entries before the samples, given what two of them have changed."""
+    for axis, size in enumerate(first.shape):
+        others = [a for a in range(first.dim()) if a != axis]
+        of_first = first.any(dim=others) if others else first
+        of_last = last.any(dim=others) if others else last
+        if size % count or not bool(of_first.any()):
+            continue
+        changed = of_first.nonzero().flatten().tolist()
+        runs = sum(1 for i in changed if i == 0 or not of_first[i - 1])
+        inner = size // (count * runs) if size % (count * runs) == 0 else 0
+        if inner == 0:
+            continue
+        apart = torch.arange(size).reshape(runs, count, inner)
+        own, others_own = set(apart[:, 0].flatten().tolist()), set(apart[:, -1].flatten().tolist())
+        touched = of_last.nonzero().flatten().tolist()
+        if set(changed) <= own and touched and set(touched) <= others_own:
+            return Size(first.shape[:axis]).numel() * runs
+    return None
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Repeat the same random numbers, and leave the generators of the user alone."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def _attached(call: Call) -> Iterator[None]:
+    """Let the rule find the call it is to evaluate."""
+    vars(call.module)["_backpack_call"] = call
+    try:
+        yield
+    finally:
+        vars(call.module).pop("_backpack_call", None)
+
+
+register(
+    FractionalMaxPool2d,
+    FractionalMaxPool3d,
+    GLU,
+    LPPool1d,
+    LPPool2d,
+    LPPool3d,
+    LocalResponseNorm,
+    LogSoftmax,
+    Softmax,
+    Softmax2d,
+    Softmin,
+)(FunctionDerivatives)
+
+
+@register(MultiheadAttention)
+class MultiheadAttentionDerivatives(AutomaticDerivatives):
+    """Attention as one function: its own parameters and those of ``out_proj``."""
+
+    def batch_axis_in(self, module: Any, i: int) -> int:
+        """Return the batch axis: queries, keys and values have it first or second."""
+        return 0 if module.batch_first or i > 2 else 1
+
+    def batch_axis_out(self, module: Any, i: int) -> int:
+        """Return the batch axis: the attention weights have it first."""
+        return 0 if module.batch_first or i > 0 else 1
+
+    def min_dims(self, module: Module) -> int:
+        """Return 3: batch, sequence, features."""
+        return 3
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call again; a mask for all samples has no batch axis."""
+        evaluation = super().evaluation(module)
+        if len(evaluation.inputs) > 5 and isinstance(evaluation.inputs[5], Tensor):
+            evaluation.axes_in[5] = None if evaluation.inputs[5].dim() == 2 else 0
+        return evaluation

@@ -1,0 +1,467 @@
+"""Products with the first and second derivative of any module call, by autograd.
+
+Used where a rule has no formula of its own. Samples are independent of each other, so products
+with the batched inputs need one pass over the whole batch; what belongs to a tensor without
+samples (a parameter) is needed for each sample apart, and is computed sample by sample, with
+``vmap`` where that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from backpack.context import disable
+from backpack.core.tape import flatten_outputs
+
+if TYPE_CHECKING:
+    from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
+
+Values = dict[Any, Tensor]  # of inputs (by number) and parameters (by name)
+
+
+@dataclass
+class Evaluation:
+    """How to evaluate a module call again.
+
+    Attributes:
+        rule: Derivatives of the module.
+        module: Module whose call is at hand.
+        inputs: Arguments of the call, flattened.
+        axes_in: Batch axis of each input; None if it has no samples or is no tensor.
+        axes_out: Batch axis of each output; None if it has no samples.
+        single: Whether this is a batch of one.
+    """
+
+    rule: BaseDerivatives
+    module: Module
+    inputs: list[Any]
+    axes_in: list[int | None]
+    axes_out: list[int | None]
+    single: bool = False
+
+    def outputs(self, values: Mapping[Any, Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+        """Evaluate the outputs with some inputs and parameters replaced."""
+        leaves = [values.get(i, x) for i, x in enumerate(inputs)]
+        params = {name: value for name, value in values.items() if isinstance(name, str)}
+        # the fused attention kernels have no second derivative
+        with disable(), sdpa_kernel(SDPBackend.MATH):
+            return list(flatten_outputs(self.rule.evaluate(self.module, params, *leaves)))
+
+    def value(self, key: Any) -> Tensor:
+        """Return the value of an input or parameter in the call at hand."""
+        return self.inputs[key] if isinstance(key, int) else self.rule.parameter(self.module, key)
+
+    def is_batched(self, key: Any) -> bool:
+        """Whether an input (or parameter: no) has samples."""
+        return isinstance(key, int) and self.axes_in[key] is not None
+
+    def rows(self, rows: Rows) -> tuple[list[Any], bool]:
+        """Return the inputs for some of the samples, and whether the module can do with them."""
+        if rows is None or self.single:
+            return self.inputs, True
+        saved: Any = self.module._backpack_saved
+        if "separable" not in saved:
+            saved["separable"] = self._is_separable()
+        if not saved["separable"]:
+            return self.inputs, False
+        return self._narrowed(rows), True
+
+    def _narrowed(self, rows: Rows) -> list[Any]:
+        return [
+            x if axis is None else take(x, axis, rows)
+            for x, axis in zip(self.inputs, self.axes_in, strict=True)
+        ]
+
+    def _is_separable(self) -> bool:
+        """Whether the module gives the same for one sample alone."""
+        if any(axis is None for axis in self.axes_out):
+            return False
+        with torch.no_grad():
+            try:
+                alone = self.outputs({}, self._narrowed([0]))
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                return False
+        expected = [take(y, a or 0, [0]) for y, a in zip(self.stored, self.axes_out, strict=True)]
+        return len(alone) == len(expected) and all(
+            a.shape == e.shape and close(a, e) for a, e in zip(alone, expected, strict=True)
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in the call."""
+        pairs = zip(self.stored, self.axes_out, strict=True)
+        return next(y.shape[axis] for y, axis in pairs if axis is not None)
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """Outputs of the call."""
+        output: Any = self.module.output
+        return [output] if isinstance(output, Tensor) else list(output)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree, up to rounding of their precision."""
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 * 10
+    scale = float(other.abs().nan_to_num(posinf=0).max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:
+    """Select rows along an axis."""
+    if rows is None or isinstance(rows, slice):
+        return tensor[(slice(None),) * axis + (slice(None) if rows is None else rows,)]
+    size = tensor.shape[axis]
+    index = torch.as_tensor([n % size for n in rows], device=tensor.device)
+    return tensor.index_select(axis, index)
+
+
+def spread(mat: Tensor, axis: int, rows: Rows, size: int) -> Tensor:
+    """Put rows back into zeros of the whole batch, along an axis of ``mat``."""
+    whole = mat.new_zeros(*mat.shape[:axis], size, *mat.shape[axis + 1 :])
+    index = torch.arange(size, device=mat.device)[rows]
+    return whole.index_copy(axis, index, mat)
+
+
+def pull_back(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    mats: Sequence[Tensor | None],
+    create_graph: bool,
+) -> list[Tensor | None]:
+    """Apply the transposed Jacobian of ``ys`` with respect to ``xs`` to V vectors at once."""
+    pairs = [(y, m) for y, m in zip(ys, mats, strict=True) if m is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(xs)
+    outs, vectors = [y for y, _ in pairs], [m for _, m in pairs]
+    options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": True}
+    options["retain_graph"] = True
+    num_v = len(vectors[0])
+    if num_v > 1:
+        try:
+            return list(torch.autograd.grad(outs, xs, vectors, is_grads_batched=True, **options))
+        except RuntimeError:  # an operation without a batching rule
+            pass
+    each = [torch.autograd.grad(outs, xs, [m[v] for m in vectors], **options) for v in range(num_v)]
+    return [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
+
+
+def _variables(evaluation: Evaluation, keys: Sequence[Any], inputs: Sequence[Any]) -> Values:
+    """Return values to differentiate with respect to; attached if the result must have a graph."""
+    attached = torch.is_grad_enabled()
+    values = {}
+    for key in keys:
+        value = inputs[key] if isinstance(key, int) else evaluation.value(key)
+        if not attached or not value.requires_grad:
+            value = value.detach().requires_grad_()
+        values[key] = value
+    return values
+
+
+def transposed_products(
+    evaluation: Evaluation,
+    mats: Sequence[Tensor | None],
+    keys: Sequence[Any],
+    rows: Rows,
+) -> dict[Any, Tensor | None]:
+    """Apply the transposed Jacobian with respect to inputs and parameters.
+
+    Args:
+        evaluation: The call.
+        mats: ``[V, *out]`` for each output, or None.
+        keys: Inputs (numbers) and parameters (names). Those without samples are summed over them.
+        rows: Samples that ``mats`` hold.
+
+    Returns:
+        ``[V, *in]`` or ``[V, *p]`` for each key, None where nothing depends on it.
+    """
+    inputs, separable = evaluation.rows(rows)
+    if not separable:
+        count = evaluation.num_samples
+        mats = [
+            m if m is None or axis is None else spread(m, axis + 1, rows, count)
+            for m, axis in zip(mats, evaluation.axes_out, strict=True)
+        ]
+    create_graph = torch.is_grad_enabled()
+    values = _variables(evaluation, keys, inputs)
+    with torch.enable_grad():
+        ys = evaluation.outputs(values, inputs)
+        found = pull_back(ys, list(values.values()), mats, create_graph)
+    products = dict(zip(values, found, strict=True))
+    if not separable:
+        for key, product in products.items():
+            axis = evaluation.axes_in[key] if isinstance(key, int) else None
+            if axis is not None and product is not None:
+                products[key] = take(product, axis + 1, rows)
+    return products
+
+
+def per_sample_products(
+    evaluation: Evaluation,
+    mats: Sequence[Tensor | None],
+    keys: Sequence[Any],
+    rows: Rows,
+    numbers: Sequence[int],
+) -> dict[Any, Tensor | None]:
+    """Apply the transposed Jacobian for each sample apart: ``[V, N, *p]`` for each key.
+
+    Args:
+        evaluation: The call.
+        mats: ``[V, *out]`` for each output, or None.
+        keys: Inputs without samples (numbers), and parameters (names).
+        rows: Samples that ``mats`` hold.
+        numbers: The same as a list of numbers.
+    """
+    inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
+    if separable and len(numbers) > 1:
+        try:
+            return _vmapped_products(evaluation, mats, keys, inputs)
+        except RuntimeError:  # an operation without a batching rule: one sample at a time
+            pass
+    each: dict[Any, list[Tensor | None]] = {key: [] for key in keys}
+    for i, n in enumerate(numbers):
+        own = [
+            None if m is None or a is None else m.narrow(a + 1, i, 1)
+            for m, a in zip(mats, evaluation.axes_out, strict=True)
+        ]
+        for key, product in transposed_products(evaluation, own, keys, [n]).items():
+            each[key].append(product)
+    return {
+        key: torch.stack(parts, 1) if all(p is not None for p in parts) else None  # type: ignore[arg-type]
+        for key, parts in each.items()
+    }
+
+
+def _vmapped_products(
+    evaluation: Evaluation,
+    mats: Sequence[Tensor | None],
+    keys: Sequence[Any],
+    inputs: Sequence[Any],
+) -> dict[Any, Tensor | None]:
+    sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
+    given = [j for j, m in enumerate(mats) if m is not None]
+    axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
+
+    def of_sample(values: Values, xs: list[Tensor], vectors: list[Tensor]) -> Any:
+        leaves = list(inputs)
+        for i, x in zip(sampled, xs, strict=True):
+            leaves[i] = x.unsqueeze(_axis(axes_in[i]))
+
+        def outputs(values: Values) -> list[Tensor]:
+            ys = evaluation.outputs(values, leaves)
+            return [ys[j].squeeze(_axis(axes_out[j])) for j in given]
+
+        pull: Any = torch.func.vjp(outputs, values)[1]
+        return torch.vmap(lambda *v: pull(list(v))[0])(*vectors)
+
+    values = {key: evaluation.value(key) for key in keys}
+    xs = [inputs[i] for i in sampled]
+    vectors: Any = [mats[j] for j in given]
+    dims: Any = (None, [axes_in[i] for i in sampled], [_axis(axes_out[j]) + 1 for j in given])
+    return torch.vmap(of_sample, in_dims=dims, out_dims=1)(values, xs, vectors)
+
+
+def _axis(axis: int | None) -> int:
+    assert axis is not None
+    return axis
+
+
+def products(
+    evaluation: Evaluation,
+    tangents: Mapping[Any, Tensor | None],
+    rows: Rows,
+) -> list[Tensor]:
+    """Apply the Jacobian: the sum over inputs and parameters of ``J t``, ``[V, *out]`` each.
+
+    By two transposed products: ``Jᵀ u`` is linear in u, and its derivative is ``J``.
+
+    Args:
+        evaluation: The call.
+        tangents: ``[V, *in]`` or ``[V, *p]`` for each key.
+        rows: Samples that the tangents hold (and the result will).
+    """
+    given = {key: t for key, t in tangents.items() if t is not None}
+    inputs, separable = evaluation.rows(rows)
+    if not separable:
+        for key, t in given.items():
+            if evaluation.is_batched(key):
+                axis = _axis(evaluation.axes_in[key])
+                given[key] = spread(t, axis + 1, rows, evaluation.inputs[key].shape[axis])
+    create_graph = torch.is_grad_enabled()
+    values = _variables(evaluation, list(given), inputs)
+    with torch.enable_grad():
+        ys = evaluation.outputs(values, inputs)
+        us = [torch.zeros_like(y, requires_grad=True) for y in ys]
+        reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
+        backs = torch.autograd.grad(
+            [y for y, _ in reached],
+            list(values.values()),
+            [u for _, u in reached],
+            create_graph=True,
+            allow_unused=True,
+        )
+        pairs = [(b, given[k]) for k, b in zip(values, backs, strict=True) if b is not None]
+        found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
+    num_v = len(next(iter(given.values())))
+    results = [
+        y.new_zeros(num_v, *y.shape) if t is None else t for y, t in zip(ys, found, strict=True)
+    ]
+    if not separable:
+        results = [
+            t if axis is None else take(t, axis + 1, rows)
+            for t, axis in zip(results, evaluation.axes_out, strict=True)
+        ]
+    return results
+
+
+def second_products(
+    evaluation: Evaluation,
+    g_out: Sequence[Tensor | None],
+    tangents: Mapping[Any, Tensor],
+    rows: Rows,
+    numbers: Sequence[int],
+) -> dict[Any, Tensor]:
+    """Apply the second derivative of ``⟨g_out, y⟩``, for each sample apart.
+
+    Args:
+        evaluation: The call.
+        g_out: ``[*out]`` of the selected samples for each output, or None.
+        tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
+        rows: Selected samples.
+        numbers: The same as a list of numbers.
+
+    Returns:
+        ``[V, *in]`` for inputs with samples, ``[V, N, *]`` for everything else.
+    """
+    inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
+    if separable and len(numbers) > 1:
+        try:
+            return _vmapped_second(evaluation, g_out, tangents, inputs)
+        except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
+            pass
+    each: dict[Any, list[Tensor]] = {key: [] for key in tangents}
+    for i, n in enumerate(numbers):
+        own = {
+            key: t.narrow(_axis(evaluation.axes_in[key]) + 1, i, 1)
+            if evaluation.is_batched(key)
+            else t
+            for key, t in tangents.items()
+        }
+        g = [
+            None if m is None or a is None else m.narrow(a, i, 1)
+            for m, a in zip(g_out, evaluation.axes_out, strict=True)
+        ]
+        for key, product in _second_of_sample(evaluation, g, own, n).items():
+            each[key].append(product)
+    return {
+        key: torch.cat(parts, _axis(evaluation.axes_in[key]) + 1)
+        if evaluation.is_batched(key)
+        else torch.stack(parts, 1)
+        for key, parts in each.items()
+    }
+
+
+def _second_of_sample(
+    evaluation: Evaluation,
+    g_out: Sequence[Tensor | None],
+    tangents: Mapping[Any, Tensor],
+    n: int,
+) -> dict[Any, Tensor]:
+    inputs, separable = evaluation.rows([n])
+    create_graph = torch.is_grad_enabled()
+    values = _variables(evaluation, list(tangents), inputs)
+    given = dict(tangents)
+    if not separable:
+        g_out = [
+            g if g is None or a is None else spread(g, a, [n], evaluation.num_samples)
+            for g, a in zip(g_out, evaluation.axes_out, strict=True)
+        ]
+        for key, t in given.items():
+            if evaluation.is_batched(key):
+                axis = _axis(evaluation.axes_in[key])
+                given[key] = spread(t, axis + 1, [n], evaluation.inputs[key].shape[axis])
+    with torch.enable_grad():
+        ys = evaluation.outputs(values, inputs)
+        pairs = [(y, g) for y, g in zip(ys, g_out, strict=True) if g is not None]
+        gradients = torch.autograd.grad(
+            [y for y, _ in pairs],
+            list(values.values()),
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        used = [(g, given[key]) for key, g in zip(values, gradients, strict=True) if g is not None]
+        found = pull_back(
+            [g for g, _ in used], list(values.values()), [t for _, t in used], create_graph
+        )
+    results = {}
+    for key, product in zip(values, found, strict=True):
+        product = torch.zeros_like(given[key]) if product is None else product
+        if not separable and evaluation.is_batched(key):
+            product = take(product, _axis(evaluation.axes_in[key]) + 1, [n])
+        results[key] = product
+    return results
+
+
+def _vmapped_second(
+    evaluation: Evaluation,
+    g_out: Sequence[Tensor | None],
+    tangents: Mapping[Any, Tensor],
+    inputs: Sequence[Any],
+) -> dict[Any, Tensor]:
+    sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
+    given = [j for j, g in enumerate(g_out) if g is not None]
+    axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
+
+    def of_sample(xs: list[Tensor], gs: list[Tensor], ts: Values, others: Values) -> Values:
+        own = dict(zip(sampled, xs, strict=True))
+
+        def weighted(values: Values) -> Tensor:
+            leaves = list(inputs)
+            for i in sampled:
+                leaves[i] = values.get(i, own[i]).unsqueeze(_axis(axes_in[i]))
+            unsampled = {k: v for k, v in values.items() if not evaluation.is_batched(k)}
+            ys = evaluation.outputs(unsampled, leaves)
+            terms = [
+                (ys[j].squeeze(_axis(axes_out[j])) * g).sum()
+                for j, g in zip(given, gs, strict=True)
+            ]
+            return torch.stack(terms).sum()
+
+        def along(t: Values) -> Callable[[Values], Tensor]:
+            def slope(values: Values) -> Tensor:
+                gradient = torch.func.grad(weighted)(values)
+                return torch.stack([(gradient[k] * t[k]).sum() for k in t]).sum()
+
+            return slope
+
+        point = {**{i: own[i] for i in ts if evaluation.is_batched(i)}, **others}
+        return torch.vmap(lambda t: torch.func.grad(along(t))(point))(ts)
+
+    def dims(offset: int) -> dict[Any, int | None]:
+        return {
+            k: _axis(axes_in[k]) + offset if evaluation.is_batched(k) else None for k in tangents
+        }
+
+    others = {k: evaluation.value(k) for k in tangents if not evaluation.is_batched(k)}
+    gs: Any = [g_out[j] for j in given]
+    found = torch.vmap(
+        of_sample,
+        in_dims=(
+            [axes_in[i] for i in sampled],
+            [axes_out[j] for j in given],
+            dims(1),
+            None,
+        ),
+        out_dims=1,
+    )([inputs[i] for i in sampled], gs, dict(tangents), others)
+    return {
+        k: t.movedim(1, _axis(axes_in[k]) + 1) if evaluation.is_batched(k) else t
+        for k, t in found.items()
+    }

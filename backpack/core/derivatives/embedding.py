@@ -1,0 +1,384 @@
+"""Embeddings, ``y = W[x]``, and bags of them, ``y = sum_l c_l W[x_l]``: sparse linear layers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, einsum
+from torch.nn import Embedding, EmbeddingBag, Module
+
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    BatchAxis,
+    Grads,
+    Rows,
+    row_numbers,
+)
+from backpack.core.derivatives.linear import positions
+from backpack.core.derivatives.shared_weight import input_factor, position_rows
+from backpack.core.registry import register
+from backpack.core.tape import describe
+from backpack.utils.subsampling import subsample
+
+
+class Lookups(NamedTuple):
+    """The rows of the weight that a call reads: E of them, those of the padding left out.
+
+    Attributes:
+        sample: Who reads it (a number among the selected samples), ``[E]``.
+        token: Which row of the weight, ``[E]``.
+        slot: The row of the output, all axes but the last flattened, that it is added to, ``[E]``.
+        scale: What it is multiplied with, ``[E, 1]`` or ``[E, D]``; None for 1.
+    """
+
+    sample: Tensor
+    token: Tensor
+    slot: Tensor
+    scale: Tensor | None = None
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Multiply ``[V, E, D]`` with the scale."""
+        return values if self.scale is None else values * self.scale
+
+    def without(self, token: int | None) -> Lookups:
+        """Leave out the lookups of a token."""
+        if token is None:
+            return self
+        keep = self.token != token
+        return Lookups(*(None if part is None else part[keep] for part in self))  # type: ignore[arg-type]
+
+
+def sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sum the entries with equal index: ``[V, E, D]`` with index ``[E]`` -> ``[V, size, D]``."""
+    num_v, _, dim = values.shape
+    offsets = size * torch.arange(num_v, device=index.device)
+    where = (offsets[:, None] + index).flatten()
+    total = values.new_zeros(num_v * size, dim).index_add_(0, where, values.flatten(0, 1))
+    return total.reshape(num_v, size, dim)
+
+
+@register(Embedding)
+class EmbeddingDerivatives(BaseDerivatives):
+    """Derivatives of ``torch.nn.Embedding``.
+
+    A linear layer on one-hot rows (rows of zeros for the padding), that are never formed. All
+    reductions work on the pairs of a sample and a token that occur in it. Only ``[N, *p]`` results
+    and the Kronecker factor ``[W, W]`` of the vocabulary are dense, because their users expect so.
+
+    Letters: n sample, t position, W vocabulary, D features, E lookups, v vector.
+    """
+
+    params = ("weight",)
+    batch_axis = BatchAxis.LEADING
+    kronecker_rows_are_constant = True
+    # the weight is [W, D]: the vocabulary, which the input's factor belongs to, comes first
+    kronecker_input_first = True
+
+    def min_dims(self, module: Module) -> int:
+        """Return 2: batch and features."""
+        return 2
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return True: integers have no Jacobian."""
+        return True
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> tuple[Tensor | None, ...]:
+        return (None,)
+
+    # ------------------------------------------------------------------ what is looked up
+
+    def _lookups(self, module: Any, subsampling: Rows) -> Lookups:
+        """List what the selected samples read.
+
+        Raises:
+            NotImplementedError: If an option changes the weight or its gradient.
+        """
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise NotImplementedError(
+                f"{describe(module)}: max_norm changes the weight during the forward pass, and "
+                "scale_grad_by_freq the gradient, so that it is no longer the sum over the "
+                "samples. Extensions support neither."
+            )
+        return self._all_lookups(module, subsampling).without(module.padding_idx)
+
+    def _all_lookups(self, module: Any, subsampling: Rows) -> Lookups:
+        x = subsample(module.input0, subsampling=subsampling).long()
+        slot = torch.arange(x.numel(), device=x.device)
+        sample = torch.arange(len(x), device=x.device).repeat_interleave(x[0].numel())
+        return Lookups(sample, x.flatten(), slot)
+
+    def _out_shape(self, module: Any, subsampling: Rows) -> torch.Size:
+        """Return the shape of the output, ``[N, *, D]``, for the selected samples."""
+        shape = module.output.shape
+        return torch.Size([len(row_numbers(shape[0], subsampling)), *shape[1:]])
+
+    def _by_pair(
+        self, module: Any, mat: Tensor, subsampling: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``Jᵀ mat`` for the pairs of a sample and a token that occur.
+
+        Returns:
+            ``[V, P, D]`` for P pairs, the sample and the token of each: ``[P]``, ``[P]``.
+        """
+        looked_up, size = self._lookups(module, subsampling), module.num_embeddings
+        keys, pair = (looked_up.sample * size + looked_up.token).unique(return_inverse=True)
+        products = looked_up.scaled(mat.flatten(1, -2)[:, looked_up.slot])
+        return sum_at(products, pair, len(keys)), keys // size, keys % size
+
+    # ------------------------------------------------------------------ weight [W, D]
+
+    def _weight_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        looked_up, shape = self._lookups(module, subsampling), self._out_shape(module, subsampling)
+        rows = looked_up.scaled(mat[:, looked_up.token])
+        return sum_at(rows, looked_up.slot, shape[:-1].numel()).reshape(-1, *shape)
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        looked_up, size = self._lookups(module, subsampling), module.num_embeddings
+        products = looked_up.scaled(mat.flatten(1, -2)[:, looked_up.slot])
+        if sum_batch:
+            return sum_at(products, looked_up.token, size)
+        where = looked_up.sample * size + looked_up.token
+        return sum_at(products, where, mat.shape[1] * size).unflatten(1, (-1, size))
+
+    def _squares(
+        self, module: Any, mat: Tensor, subsampling: Rows, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum the squares of :meth:`_by_pair` over V, with weights ``[V, N]``: ``[1, P, D]``."""
+        products, sample, token = self._by_pair(module, mat, subsampling)
+        squares = products.square()
+        if weights is not None:
+            squares = squares * weights[:, sample].unsqueeze(-1)
+        return squares.sum(0, keepdim=True), sample, token
+
+    def param_mjp_batch_square(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, W, D]``."""
+        squares, sample, token = self._squares(module, mat, subsampling, weights)
+        size = module.num_embeddings
+        total = sum_at(squares, sample * size + token, mat.shape[1] * size)
+        return total.reshape(-1, size, mat.shape[-1])
+
+    def param_mjp_square_sum(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [W, D]``."""
+        squares, _, token = self._squares(module, mat, subsampling, weights)
+        return sum_at(squares, token, module.num_embeddings).squeeze(0)
+
+    def param_mjp_square_norm(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
+        squares, sample, _ = self._squares(module, mat, subsampling, None)
+        return sum_at(squares.sum(2, keepdim=True), sample, mat.shape[1]).flatten()
+
+    # ------------------------------------------------------------------ Kronecker factors
+
+    def kronecker_rows(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> Tensor:
+        """Return ``mat`` itself, as for a linear layer: ``[V, N, *, D] -> [V, N', 1, D]``."""
+        return position_rows(positions(mat), approximation).unsqueeze(2)
+
+    def kronecker_input_factors(
+        self,
+        param_str: str,
+        module: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> list[Tensor]:
+        """Return A of the one-hot rows, ``[W, W]``: their counts on the diagonal, or ("reduce")."""
+        looked_up, shape = self._lookups(module, subsampling), self._out_shape(module, subsampling)
+        num_t = shape[1:-1].numel()
+        if approximation == "reduce":
+            return [self._count_factor(module, looked_up, shape[0]) / num_t**2]
+        counts = looked_up.token.bincount(minlength=module.num_embeddings).to(module.weight.dtype)
+        return [counts.diag() / (shape[0] * (num_t if approximation == "expand" else 1))]
+
+    def _count_factor(self, module: Any, looked_up: Lookups, num_n: int) -> Tensor:
+        """Return ``(1/N) sum_n c cᵀ``, c the sum of a sample's scaled one-hot rows: ``[W, W]``."""
+        size = module.num_embeddings
+        ones = module.weight.new_ones(1, len(looked_up.token), 1)
+        where = looked_up.sample * size + looked_up.token
+        counts = sum_at(looked_up.scaled(ones), where, num_n * size)
+        return input_factor(counts.reshape(num_n, 1, size), None)
+
+
+@register(EmbeddingBag)
+class EmbeddingBagDerivatives(EmbeddingDerivatives):
+    """Derivatives of ``torch.nn.EmbeddingBag``: a linear layer on sums (means) of one-hot rows.
+
+    The maximum has a Jacobian as well, but no Kronecker factors: for it they are the exact block.
+    """
+
+    batch_axis = BatchAxis.FIXED
+    kronecker_rows_are_constant = False  # those of the maximum are not
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return False: that of ``per_sample_weights`` holds the rows that a sample reads."""
+        return False
+
+    # ------------------------------------------------------------------ arguments
+
+    def _arguments(self, module: Any) -> list[Any]:
+        """Return the arguments of the call."""
+        given = vars(module)
+        return [given[name] for i in range(len(given)) if (name := f"input{i}") in given]
+
+    def _sample_weights(self, module: Any) -> Tensor | None:
+        """Return the argument ``per_sample_weights``: the one that is no integer."""
+        tensors = [x for x in self._arguments(module) if torch.is_tensor(x)]
+        return next((x for x in tensors if x.is_floating_point()), None)
+
+    def _bags(self, module: Any) -> tuple[Tensor, Tensor]:
+        """Return where each bag begins in the flattened input, and its length."""
+        x, *others = self._arguments(module)
+        if x.dim() == 2:
+            starts = x.shape[1] * torch.arange(len(x), device=x.device)
+            return starts, torch.full_like(starts, x.shape[1])
+        offsets = next(o for o in others if torch.is_tensor(o) and not o.is_floating_point()).long()
+        if not module.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([x.numel()])])
+        return offsets[:-1], offsets.diff()
+
+    def _all_lookups(self, module: Any, subsampling: Rows) -> Lookups:
+        starts, lengths = (subsample(part, subsampling=subsampling) for part in self._bags(module))
+        sample = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        before = lengths.cumsum(0) - lengths  # lookups of the bags before
+        entry = torch.arange(len(sample), device=lengths.device) + (starts - before)[sample]
+        weights = self._sample_weights(module)
+        scale = None if weights is None else weights.flatten()[entry].unsqueeze(1)
+        return Lookups(sample, module.input0.flatten().long()[entry], sample, scale)
+
+    def _lookups(self, module: Any, subsampling: Rows) -> Lookups:
+        """List what the selected bags read."""
+        looked_up = super()._lookups(module, subsampling)
+        sample, token, *_ = looked_up
+        if module.mode == "mean":
+            counts = sample.bincount(minlength=1).to(module.weight.dtype)
+            return looked_up._replace(scale=1 / counts[sample].unsqueeze(1))
+        if module.mode == "max":
+            # once for each token of a bag: the features for which it is the maximum
+            sample, token = torch.stack([sample, token]).unique(dim=1)
+            largest = subsample(self._largest(module), subsampling=subsampling)
+            scale = (largest[sample] == token[:, None]).to(module.weight.dtype)
+            return Lookups(sample, token, sample, scale)
+        return looked_up
+
+    def _largest(self, module: Any) -> Tensor:
+        """Return the token that each feature of a bag was taken from, ``[N, D]``."""
+        starts, lengths = self._bags(module)
+        *_, tokens = torch.ops.aten._embedding_bag(
+            module.weight.detach(),
+            module.input0.flatten().long(),
+            torch.cat([starts, starts[-1:] + lengths[-1:]]),
+            mode=2,
+            include_last_offset=True,
+            padding_idx=-1 if module.padding_idx is None else module.padding_idx,
+        )
+        return tokens
+
+    # ------------------------------------------------------------------ per_sample_weights [N, L]
+
+    def _rows_read(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the rows that a 2-D input reads, zeros for the padding: ``[N, L, D]``."""
+        if module.input0.dim() != 2:
+            raise NotImplementedError(
+                f"{describe(module)}: per_sample_weights that a module has computed need a 2-D "
+                "input, [samples, tokens], instead of offsets."
+            )
+        x = subsample(module.input0, subsampling=subsampling).long()
+        rows, padding = module.weight[x], module.padding_idx
+        return rows if padding is None else rows * (x != padding).unsqueeze(-1)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> tuple[Tensor | None, ...]:
+        weights = self._sample_weights(module)
+        return tuple(
+            einsum("vnd,nld->vnl", mat, self._rows_read(module, subsampling))
+            if weights is not None and x is weights
+            else None
+            for x in self._arguments(module)
+        )
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Tensor:
+        (tangent,) = (u for u in mat if u is not None)
+        return einsum("vnl,nld->vnd", tangent, self._rows_read(module, subsampling))
+
+    # ------------------------------------------------------------------ Kronecker factors
+
+    def kronecker_rows(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> Tensor:
+        """Return ``mat`` itself, as for a linear layer; its products for the maximum."""
+        if module.mode == "max":
+            products = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling)
+            return products.flatten(2).unsqueeze(2)
+        return super().kronecker_rows(
+            param_str, module, g_inp, g_out, mat, subsampling, approximation
+        )
+
+    def kronecker_input_factors(
+        self,
+        param_str: str,
+        module: Any,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> list[Tensor]:
+        """Return A of the bags, ``[W, W]``: there is one position, so that the factors agree."""
+        if module.mode == "max":
+            return []
+        looked_up = self._lookups(module, subsampling)
+        num_n = self._out_shape(module, subsampling)[0]
+        return [self._count_factor(module, looked_up, num_n)]

@@ -1,0 +1,133 @@
+"""Modules that stand for functions: sums, products, selections, and what the converter meets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.core.derivatives.automatic import FunctionDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.layout import Layout, unbatched
+from backpack.core.registry import register
+from backpack.core.tape import Call
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.function_module import FunctionModule
+from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.slicing import Slicing
+from backpack.utils.subsampling import subsample
+
+
+@register(Permute, Slicing)
+class ReindexingDerivatives(FunctionDerivatives):
+    """Each entry of the output is one of the input: an affine function."""
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+
+@register(SumModule)
+class SumModuleDerivatives(FunctionDerivatives):
+    """``y = x_0 + x_1 + …``: the Jacobian with respect to each input is the identity.
+
+    Inputs of other shapes than the output's are expanded by the sum, so theirs is found
+    automatically.
+    """
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are: where they are in the inputs."""
+        (shape,) = call.shape_out
+        known = [layout for layout in call.layouts_in if layout is not None]
+        alike = all(s in (None, shape) for s in call.shape_in)
+        if known and alike and len({(one.before, one.samples) for one in known}) == 1:
+            call.saved["affine"] = True
+            return [known[0]]
+        return super().layouts(call)
+
+    def _is_plain_sum(self, module: Any) -> bool:
+        shapes = {x.shape for x in self._inputs(module) if isinstance(x, Tensor)}
+        return shapes == {module.output.shape} and not self._mixes_kinds(module)
+
+    @staticmethod
+    def _inputs(module: Any) -> list[Any]:
+        own = vars(module)
+        inputs: list[Any] = []
+        while f"input{len(inputs)}" in own:
+            inputs.append(own[f"input{len(inputs)}"])
+        return inputs
+
+    def _mixes_kinds(self, module: Any) -> bool:
+        """Whether some inputs have samples and others have none."""
+        axes = module._backpack_saved["axes"][0]
+        needed = module._backpack_saved["needed"]
+        return len({axes[i] is None for i in needed}) > 1
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Any:
+        if not self._is_plain_sum(module):
+            return super()._jac_mat_prod(module, g_inp, g_out, mat, subsampling)
+        return mat if isinstance(mat, Tensor) else sum(m for m in mat if m is not None)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Any:
+        if not self._is_plain_sum(module):
+            return super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
+        inputs = self._inputs(module)
+        return tuple(mat if isinstance(x, Tensor) else None for x in inputs)
+
+
+@register(FunctionModule, MulModule)
+class AnyFunctionDerivatives(FunctionDerivatives):
+    """What the converter has made of a function: derivatives are found automatically."""
+
+
+@register(ParameterModule)
+class ParameterModuleDerivatives(BaseDerivatives):
+    """A parameter that a function reads: it has no samples, and each sample's Jacobian is ``I``."""
+
+    params = ("parameter",)
+
+    def own(self, module: Any) -> Mapping[str, Parameter | None]:
+        """Return the parameter; nothing for a buffer."""
+        p = module.parameter
+        return {"parameter": p if isinstance(p, Parameter) else None}
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Return that there are no samples."""
+        return [unbatched()]
+
+    def jacobian_is_constant(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
+    def _parameter_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        shape = subsample(module.output, subsampling=subsampling).shape
+        return mat.unsqueeze(1).expand(-1, *shape)
+
+    def _parameter_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        return mat.sum(1) if sum_batch else mat

@@ -1,0 +1,551 @@
+"""Recurrent layers: RNN, LSTM and GRU, and one step of each: RNNCell, LSTMCell and GRUCell.
+
+All are the same :class:`~backpack.core.derivatives.recurrent_network.Network`, with another step;
+that file has the formulas. A call runs the forward pass once more, to know the gates, and for each
+``mat`` one backward recursion that all inputs, parameters and extensions share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, RNNCell
+
+from backpack.core.derivatives import shared_weight
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    Grads,
+    Mats,
+    Rows,
+    row_numbers,
+)
+from backpack.core.derivatives.recurrent_cells import GRUStep, LSTMStep, ReLUStep, Step, TanhStep
+from backpack.core.derivatives.recurrent_network import (
+    Arrived,
+    Moved,
+    Network,
+    Trace,
+    Weights,
+    arrived_at,
+    pull_back,
+    pull_to_input,
+    push_forward,
+    read_by,
+    run,
+    trace,
+)
+from backpack.core.layout import Layout
+from backpack.core.registry import register
+from backpack.core.tape import Call, bound, describe
+from backpack.utils.subsampling import subsample
+
+Value = TypeVar("Value")
+
+ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
+LSTM_STEP = LSTMStep()
+GRU_STEP = GRUStep()
+
+
+class Remembered(NamedTuple):
+    """A result and what it was computed from. Holding the memory keeps its address unique."""
+
+    facts: tuple[Any, ...]
+    held: list[Tensor]
+    value: Any
+
+
+def recall(
+    saved: dict[str, Any],
+    name: str,
+    tensors: Sequence[Tensor | None],
+    facts: tuple[Any, ...],
+    compute: Callable[[], Value],
+) -> Value:
+    """Return the latest result of that name if nothing has changed since, else compute it.
+
+    Tensors are recognised by the memory that they look at, because those who hand them over make
+    new views of it each time.
+
+    Args:
+        saved: Where results are kept.
+        name: Name of the result.
+        tensors: What it is computed from.
+        facts: Whatever else it depends on. The grad mode always belongs to it: with
+            ``create_graph=True`` results have a graph.
+        compute: Computes it.
+    """
+    given = [t for t in tensors if t is not None]
+    facts += (torch.is_grad_enabled(), *(t is None for t in tensors))
+    facts += tuple(
+        (
+            t.data_ptr(),
+            t.dtype,
+            t.shape,
+            t.stride(),
+            t.requires_grad,
+            0 if t.is_inference() else t._version,
+        )
+        for t in given
+    )
+    found = saved.get(name)
+    if found is None or found.facts != facts:
+        saved.pop(name, None)  # its memory is free before the new result takes some
+        found = saved[name] = Remembered(facts, [t.detach() for t in given], compute())
+    return found.value
+
+
+class RecurrentDerivatives(BaseDerivatives):
+    """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
+
+    A subclass says which step a module takes, and where its inputs and outputs have their time.
+    """
+
+    # ------------------------------------------------------------------ facts about the module
+
+    def step(self, module: Any) -> Step:
+        """Return the time step."""
+        raise NotImplementedError
+
+    def suffixes(self, module: Any) -> list[str]:
+        """Return the end of the parameters' names for each k."""
+        raise NotImplementedError
+
+    def directions(self, module: Any) -> int:
+        """Return the number of directions D."""
+        return 1
+
+    def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Bring a tensor to ``[T, N, *]``, a state to ``[L·D, N, *]``, after ``axis`` axes."""
+        raise NotImplementedError
+
+    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Undo :meth:`inside`."""
+        raise NotImplementedError
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Return False."""
+        return False
+
+    def is_linear_in_params(self, module: Module) -> bool:
+        """Return False: later steps depend on what the parameters did in earlier ones."""
+        return False
+
+    def _places(self, module: Module) -> dict[str, tuple[str, int]]:
+        """Return for each parameter which of the ``Weights`` it is, and its k."""
+        return {
+            kind + suffix: (kind, k)
+            for k, suffix in enumerate(self.suffixes(module))
+            for kind in Weights._fields
+            if getattr(module, kind + suffix, None) is not None
+        }
+
+    def param_names(self, module: Module) -> tuple[str, ...]:
+        """Return the names of the parameters of all layers and directions."""
+        return tuple(self._places(module))
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are, see the base class.
+
+        Raises:
+            ValueError: If the input is packed or has no batch axis.
+        """
+        try:
+            self._check_input(call.module, call.inputs)
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from None
+        return super().layouts(call)
+
+    def _network(self, module: Any, params: Mapping[str, Tensor] | None = None) -> Network:
+        """Return the network with its parameters, some of them replaced by ``params``."""
+        params = params or {}
+
+        def value(name: str) -> Any:
+            return params.get(name, getattr(module, name, None))
+
+        weights = [
+            Weights(*(value(kind + suffix) for kind in Weights._fields))
+            for suffix in self.suffixes(module)
+        ]
+        return Network(self.step(module), self.directions(module), weights)
+
+    # ------------------------------------------------------------------ arguments of the call
+
+    def _inputs(self, module: Any) -> list[Any]:
+        """Return the arguments of the call at hand, flattened."""
+        given = vars(module)
+        inputs: list[Any] = []
+        while (name := f"input{len(inputs)}") in given:
+            inputs.append(given[name])
+        return inputs
+
+    def _check_input(self, module: Any, inputs: Sequence[Any]) -> None:
+        x, *others = inputs
+        # those of a PackedSequence: data, batch_sizes and two permutations
+        if others and isinstance(others[0], Tensor) and not others[0].is_floating_point():
+            raise NotImplementedError(
+                f"{describe(module)} was called with a PackedSequence, whose samples have no axis "
+                "of their own. Call it with a padded batch (torch.nn.utils.rnn.pad_sequence) "
+                "instead, and leave the outputs of the padding out of the loss."
+            )
+        if x.dim() != self.min_dims(module):
+            raise ValueError(
+                f"{describe(module)} was called without a batch axis: its input has the shape "
+                f"{list(x.shape)}. Add one."
+            )
+
+    def _ordered(
+        self, module: Any, network: Network, inputs: Sequence[Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the input ``[T, N, I]`` and the initial states, zeros if there are none.
+
+        Raises:
+            NotImplementedError: If the input is packed, or dropout is active between the layers.
+            ValueError: If there is no batch axis.
+        """
+        self._check_input(module, inputs)
+        if module.training and getattr(module, "dropout", 0) > 0 and module.num_layers > 1:
+            raise NotImplementedError(
+                f"{describe(module)} has dropout={module.dropout} between its layers, whose masks "
+                "are not known. Use extend(model, use_converter=True), which splits the layers, or "
+                "dropout=0, or eval()."
+            )
+        x, *given = inputs
+        x = self.inside(module, x, 0, False)
+        states = [self.inside(module, s, 0, True) for s in given if isinstance(s, Tensor)]
+        shape = len(network.weights), x.shape[1]
+        return x, states or [x.new_zeros(*shape, size) for size in network.state_sizes]
+
+    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
+        raise NotImplementedError
+
+    def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
+        """Make outputs, after ``axis`` axes, of values at all steps ``[T, N, *]`` and of states."""
+        raise NotImplementedError
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Return the output for other inputs and parameters: a plain loop over time.
+
+        Args:
+            module: Module whose call is at hand.
+            params: Values that replace parameters.
+            *inputs: Arguments of the call, flattened.
+        """
+        network = self._network(module, params)
+        x, start = self._ordered(module, network, inputs)
+        results, _ = run(network, x, start)
+        return self.outputs(module, results, 0)
+
+    # ------------------------------------------------------------------ forward and backward, once
+
+    def _traces(self, module: Any, network: Network) -> list[Trace]:
+        """Return the forward pass of the call at hand."""
+        inputs = self._inputs(module)
+        x, start = self._ordered(module, network, inputs)
+        tensors = [*inputs, *(p for weights in network.weights for p in weights)]
+        return recall(
+            module._backpack_saved, "traces", tensors, (), lambda: trace(network, x, start)
+        )
+
+    def _arrived(self, module: Any, network: Network, mat: Mats, rows: Rows) -> list[Arrived]:
+        """Return what arrives at the pre-activations from cotangents of the outputs."""
+        traces = self._traces(module, network)
+        output, finals = self.cotangents(module, mat)
+
+        def compute() -> list[Arrived]:
+            slopes = [tuple(subsample(s, 1, rows) for s in t.slopes) for t in traces]
+            return pull_back(network, slopes, output, finals)
+
+        selected = None if rows is None else tuple(row_numbers(traces[0].x.shape[1], rows))
+        # the traces tell whether an input or a parameter has changed
+        return recall(
+            module._backpack_saved,
+            "arrived",
+            [output, *finals, traces[0].before],
+            (selected,),
+            compute,
+        )
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
+    ) -> Any:
+        network = self._network(module)
+        arrived = self._arrived(module, network, mat, subsampling)
+        x = self.outside(module, pull_to_input(network, arrived, 0), 1, False)
+        starts = (torch.stack(parts, 1) for parts in zip(*(a.start for a in arrived), strict=True))
+        _, *others = self._inputs(module)
+        if not others:
+            return x
+        return x, *(
+            self.outside(module, next(starts), 1, True) if isinstance(s, Tensor) else None
+            for s in others
+        )
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
+    ) -> Any:
+        network = self._network(module)
+        x, *others = [mat] if isinstance(mat, Tensor) else mat
+        start = [None if s is None else self.inside(module, s, 1, True) for s in others]
+        start += [None] * (network.step.num_states - len(start))
+        x = None if x is None else self.inside(module, x, 1, False)
+        return self._pushed(module, network, x, start[: network.step.num_states], None, subsampling)
+
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows,
+    ) -> Any:
+        network = self._network(module)
+        moved = Moved(*self._places(module)[param_str], mat)
+        start = [None] * network.step.num_states
+        return self._pushed(module, network, None, start, moved, subsampling)
+
+    def _pushed(
+        self,
+        module: Any,
+        network: Network,
+        x: Tensor | None,
+        start: Sequence[Tensor | None],
+        moved: Moved | None,
+        rows: Rows,
+    ) -> Any:
+        """Return the tangents of the outputs."""
+        traces = [whole.of_samples(rows) for whole in self._traces(module, network)]
+        output, finals = push_forward(network, traces, x, start, moved)
+        assert output is not None
+        shape = output.shape[0], output.shape[2]
+        stacked = [
+            torch.stack([output.new_zeros(*shape, size) if s is None else s for s in parts], 1)
+            for parts, size in zip(zip(*finals, strict=True), network.state_sizes, strict=True)
+        ]
+        return self.outputs(module, [output, *stacked], 1)
+
+    # ------------------------------------------------------------------ parameters
+
+    def _pair(
+        self, param_str: str, module: Any, mat: Mats, rows: Rows
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of a parameter, see ``shared_weight``."""
+        with bound(module):
+            mats, _ = self._check_output(module, mat, rows)
+            kind, k = self._places(module)[param_str]
+            arrived = self._arrived(module, self._network(module), mats, rows)[k]
+            return arrived_at(kind, arrived).transpose(1, 2), self._read(module, kind, k, rows)
+
+    def _read(self, module: Any, kind: str, k: int, rows: Rows) -> Tensor | None:
+        """Return what a parameter is multiplied with, ``[N, T, I]``; None for a bias."""
+        x = read_by(kind, self._traces(module, self._network(module))[k])
+        return None if x is None else subsample(x, 1, rows).transpose(0, 1)
+
+    def _param_jac_t_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Mats,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        return shared_weight.mjp(*self._pair(param_str, module, mat, subsampling), sum_batch)
+
+    def param_mjp_batch_square(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Mats,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
+        pair = self._pair(param_str, module, mat, subsampling)
+        return shared_weight.batch_square(*pair, weights)
+
+    def param_mjp_square_sum(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Mats,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
+        return shared_weight.square_sum(*self._pair(param_str, module, mat, subsampling), weights)
+
+    def param_mjp_square_norm(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Mats,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
+        return shared_weight.square_norm(*self._pair(param_str, module, mat, subsampling))
+
+    def kronecker_rows(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Mats,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> Tensor:
+        """Sum what arrives over time, or keep every step: ``[V, *out] -> [V, N', 1, O]``."""
+        s, _ = self._pair(param_str, module, mat, subsampling)
+        return shared_weight.position_rows(s, approximation).unsqueeze(2)
+
+    def kronecker_input_factors(
+        self,
+        param_str: str,
+        module: Module,
+        subsampling: Rows = None,
+        approximation: str | None = None,
+    ) -> list[Tensor]:
+        """Return A of what a weight is multiplied with, see ``shared_weight``: ``[I, I]``."""
+        with bound(module):
+            x = self._read(module, *self._places(module)[param_str], subsampling)
+        return [] if x is None else [shared_weight.input_factor(x, approximation)]
+
+
+class SequenceDerivatives(RecurrentDerivatives):
+    """Derivatives of modules that take all time steps."""
+
+    def suffixes(self, module: Any) -> list[str]:
+        """Return ``_l0``, ``_l0_reverse``, ``_l1`` and so on."""
+        directions = ["", "_reverse"][: self.directions(module)]
+        return [f"_l{layer}{d}" for layer in range(module.num_layers) for d in directions]
+
+    def directions(self, module: Any) -> int:
+        """Return the number of directions D."""
+        return 2 if module.bidirectional else 1
+
+    def min_dims(self, module: Module) -> int:
+        """Return 3: time, batch, features."""
+        return 3
+
+    def batch_axis_in(self, module: Any, i: int) -> int:
+        """Return 1 (states, sequence) or 0 (sequence with ``batch_first``)."""
+        return 0 if i == 0 and module.batch_first else 1
+
+    def batch_axis_out(self, module: Any, i: int) -> int:
+        """Return 1 (states, sequence) or 0 (sequence with ``batch_first``)."""
+        return 0 if i == 0 and module.batch_first else 1
+
+    def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Exchange time and batch axis if the batch comes first."""
+        exchange = module.batch_first and not is_state
+        return tensor.transpose(axis, axis + 1) if exchange else tensor
+
+    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Exchange them back."""
+        return self.inside(module, tensor, axis, is_state)
+
+    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
+        output, *finals = mat
+        return None if output is None else self.inside(module, output, 1, False), finals
+
+    def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
+        """Return the values at all steps, and the states."""
+        output, *finals = results
+        return self.outside(module, output, axis, False), *finals
+
+
+@register(RNN)
+class RNNDerivatives(SequenceDerivatives):
+    """Derivatives of ``torch.nn.RNN``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step for the module's nonlinearity."""
+        return ELMAN_STEPS[module.nonlinearity]
+
+
+@register(LSTM)
+class LSTMDerivatives(SequenceDerivatives):
+    """Derivatives of ``torch.nn.LSTM``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step."""
+        return LSTM_STEP
+
+
+@register(GRU)
+class GRUDerivatives(SequenceDerivatives):
+    """Derivatives of ``torch.nn.GRU``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step."""
+        return GRU_STEP
+
+
+class CellDerivatives(RecurrentDerivatives):
+    """Derivatives of modules that take one time step: T = L = D = 1."""
+
+    def suffixes(self, module: Any) -> list[str]:
+        """Return one, empty."""
+        return [""]
+
+    def min_dims(self, module: Module) -> int:
+        """Return 2: batch, features."""
+        return 2
+
+    def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Add the axis of the only step or layer."""
+        return tensor.unsqueeze(axis)
+
+    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Remove it."""
+        return tensor.squeeze(axis)
+
+    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return what arrives at the states: they are the only outputs."""
+        mats = [mat] if isinstance(mat, Tensor) else mat
+        return None, [None if m is None else self.inside(module, m, 1, True) for m in mats]
+
+    def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
+        """Return the states."""
+        _, *states = (self.outside(module, r, axis, True) for r in results)
+        return tuple(states) if len(states) > 1 else states[0]
+
+
+@register(RNNCell)
+class RNNCellDerivatives(CellDerivatives):
+    """Derivatives of ``torch.nn.RNNCell``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step for the module's nonlinearity."""
+        return ELMAN_STEPS[module.nonlinearity]
+
+
+@register(LSTMCell)
+class LSTMCellDerivatives(CellDerivatives):
+    """Derivatives of ``torch.nn.LSTMCell``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step."""
+        return LSTM_STEP
+
+
+@register(GRUCell)
+class GRUCellDerivatives(CellDerivatives):
+    """Derivatives of ``torch.nn.GRUCell``."""
+
+    def step(self, module: Any) -> Step:
+        """Return the step."""
+        return GRU_STEP

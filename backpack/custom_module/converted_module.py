@@ -1,0 +1,178 @@
+"""What the converter returns."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, GraphModule
+from torch.fx.node import Node
+from torch.nn import Module
+
+from backpack.custom_module.function_module import map_leaves
+from backpack.custom_module.parameter_module import ParameterModule
+
+# What every module has: parameters, buffers, children, hooks.
+MODULE_STATE = frozenset(vars(Module()))
+
+
+class Conversion(NamedTuple):
+    """One row of the report.
+
+    Attributes:
+        name: Name of the module that is called.
+        source: What it was before.
+        result: What it is now.
+        line: Where it is called, if known.
+    """
+
+    name: str
+    source: str
+    result: str
+    line: str
+
+
+class Branch(NamedTuple):
+    """A place where the forward pass asks whether it is in training mode."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _NodeName:
+    """Stands for a node in the arguments of another."""
+
+    name: str
+
+
+class ConvertedModule(GraphModule):
+    """A graph of module calls, with all parameters, buffers and children of the original.
+
+    Other than its base class it survives copying and pickling with everything that it has, also
+    with what the graph does not call.
+
+    Attributes:
+        conversions: What was converted to what.
+        branches: Where the forward pass of the original depended on the training mode.
+    """
+
+    conversions: tuple[Conversion, ...]
+    branches: tuple[Branch, ...]
+
+    def __init__(
+        self,
+        root: Module,
+        graph: Graph,
+        class_name: str,
+        conversions: tuple[Conversion, ...] = (),
+        branches: tuple[Branch, ...] = (),
+    ):
+        """Take over the state of a module.
+
+        Args:
+            root: Holds all that the graph calls.
+            graph: Placeholders, calls of modules and an output.
+            class_name: Name of the original's class.
+            conversions: What was converted to what.
+            branches: Where the forward pass depended on the training mode.
+        """
+        super().__init__(root, graph, class_name)
+        for name, value in vars(root).items():
+            if name in MODULE_STATE or not hasattr(self, name):
+                vars(self)[name] = value
+        vars(self)["conversions"] = conversions
+        vars(self)["branches"] = branches
+        vars(self)["_traced_in_training"] = root.training
+        for module in self.modules():
+            if isinstance(module, ParameterModule):
+                module.move_to(root, self)
+
+    def train(self, mode: bool = True) -> ConvertedModule:
+        """Set the training mode, with a warning if the graph belongs to the other one.
+
+        Args:
+            mode: Training or evaluation.
+
+        Returns:
+            The module itself.
+        """
+        if self.branches and mode != self._traced_in_training:
+            places = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(self.branches))
+            warnings.warn(
+                f"The forward pass of {type(self).__name__} branches on its training mode "
+                f"({places}). It was converted with training={self._traced_in_training} and keeps "
+                "that branch. Convert the original in the other mode, too, and share parameters.",
+                stacklevel=2,
+            )
+        return super().train(mode)  # type: ignore[return-value]
+
+    def report(self) -> str:
+        """Return what was converted to what, as a table."""
+        header = Conversion("module", "was", "is", "called at")
+        rows = [header, *(Conversion(*map(_short, row)) for row in self.conversions)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Replace the graph by a list of its nodes."""
+
+        def named(leaf: Any) -> Any:
+            return _NodeName(leaf.name) if isinstance(leaf, Node) else leaf
+
+        nodes = [
+            (node.op, node.target, *map_leaves(named, (node.args, dict(node.kwargs))), node.name)
+            for node in self.graph.nodes
+        ]
+        state = {name: value for name, value in vars(self).items() if name != "_graph"}
+        return {**state, "_nodes": nodes, "_class_name": type(self).__name__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build the graph again."""
+        state = dict(state)
+        graph = Graph()
+        nodes: dict[str, Node] = {}
+
+        def found(leaf: Any) -> Any:
+            return nodes[leaf.name] if isinstance(leaf, _NodeName) else leaf
+
+        for op, target, args, kwargs, name in state.pop("_nodes"):
+            args, kwargs = map_leaves(found, args), map_leaves(found, kwargs)
+            nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        type(self).__name__ = state.pop("_class_name")
+        Module.__setstate__(self, state)
+        self.graph = graph
+
+    # GraphModule has its own ways for all of these, and they lose what the graph does not call.
+
+    def __reduce__(self) -> Any:
+        """Pickle in two steps: an empty module, then its state, which may refer to the module."""
+        return _empty, (), self.__getstate__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as :meth:`__reduce__` says."""
+        return self.__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
+        """Copy everything."""
+        memo[id(self)] = result = _empty()
+        result.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return result
+
+    def __copy__(self) -> ConvertedModule:
+        """Copy the module, not what it holds."""
+        result = _empty()
+        result.__setstate__(self.__getstate__())
+        return result
+
+
+def _short(text: str, length: int = 70) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _empty() -> ConvertedModule:
+    return ConvertedModule.__new__(ConvertedModule)

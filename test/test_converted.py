@@ -1,0 +1,256 @@
+"""Converted models: every quantity against plain autograd on the model as the user wrote it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+
+N = 3
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+
+
+class Residual(nn.Module):
+    """Residual blocks with functions, in-place changes and a reused activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 2, 3, padding=1)
+        self.bn = nn.BatchNorm2d(2)
+        self.conv2 = nn.Conv2d(2, 2, 3, padding=1)
+        self.shortcut = nn.Conv2d(1, 2, 1, bias=False)
+        self.act = nn.Sigmoid()
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.bn(self.conv1(x)))
+        out = self.conv2(out)
+        out += self.shortcut(x)
+        out = F.max_pool2d(self.act(out), 2)
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(out, 1), start_dim=1))
+
+
+class Attention(nn.Module):
+    """One head of attention in functions, a class token, positions and a layer scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 3))
+        self.position = nn.Parameter(torch.randn(1, 4, 3))
+        self.norm = nn.LayerNorm(3)
+        self.qkv = nn.Linear(3, 9)
+        self.scale = nn.Parameter(torch.rand(3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        x = torch.cat([self.token.expand(n, -1, -1), self.embed(x)], dim=1) + self.position
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        weights = F.softmax(q @ k.transpose(-2, -1) / 3**0.5, dim=-1)
+        x = x + self.scale * (weights @ v)
+        return self.head(x[:, 0])
+
+
+class Language(nn.Module):
+    """The documented recurrent example."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.embedding = nn.Embedding(5, 3)
+        self.dropout = nn.Dropout(0.2)
+        self.lstm = nn.LSTM(3, 2, num_layers=2, batch_first=batch_first, dropout=0.2)
+        self.dense = nn.Linear(2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        x = self.dropout(self.embedding(x))
+        x, _ = self.lstm(x)
+        x = self.dense(self.dropout(x))
+        return x.permute(0, 2, 1) if self.batch_first else x.permute(1, 2, 0)
+
+
+class LastState(nn.Module):
+    """A classifier on the last hidden states of both directions of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(2, 2, num_layers=2, bidirectional=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, h = self.gru(x.transpose(0, 1))
+        return self.head(torch.cat((h[-2], h[-1]), dim=1))
+
+
+class Cells(nn.Module):
+    """A cell in a loop over time, its state starting from a parameter."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+        self.start = nn.Parameter(torch.randn(2))
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.start.expand(x.shape[0], -1)
+        is_lstm = isinstance(self.cell, nn.LSTMCell)
+        state = (h, h * 2) if is_lstm else h
+        for t in range(3):
+            state = self.cell(x[:, t], state)
+        return self.head(state[0] if is_lstm else state)
+
+
+class Mixture(nn.Module):
+    """Products of activations, several outputs, a parameter that enters nonlinearly, a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(3, 4))
+        self.second = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x).split(2, dim=1)
+        y = self.second(a.tanh() * torch.exp(b)) * torch.softmax(self.gain, 0)
+        y = torch.stack([y, y.relu() - 2 * y], dim=1).mean(1)
+        return torch.einsum("ni,ci->nc", y, self.weight) + F.linear(x, self.weight)
+
+
+def unknown(x: Tensor) -> Tensor:
+    """A function that the converter does not know."""
+    return x * x.sigmoid()
+
+
+torch.fx.wrap("unknown")
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(unknown(self.first(x)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "residual": (Residual, lambda: torch.randn(N, 1, 4, 4)),
+    "attention": (Attention, lambda: torch.randn(N, 3, 2)),
+    "language": (Language, lambda: torch.randint(5, (N, 4))),
+    "language-sequence-first": (lambda: Language(False), lambda: torch.randint(5, (N, 4))),
+    "last-state": (LastState, lambda: torch.randn(N, 3, 2)),
+    "lstm-cell": (lambda: Cells(nn.LSTMCell(2, 2)), lambda: torch.randn(N, 3, 2)),
+    "gru-cell": (lambda: Cells(nn.GRUCell(2, 2)), lambda: torch.randn(N, 3, 2)),
+    "rnn-cell": (lambda: Cells(nn.RNNCell(2, 2)), lambda: torch.randn(N, 3, 2)),
+    "mixture": (Mixture, lambda: torch.randn(N, 4)),
+    "unknown": (Unknown, lambda: torch.randn(N, 4)),
+}
+FIELDS: dict[str, Callable[..., Any]] = {
+    "grad_batch": oracle.batch_grad,
+    "batch_l2": oracle.batch_l2,
+    "sum_grad_squared": oracle.sum_grad_squared,
+    "variance": oracle.variance,
+    "diag_ggn_exact": oracle.ggn_diag,
+    "diag_ggn_exact_batch": oracle.batch_ggn_diag,
+    "diag_h": oracle.hessian_diag,
+    "diag_h_batch": oracle.batch_hessian_diag,
+}
+BLOCKS = {"ggnmp": oracle.ggn_blocks, "hmp": oracle.hessian_blocks}
+
+
+def extensions_() -> list[Any]:
+    return [
+        extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
+        extensions.SumGradSquared(),
+        extensions.Variance(),
+        extensions.DiagGGNExact(),
+        extensions.BatchDiagGGNExact(),
+        extensions.SqrtGGNExact(),
+        extensions.DiagHessian(),
+        extensions.BatchDiagHessian(),
+        extensions.KFLR(),
+        extensions.KFRA(),
+        extensions.KFAC(approximation="expand"),
+        extensions.GGNMP(),
+        extensions.HMP(),
+        extensions.PCHMP(),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantities(name: str) -> None:
+    make, data = MODELS[name]
+    torch.manual_seed(0)
+    model, X = make().double().eval(), data()
+    X = X.double() if X.is_floating_point() else X
+    y = torch.randint(3, model(X)[:, 0].shape)
+    original = copy.deepcopy(model)
+
+    with warnings.catch_warnings():
+        if name != "unknown":
+            warnings.simplefilter("error")
+        converted = extend(model, use_converter=True)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(converted(X), y)
+    exts = extensions_()
+    if name == "mixture":  # tied between a linear map of two kinds: no common factors
+        exts = [e for e in exts if not isinstance(e, extensions.KFRA)]
+    with backpack(*exts):
+        loss.backward()
+
+    params = oracle.trainable(model)
+    problem = (original, nn.CrossEntropyLoss(), X, y)
+    for field, function in FIELDS.items():
+        for p, value in zip(params, function(*problem), strict=True):
+            torch.testing.assert_close(getattr(p, field), value, **TOLERANCE)
+    for field, function in BLOCKS.items():
+        for p, block in zip(params, function(*problem), strict=True):
+            units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+            mine = getattr(p, field)(units).flatten(1)
+            torch.testing.assert_close(mine, block, **TOLERANCE)
+    for p in params:
+        root = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+        if len(p.kflr) == 1:
+            torch.testing.assert_close(p.kflr[0], root.T @ root, **TOLERANCE)
+        assert torch.Size([len(f) for f in p.kflr]).numel() == p.numel()
+        vector = torch.randn(1, *p.shape, dtype=p.dtype)
+        assert (p.pchmp(vector) * vector).sum() >= -1e-12
+
+
+def test_an_optimiser_made_before_still_works() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    converted, lossfunc = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(8, 3, 2), torch.randint(3, (8,))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = lossfunc(converted(X), y)
+        with backpack(extensions.DiagGGNMC()):
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(model(X), converted(X))
+
+
+def test_extending_again_changes_nothing() -> None:
+    model = extend(Residual(), use_converter=True)
+    assert extend(model, use_converter=True) is model
+    assert extend(model) is model

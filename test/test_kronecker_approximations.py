@@ -1,0 +1,289 @@
+"""KFAC-expand and KFAC-reduce: the factors by definition, and networks for which they are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, einsum, nn
+
+from backpack import backpack, extend
+from backpack.core.derivatives import derivatives_of
+from backpack.core.tape import bound
+from backpack.custom_module.permute import Permute
+from backpack.extensions import HBP, KFAC, KFLR, KFRA
+from backpack.utils.kroneckers import kfacs_to_mat
+from backpack.utils.subsampling import subsample
+
+N, V = 3, 2
+APPROXIMATIONS = [None, "expand", "reduce"]
+
+CALLS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Linear(4, 3), (4,)),
+    (nn.Linear(4, 3), (5, 4)),
+    (nn.Linear(4, 3, bias=False), (2, 3, 4)),
+    (nn.Conv1d(2, 3, 2, stride=2, padding=1), (2, 5)),
+    (nn.Conv2d(2, 4, (3, 2), groups=2), (2, 4, 3)),
+    (nn.Conv2d(2, 2, 3, padding="same", padding_mode="circular"), (2, 3, 3)),
+    (nn.Conv3d(1, 2, 2), (1, 3, 2, 2)),
+    (nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 4)),
+    (nn.ConvTranspose2d(2, 4, 2, groups=2, padding=1), (2, 3, 2)),
+]
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-11)
+
+
+# --------------------------------------------------------------------------------------
+# The rule, by definition
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "shape"), CALLS, ids=str)
+@pytest.mark.parametrize("rows", [None, [2, 0], slice(1, None)], ids=str)
+def test_factors(module: nn.Module, shape: tuple[int, ...], rows: Any) -> None:
+    torch.manual_seed(0)
+    module = extend(module.double())
+    out = module(torch.randn(N, *shape, dtype=torch.float64).requires_grad_())
+    rule: Any = derivatives_of(module)
+    s = torch.randn(V, *subsample(out, subsampling=rows).shape, dtype=out.dtype)
+    with bound(module) as call:
+        x = subsample(call.input0, subsampling=rows).detach()
+    patches = oracle.unfold_input(module, x).permute(0, 1, 3, 2)  # [N, G, T, I]
+    num_n, groups, num_t, _ = patches.shape
+    outer = einsum("ngti,ngtj->ij", patches, patches) / groups
+    sums = einsum("ngti,nguj->ij", patches, patches) / groups
+    inputs = {
+        None: outer / num_n,
+        "expand": outer / (num_n * num_t),
+        "reduce": sums / (num_n * num_t**2),
+    }
+    # [V, N, T, O]
+    at_positions = s if isinstance(module, nn.Linear) else s.flatten(3).mT
+    at_positions = at_positions.reshape(V, num_n, num_t, -1)
+
+    for name, p in module.named_parameters():
+        shared = name == "weight" and isinstance(module, oracle.CONV_TRANSPOSE)
+        for approximation in APPROXIMATIONS:
+            options = {"subsampling": rows, "approximation": approximation}
+            with bound(module):
+                found = rule.kronecker_rows(name, module, None, None, s, **options)
+                factors = rule.kronecker_input_factors(name, module, **options)
+            if approximation == "expand":
+                expected = at_positions.flatten(1, 2)
+            else:
+                expected = at_positions.sum(2)
+            close(found, expected.unflatten(2, (module.groups if shared else 1, -1)))
+            assert len(factors) == (p.dim() > 1)
+            for factor in factors:
+                close(factor, inputs[approximation])
+
+
+# --------------------------------------------------------------------------------------
+# Exactness
+# --------------------------------------------------------------------------------------
+
+
+def factors(
+    ext: HBP, model: nn.Module, lossfunc: nn.Module, X: Tensor, y: Tensor
+) -> list[list[Tensor]]:
+    """Run an extension; return its result for every parameter."""
+    extend(model), extend(lossfunc)
+    torch.manual_seed(1)
+    loss = lossfunc(model(X), y)
+    with backpack(ext):
+        loss.backward()
+    return [getattr(p, ext.savefield) for p in model.parameters()]
+
+
+def blocks(model: nn.Module, lossfunc: nn.Module, X: Tensor, y: Tensor) -> list[Tensor]:
+    """Return the blocks of the GGN, indexed as the Kronecker factors are."""
+    result = oracle.ggn_blocks(model, lossfunc, X, y)
+    for i, p in enumerate(model.parameters()):
+        owner = next(m for m in model.modules() if any(q is p for q in m._parameters.values()))
+        if isinstance(owner, oracle.CONV_TRANSPOSE) and p.dim() > 1:  # [I, O, *k] to [O, I, *k]
+            order = torch.arange(p.numel()).reshape(p.shape).transpose(0, 1).flatten()
+            result[i] = result[i][order][:, order]
+    return result
+
+
+def problem(
+    make: Callable[[], nn.Module], *shape: int, tokens: int = 0, reduction: str = "mean"
+) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Return a model, the squared error, an input ``[N, *shape]`` and a target."""
+    torch.manual_seed(0)
+    model = make().double()
+    X = torch.randint(tokens, (N, *shape)) if tokens else torch.randn(N, *shape).double()
+    return model, nn.MSELoss(reduction=reduction), X, torch.randn_like(model(X).detach())
+
+
+def position_by_position() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+
+
+def pixel_by_pixel() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1))
+
+
+def average_over_positions() -> nn.Module:
+    layers = [nn.Linear(4, 3), nn.Linear(3, 2), Permute(0, 2, 1), nn.AdaptiveAvgPool1d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2, 2))
+
+
+def image_classifier(*convolutions: nn.Module) -> nn.Module:
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+
+
+EXPAND = {
+    "linear": lambda: problem(position_by_position, 5, 4),
+    "linear-sum": lambda: problem(position_by_position, 5, 4, reduction="sum"),
+    "more-axes": lambda: problem(position_by_position, 2, 3, 4),
+    "conv-1x1": lambda: problem(pixel_by_pixel, 2, 3, 2),
+    "conv-3x3-alone": lambda: problem(lambda: nn.Conv2d(2, 3, 3, padding=1), 2, 3, 4),
+    "embedding": lambda: problem(
+        lambda: nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)), 5, tokens=7
+    ),
+    "embedding-padding": lambda: problem(
+        lambda: nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Linear(3, 2)), 5, tokens=4
+    ),
+}
+REDUCE = {
+    "linear": lambda: problem(average_over_positions, 5, 4),
+    "linear-sum": lambda: problem(average_over_positions, 5, 4, reduction="sum"),
+    "conv-1x1": lambda: problem(lambda: image_classifier(nn.Conv2d(2, 3, 1)), 2, 3, 2),
+    "conv-3x3": lambda: problem(
+        lambda: image_classifier(nn.Conv2d(2, 3, 3, stride=2, padding=1)), 2, 5, 4
+    ),
+    "conv-transpose": lambda: problem(
+        lambda: image_classifier(nn.ConvTranspose2d(2, 3, 2, stride=2)), 2, 2, 3
+    ),
+    "embedding": lambda: problem(
+        lambda: nn.Sequential(nn.Embedding(7, 4), average_over_positions()), 5, tokens=7
+    ),
+}
+EXACT = [("expand", name) for name in EXPAND] + [("reduce", name) for name in REDUCE]
+
+
+@pytest.mark.parametrize(("approximation", "name"), EXACT)
+def test_exact(approximation: Any, name: str) -> None:
+    model, lossfunc, X, y = (EXPAND if approximation == "expand" else REDUCE)[name]()
+    expected = blocks(model, lossfunc, X, y)
+    found = factors(KFLR(approximation=approximation), model, lossfunc, X, y)
+    for lists, block in zip(found, expected, strict=True):
+        close(kfacs_to_mat(lists), block)
+
+
+@pytest.mark.parametrize(("approximation", "name"), EXACT)
+def test_they_differ(approximation: Any, name: str) -> None:
+    """The other approximations are not exact for these networks: the test above tells."""
+    model, lossfunc, X, y = (EXPAND if approximation == "expand" else REDUCE)[name]()
+    expected = blocks(model, lossfunc, X, y)
+    for other in {*APPROXIMATIONS} - {approximation}:
+        found = factors(KFLR(approximation=other), model, lossfunc, X, y)
+        errors = [
+            (kfacs_to_mat(lists) - block).norm() / block.norm()
+            for lists, block in zip(found, expected, strict=True)
+        ]
+        assert max(errors) > 0.05
+
+
+@pytest.mark.parametrize(("approximation", "name"), EXACT)
+def test_sampled(approximation: Any, name: str) -> None:
+    """KFAC has the same input factors, and an estimate of the other one."""
+    model, lossfunc, X, y = (EXPAND if approximation == "expand" else REDUCE)[name]()
+    exact = factors(KFLR(approximation=approximation), model, lossfunc, X, y)
+    found = factors(KFAC(5000, approximation=approximation), model, lossfunc, X, y)
+    first = ["embedding" in name, *[False] * (len(exact) - 1)]
+    for mine, theirs, input_first in zip(found, exact, first, strict=True):
+        if len(mine) > 1:
+            i = 0 if input_first else 1
+            close(mine[i], theirs[i])
+        B, estimate = (f[-1 if input_first else 0] for f in (theirs, mine))
+        assert (estimate - B).norm() < 0.1 * B.norm()
+
+
+# --------------------------------------------------------------------------------------
+# Conventions
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ext", [KFLR, lambda **options: KFAC(2, **options)])
+def test_one_position(ext: Any) -> None:
+    """Nothing to approximate: all agree."""
+
+    def run(**options: Any) -> list[list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        X, y = torch.randn(N, 4).double(), torch.tensor([0, 2, 1])
+        return factors(ext(**options), model, nn.CrossEntropyLoss(), X, y)
+
+    default = run()
+    for approximation in APPROXIMATIONS:
+        for mine, theirs in zip(run(approximation=approximation), default, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                close(one, other)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv-3x3", "conv-transpose"])
+def test_default(name: str) -> None:
+    """Rows are summed, inputs are not: the values that users have had so far."""
+    model, lossfunc, X, y = REDUCE[name]()
+    expected = oracle.kflr(model, lossfunc, X, y)
+    for ext in (KFLR(), KFLR(approximation=None)):
+        for mine, theirs in zip(factors(ext, model, lossfunc, X, y), expected, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                close(one, other)
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_subsampling(approximation: Any) -> None:
+    """Factors of a part of the batch: those of that part alone, with the scale of the batch."""
+    model, lossfunc, X, y = EXPAND["linear-sum"]()
+    rows = [2, 0]
+    found = factors(KFLR(rows, approximation), model, lossfunc, X, y)
+    expected = factors(KFLR(approximation=approximation), model, lossfunc, X[rows], y[rows])
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            close(one, other)
+
+
+def test_several_at_once() -> None:
+    """One backward pass serves extensions with different approximations."""
+    model, lossfunc, X, y = EXPAND["linear"]()
+    alone = {
+        approximation: factors(KFLR(approximation=approximation), model, lossfunc, X, y)
+        for approximation in APPROXIMATIONS
+    }
+    strategies = ("GGN", "EXACT", "SQRT", "BOTEV_MARTENS")
+    exts = {a: HBP(*strategies, savefield=f"hbp_{a}", approximation=a) for a in APPROXIMATIONS}
+    with backpack(*exts.values()):
+        lossfunc(model(X), y).backward()
+    for approximation, ext in exts.items():
+        for p, theirs in zip(model.parameters(), alone[approximation], strict=True):
+            for one, other in zip(getattr(p, ext.savefield), theirs, strict=True):
+                close(one, other)
+
+
+@pytest.mark.parametrize("ext", [KFAC, KFLR])
+@pytest.mark.parametrize("wrong", ["Expand", "", "none", True])
+def test_unknown_approximation(ext: Any, wrong: Any) -> None:
+    with pytest.raises(ValueError, match="None, 'expand' or 'reduce'"):
+        ext(approximation=wrong)
+
+
+def test_batch_average_has_none() -> None:
+    with pytest.raises(TypeError, match="approximation"):
+        KFRA(approximation="expand")  # type: ignore[call-arg]
+    for approximation in ("expand", "reduce"):
+        with pytest.raises(ValueError, match="averaged over the batch"):
+            HBP(
+                "GGN",
+                "AVERAGE",
+                "BATCH_AVERAGE",
+                "BOTEV_MARTENS",
+                approximation=approximation,  # type: ignore[arg-type]
+            )
