@@ -199,7 +199,7 @@ class BackwardPass:
             with call.bound(check=False) as module:
                 hook(module)
         if self.configuration.retain_graph:
-            call.g_out, call.g_samples = [None] * len(call.g_out), None
+            call.forget()
         else:
             call.release()
 

@@ -55,22 +55,30 @@ class Place(NamedTuple):
 class Layout:
     """Where the samples are. Shared by all tensors that have them in the same place.
 
-    What the first module of a network assumes (the first axis), a later one that knows better,
-    such as a recurrent layer with ``batch_first=False``, may correct for all of them.
+    What the first module of a network assumes (the first axis), a later one that knows better, such
+    as a recurrent layer with ``batch_first=False``, may correct for all of them.
 
     Attributes:
         before: Number of entries before the samples; see the module's docstring.
         samples: Number of samples, 0 if the tensor has none.
         assumed: Whether this may be corrected.
+        dims: Number of axes of the data that the assumption was made for.
     """
 
-    __slots__ = ("assumed", "before", "samples")
+    __slots__ = ("_facts", "_same", "_sources")
 
-    def __init__(self, before: int, samples: int, assumed: bool = False):
-        """Store where the samples are."""
-        self.before = before
-        self.samples = samples
-        self.assumed = assumed
+    def __init__(
+        self,
+        before: int,
+        samples: int,
+        assumed: bool = False,
+        dims: int = 0,
+        sources: Sequence[Layout] = (),
+    ):
+        """Store where the samples are, and the layouts that this one was derived from."""
+        self._facts = (before, samples, assumed, dims)
+        self._same: Layout | None = None
+        self._sources = tuple(sources)
 
     def __repr__(self) -> str:
         """Show the numbers."""
@@ -79,7 +87,34 @@ class Layout:
     @classmethod
     def of_axis(cls, shape: Sequence[int], axis: int, assumed: bool = False) -> Layout:
         """Describe a tensor with its samples along one axis."""
-        return cls(prod(shape[:axis]), shape[axis], assumed)
+        return cls(prod(shape[:axis]), shape[axis], assumed, len(shape))
+
+    @property
+    def _root(self) -> Layout:
+        layout = self
+        while layout._same is not None:
+            layout = layout._same
+        return layout
+
+    @property
+    def before(self) -> int:
+        """Number of entries before the samples."""
+        return self._root._facts[0]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples, 0 if there are none."""
+        return self._root._facts[1]
+
+    @property
+    def assumed(self) -> bool:
+        """Whether this may be corrected."""
+        return self._root._facts[2]
+
+    @property
+    def dims(self) -> int:
+        """Number of axes of the data that the assumption was made for."""
+        return self._root._facts[3]
 
     @property
     def is_batched(self) -> bool:
@@ -91,18 +126,63 @@ class Layout:
         """Whether the samples come first."""
         return self.before == 1 and self.samples > 0
 
-    def become(self, other: Layout) -> None:
-        """Correct what was assumed."""
-        self.before, self.samples, self.assumed = other.before, other.samples, other.assumed
+    def is_first(self, shape: Sequence[int]) -> bool:
+        """Whether the samples are along the first axis of a tensor of this shape."""
+        before, samples, *_ = self._root._facts
+        first = shape[0] if shape else 0
+        return before == 1 and samples > 0 and (samples == first or first % samples == 0)
+
+    def confirm(self) -> None:
+        """Take what was assumed for certain."""
+        root = self._root
+        root._facts = (*root._facts[:2], False, root._facts[3])
+
+    def correct(self, shape: Sequence[int], axis: int) -> None:
+        """Replace what was assumed.
+
+        Raises:
+            ValueError: If it was derived from something else, which would have to be corrected too.
+        """
+        root = self._root
+        if root._sources:
+            raise ValueError(
+                f"the samples of a tensor of shape {list(shape)} are needed along axis {axis}, but "
+                "where they are was found from the assumption that the data of the network has its "
+                "samples along the first axis. Give the network data with the batch axis first"
+            )
+        root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
+
+    def demote(self) -> None:
+        """Say that there are no samples, here and in what this was derived from."""
+        root = self._root
+        root._facts = (1, 0, False, root._facts[3])
+        for source in root._sources:
+            source.demote()
+
+    def unify(self, other: Layout) -> None:
+        """Let two layouts that agree be one, so that they are corrected together."""
+        one, two = self._root, other._root
+        if one is two or one._facts[:2] != two._facts[:2]:
+            return
+        if two.assumed and not one.assumed:
+            one, two = two, one
+        if one.assumed:
+            one._same = two
 
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits."""
         for axis, size in enumerate(shape):
-            outer, rest = divmod(self.before, prod(shape[:axis]) or 1)
+            if prod(shape[:axis]) == self.before and size == self.samples:
+                return Place(axis, 1, self.samples)
+        for axis, size in enumerate(shape):
+            before = prod(shape[:axis])
+            outer, rest = divmod(self.before, before or 1)
             if rest or outer == 0:
                 break
-            if size % (outer * self.samples) == 0 and size > 0:
-                return Place(axis, outer, self.samples)
+            if size > 0 and size % (outer * self.samples) == 0:
+                merged = size > outer * self.samples
+                # samples merged with what follows them, behind another axis: no rows of samples
+                return None if merged and before > 1 else Place(axis, outer, self.samples)
         if self.before == 1 and shape:  # a batch that was split: the number of samples is smaller
             return Place(0, 1, shape[0])
         return None

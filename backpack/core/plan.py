@@ -97,6 +97,19 @@ class Plan:
                 "no partner in the other. Use one backward pass for each batch."
             )
 
+    def check_one_batch_for_all(self) -> None:
+        """Refuse tensors without samples in a backward pass through batches of different sizes.
+
+        Raises:
+            ValueError: If the sizes differ.
+        """
+        sizes = sorted({size for _, size in self._batches.values() if size})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"A parameter that functions read is used on batches of different sizes ({sizes}). "
+                "Use one backward pass for each batch."
+            )
+
     @cached_property
     def _batches(self) -> dict[Call, tuple[int, int]]:
         """Number the connected parts of the network, and find the number of samples of each."""
@@ -111,7 +124,7 @@ class Plan:
                             part[other] = min(joined)
         rows: dict[int, int] = {}
         for call, number in part.items():
-            if self.num_rows(call):
+            if self.num_rows(call) and not call.is_unbatched:
                 rows[number] = gcd(rows.get(number, 0), self.num_rows(call))
         return {call: (number, rows.get(number, 0)) for call, number in part.items()}
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from backpack.context import disable
 from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
+from backpack.core.derivatives.by_autograd import close
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import REDUCTIONS, Products, Use
@@ -356,6 +357,7 @@ def separate_samples(plan: Plan) -> None:
     """
     if not any(call.is_unbatched for call in plan.calls):
         return
+    plan.check_one_batch_for_all()
     arrived: dict[Origin, Factor] = {}
     apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
     for call in reversed(plan.calls):
@@ -364,6 +366,13 @@ def separate_samples(plan: Plan) -> None:
         if call.is_unbatched:
             found = fetch(call, arrived)
             call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
+            for total, each in zip(call.g_out, call.g_samples, strict=True):
+                if total is not None and (each is None or not close(each.sum(0), total)):
+                    raise ValueError(
+                        f"{call!r} has no samples, and reaches the loss on a way on which those of "
+                        "the loss cannot be told apart (not through a module that combines it with "
+                        "data). Combine it with data in a module, such as SumModule."
+                    )
         grads = call_products.gradients(call)
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
             continue

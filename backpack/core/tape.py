@@ -18,12 +18,13 @@ from weakref import WeakSet
 import torch
 from torch import Size, Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.context import CTX, disable
-from backpack.core.layout import Layout, Place
+from backpack.core.layout import Layout, Place, unbatched
 from backpack.core.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
+from backpack.custom_module.parameter_module import is_constant, mark_constant
 
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -139,6 +140,9 @@ class Call:
         layouts_in: Where the samples are in each input; None for data and for what is no tensor.
         layouts_out: Where the samples are in each output; None for a scalar loss.
         misplaced: What is wrong with the place of the batch axis, if anything.
+        computed: Which inputs a function has computed from what recorded calls returned.
+        relied_on: What was known of the inputs when the rule found the layouts of the outputs.
+        kept: Names in ``saved`` that a backward pass has to leave there.
         copies: Number of samples for which a call without samples (of parameters) stands.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
@@ -149,6 +153,7 @@ class Call:
 
     __slots__ = (
         "__weakref__",
+        "computed",
         "copies",
         "counts_uses",
         "derivatives",
@@ -157,6 +162,7 @@ class Call:
         "index",
         "inputs",
         "is_container",
+        "kept",
         "layouts_in",
         "layouts_out",
         "misplaced",
@@ -166,6 +172,7 @@ class Call:
         "origins_out",
         "outputs",
         "params",
+        "relied_on",
         "saved",
         "shape_in",
         "shape_out",
@@ -199,12 +206,15 @@ class Call:
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
         self.mixes_samples = self.derivatives is not None and self.derivatives.mixes_samples(module)
-        # A module that returns its own input would own its own graph: a leak.
-        owned = {id(out) for out in outputs}
-        self.inputs = tuple(x.detach() if id(x) in owned else x for x in leaves)
         self.outputs = tuple(out.detach() for out in outputs)
         self.origins_in = tuple(origin(x) for x in leaves)
         self.origins_out = tuple(_origin_of_output(out) for out in outputs)
+        # A module that returns its own input would own its own graph: a leak.
+        owned = {id(out) for out in outputs}
+        self.inputs = tuple(
+            x.detach() if isinstance(x, Tensor) and (id(x) in owned or self.is_transparent) else x
+            for x in leaves
+        )
         self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         self.shape_out = tuple(out.shape for out in outputs)
         self.versions = tuple(_version(t) for t in self.inputs + self.outputs)
@@ -214,7 +224,10 @@ class Call:
             with disable():  # if they differentiate, that is no backward pass of the user
                 self.saved = self.derivatives.saved(module, tuple(leaves), outputs)
         self.misplaced: str | None = None
-        self.layouts_in = tuple(map(self._layout_in, leaves, self.origins_in))
+        self.relied_on: tuple[Any, ...] = ()
+        self.kept = frozenset(self.saved)
+        self.computed = [False] * len(leaves)
+        self.layouts_in = tuple(map(self._layout_in, range(len(leaves)), leaves, self.origins_in))
         self.copies = 1
         self.g_samples: list[Tensor | None] | None = None
         self.layouts_out: tuple[Layout | None, ...] = self._laid_out()
@@ -226,11 +239,14 @@ class Call:
         _live.add(self)
         _uses.update(map(id, self.params.values()))
 
-    def _layout_in(self, x: Any, mark: Origin | None) -> Layout | None:
+    def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
         """Find where the samples are in an input; None if that is for this module to say."""
-        if mark is None or mark.layout is not None:
-            return None if mark is None else mark.layout
+        if mark is None:
+            return unbatched() if is_constant(x) else None
+        if mark.layout is not None:
+            return mark.layout
         above, _ = upstream(x, lambda m: m.layout is not None)
+        self.computed[i] = bool(above)
         if any(m.layout is not None and not m.layout.is_plain for m in above):
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
@@ -249,10 +265,13 @@ class Call:
             assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
             return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
         try:
-            return tuple(self.derivatives.layouts(self))
+            found = tuple(self.derivatives.layouts(self))
         except ValueError as error:
-            self.misplaced = str(error)
+            self.misplaced = self.misplaced or str(error)
             return (None,) * len(self.outputs)
+        # what a rule has found out from layouts that are corrected later is void
+        self.relied_on = tuple(map(_facts, self.layouts_in))
+        return found
 
     def __repr__(self) -> str:
         """Name the module, its type and the shapes of the call."""
@@ -327,12 +346,35 @@ class Call:
 
     # ------------------------------------------------------------------ where the samples are
 
+    def _layouts_hold(self) -> bool:
+        """Whether what the rule has found out still holds, if a later module corrected it."""
+        now = tuple(map(_facts, self.layouts_in))
+        follows = getattr(self.derivatives, "depends_on_layouts", False)
+        if not follows or self.is_transparent or now == self.relied_on:
+            return True
+        expected = tuple(map(_facts, self.layouts_out))
+        self.relied_on = now
+        assert self.derivatives is not None
+        try:
+            return tuple(map(_facts, self.derivatives.layouts(self))) == expected
+        except ValueError:
+            return False
+
+    def forget(self) -> None:
+        """Drop what rules have kept beyond the forward pass."""
+        self.saved = {name: value for name, value in self.saved.items() if name in self.kept}
+        self.g_out, self.g_samples = [None] * len(self.g_out), None
+
     @property
     def is_plain(self) -> bool:
         """Whether all tensors have their samples first."""
-        layouts = [*self.layouts_in, *self.layouts_out]
-        return all(layout is None or layout.is_plain for layout in layouts) and (
-            self.derivatives is None or self.derivatives.sees_samples_first(self.module)
+        if self.derivatives is not None and not self.derivatives.sees_samples_first(self.module):
+            return False
+        layouts = (*self.layouts_in, *self.layouts_out)
+        shapes = (*self.shape_in, *self.shape_out)
+        return all(
+            layout is None or shape is None or layout.is_first(shape)
+            for layout, shape in zip(layouts, shapes, strict=True)
         )
 
     @property
@@ -412,6 +454,12 @@ class Call:
             raise ValueError(f"{self!r} was called with an empty batch.")
         if self.misplaced is not None:
             raise ValueError(self.misplaced)
+        if not self._layouts_hold():
+            raise ValueError(
+                f"{self!r}: the samples of the batch were assumed to be along the first axis of "
+                "the network's data, but a later module needs them elsewhere. Give the network "
+                "data with the batch axis first, or let a recurrent module come before functions."
+            )
         needed = 0 if self.derivatives is None else self.derivatives.min_dims(self.module)
         if len(self.shape_out[0]) < needed:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
@@ -465,6 +513,10 @@ class Call:
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
                 "x.relu_(), …) by its out-of-place form."
             )
+
+
+def _facts(layout: Layout | None) -> tuple[int, int] | None:
+    return None if layout is None else (layout.before, layout.samples)
 
 
 def _version(tensor: Any) -> int:
@@ -564,6 +616,9 @@ def record(
         return None
     outputs, apart = flatten_outputs(output), None
     if not any(out.grad_fn is not None for out in outputs):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if given and all(map(is_constant, given)):
+            tree_map(mark_constant, output)
         return None
     if len(outputs) > 1 and derivatives_of(module) is not None:
         # one output may be computed from another, whose gradient would include that

@@ -10,6 +10,8 @@ from typing import Any
 from torch.autograd import Function
 from torch.nn import Module
 
+from backpack.custom_module.parameter_module import mark_constant
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -67,7 +69,10 @@ class FunctionModule(Module):
         name: Short name of the function, the same for its variants: ``"matmul"`` for
             ``torch.matmul``, ``torch.Tensor.matmul`` and ``@``.
         known: Whether the function is in the converter's table.
+        constant: Whether the result does not depend on the data of the model.
     """
+
+    constant = False
 
     def __init__(
         self,
@@ -110,8 +115,10 @@ class FunctionModule(Module):
 
         args, kwargs = map_leaves(fill, self.args), map_leaves(fill, self.kwargs)
         if isinstance(self.function, str):
-            return getattr(args[0], self.function)(*args[1:], **kwargs)
-        return self.function(*args, **kwargs)
+            result = getattr(args[0], self.function)(*args[1:], **kwargs)
+        else:
+            result = self.function(*args, **kwargs)
+        return mark_constant(result) if self.constant else result
 
     def extra_repr(self) -> str:
         """Return the call."""

@@ -216,6 +216,10 @@ class _Converter:
         for node in self.graph.nodes:
             if node not in self.done:
                 getattr(self, f"_convert_{node.op}")(node)
+        for node in self.graph.nodes:
+            module = self.root.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(module, FunctionModule):  # such as arange(x.shape[1])
+                module.constant = all(kind(n) == VALUE for n in node.all_input_nodes)
         self.graph.lint()
         name = type(self.module).__name__
         return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), self.branches)

@@ -231,6 +231,7 @@ class FunctionDerivatives(AutomaticDerivatives):
     """
 
     batch_axis = BatchAxis.FOLLOWED
+    depends_on_layouts = True
     _known: ClassVar[WeakKeyDictionary[Module, dict[Any, Any]]] = WeakKeyDictionary()
 
     def sees_samples_first(self, module: Module) -> bool:
@@ -260,6 +261,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         """Return the tensors as they are; remember their axes."""
         places = [call.place_in(i) for i in range(len(inputs))]
         places_out = [call.place_out(i) for i in range(len(outputs))]
+        call.kept |= {"axes"}
         call.saved["axes"] = (
             [None if p is None else p.axis for p in places],
             [None if p is None else p.axis for p in places_out],
@@ -280,36 +282,46 @@ class FunctionDerivatives(AutomaticDerivatives):
         Raises:
             ValueError: If every output entry depends on several samples.
         """
-        if not any(call.layouts_in):  # data that requires a gradient
-            call.layouts_in = tuple(
-                Layout.of_axis(shape, 0, assumed=True) if shape and _requires_grad(x) else None
-                for x, shape in zip(call.inputs, call.shape_in, strict=True)
-            )
-        known = [layout for layout in call.layouts_in if layout is not None]
+        call.layouts_in = tuple(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
         call.saved["affine"] = False
+        call.kept |= {"affine"}
         found = self._tried(call)
         while found is None:
-            doubtful = [
-                (len(shape or ()), -layout.samples, i)
-                for i, (layout, shape) in enumerate(
-                    zip(call.layouts_in, call.shape_in, strict=True)
-                )
-                if layout is not None and layout.is_batched and layout.assumed
-            ]
-            if len(doubtful) < 1 or sum(layout.is_batched for layout in known) < 2:
-                raise ValueError(
-                    f"{call!r} combines different samples of the batch, or changes the batch axis "
-                    f"in "
-                    "a way that cannot be followed. Extensions need functions that act on each "
-                    "sample alone."
-                )
-            demoted = call.layouts_in[min(doubtful)[2]]
-            assert demoted is not None
-            demoted.become(unbatched())
+            self._demote_one(call)
             found = self._tried(call)
-        affine, layouts = found
-        call.saved["affine"] = affine
+        call.saved["affine"], layouts = found
         return layouts
+
+    @staticmethod
+    def _of_data(layout: Layout | None, x: Any, shape: Size | None) -> Layout | None:
+        """Let data have its samples first, until a later module knows better."""
+        if layout is not None or not shape or not x.is_floating_point():
+            return layout
+        return Layout.of_axis(shape, 0, assumed=True)
+
+    @staticmethod
+    def _demote_one(call: Call) -> None:
+        """Take back one assumption: of what has fewer axes, or a single entry along the first.
+
+        Raises:
+            ValueError: If there is none, or no reason to choose one of them.
+        """
+        batched = [
+            (len(shape or ()), layout.dims, layout.samples > 1, layout)
+            for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
+            if layout is not None and layout.is_batched
+        ]
+        doubtful = [entry for entry in batched if entry[-1].assumed]
+        others = len({id(layout._root) for *_, layout in batched}) > 1
+        doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1]))
+        ranks = [entry[:3] for entry in batched]
+        if not doubtful or not others or (len(set(ranks)) == 1 and len(doubtful) == len(batched)):
+            raise ValueError(
+                f"{call!r} combines different samples of the batch, or changes the batch axis in "
+                "a way that cannot be followed. Extensions need functions that act on each sample "
+                "alone."
+            )
+        doubtful[0][-1].demote()
 
     def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
         """Return whether the function is affine, and the layouts of the outputs if it has them."""
@@ -317,41 +329,56 @@ class FunctionDerivatives(AutomaticDerivatives):
         counts = {layout.samples for layout in batched}
         if len(counts) > 1:
             return None
-        key = (
-            call.shape_in,
-            tuple(x if isinstance(x, int | float | bool) else None for x in call.inputs),
-            tuple(
-                None if layout is None else (layout.before, layout.samples)
-                for layout in call.layouts_in
-            ),
-        )
         answers = self._known.setdefault(call.module, {})
-        if key not in answers:
-            answers[key] = self._try(call, counts.pop() if counts else 0)
-        if answers[key] is None:
+        key = self._key(call)
+        if key is None or key not in answers:
+            found = self._try(call, counts.pop() if counts else 0)
+            if key is not None:
+                answers[key] = found
+        else:
+            found = answers[key]
+        if found is None:
             return None
-        affine, found = answers[key]
+        affine, places = found
         if not batched:
             return affine, [unbatched() for _ in call.shape_out]
+        for layout in batched[1:]:
+            batched[0].unify(layout)
         assumed = all(layout.assumed for layout in batched)
-        one = batched[0].samples == 1
-        layouts: list[Layout | None] = [
-            None if f is None else Layout(f[0], f[1], assumed or one) for f in found
-        ]
-        for i, layout in enumerate(layouts):  # the same place: one layout, corrected together
-            if layout is not None and assumed and layout.before == batched[0].before:
-                layouts[i] = batched[0]
+        layouts: list[Layout | None] = []
+        for place in places:
+            same = [one for one in batched if place == (one.before, one.samples)]
+            if place is None or same:
+                layouts.append(same[0] if place is not None else None)
+            else:
+                before, count = place
+                sources = batched if assumed else ()
+                layouts.append(Layout(before, count, assumed, batched[0].dims, sources))
         return affine, layouts
+
+    @staticmethod
+    def _key(call: Call) -> Any:
+        """Return what the answer depends on; None if that includes values of tensors."""
+        for x, layout in zip(call.inputs, call.layouts_in, strict=True):
+            if layout is None and isinstance(x, Tensor):
+                return None
+        return (
+            call.shape_in,
+            call.training,
+            tuple(x if isinstance(x, int | float | bool | str) else None for x in call.inputs),
+            tuple(None if one is None else (one.before, one.samples) for one in call.layouts_in),
+        )
 
     def _try(self, call: Call, count: int) -> Any:
         generator = torch.Generator().manual_seed(0)
         varied = [i for i, layout in enumerate(call.layouts_in) if layout is not None]
 
-        def draw() -> dict[int, Tensor]:
-            return {
+        def draw(positive: bool = False) -> dict[int, Tensor]:
+            values = {
                 i: 2 * torch.randn(call.shape_in[i] or (), generator=generator, dtype=torch.float64)
                 for i in varied
             }
+            return {i: x.abs() + 0.5 if positive else x for i, x in values.items()}
 
         def evaluate(values: dict[int, Tensor], dtype: Any = None) -> list[Tensor]:
             leaves = list(call.inputs)
@@ -363,11 +390,11 @@ class FunctionDerivatives(AutomaticDerivatives):
                 return Evaluation(self, call.module, leaves, [], []).outputs({}, leaves)
 
         with _attached(call):
-            one, other = draw(), draw()
-            affine = self._is_affine(evaluate, one, other)
+            points = [(draw(), draw()), (draw(positive=True), draw(positive=True))]
+            affine = self._is_affine(evaluate, *points[0])
             if count == 0:
                 return affine, None
-            layouts = self._locate(call, count, evaluate, one, other)
+            layouts = self._locate(call, count, evaluate, points)
         return None if layouts is None else (affine, layouts)
 
     @staticmethod
@@ -387,46 +414,63 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     @staticmethod
     def _locate(
-        call: Call, count: int, evaluate: Any, one: dict[int, Tensor], other: dict[int, Tensor]
+        call: Call,
+        count: int,
+        evaluate: Any,
+        points: Sequence[tuple[dict[int, Tensor], dict[int, Tensor]]],
     ) -> list[tuple[int, int] | None] | None:
         """Return ``before`` and the number of samples for each output; None if they mix."""
 
-        def changed(n: int) -> dict[int, Tensor]:
-            values = {}
+        def changed(one: dict[int, Tensor], other: dict[int, Tensor], n: int) -> dict[int, Tensor]:
+            values = dict(one)
             for i, x in one.items():
                 place = call.place_in(i)
-                if place is None:
-                    values[i] = x
-                    continue
-                flat = place.to_canonical(x.clone()).clone()
-                new = place.to_canonical(other[i])
-                rows = slice(n * (len(flat) // count), (n + 1) * (len(flat) // count))
-                flat[rows] = new[rows]
-                whole = place.from_canonical(flat.unsqueeze(0), len(flat) // count)
-                values[i] = whole.squeeze(0)
+                if place is not None:
+                    rows = place.to_canonical(x).clone()
+                    own = slice(n * (len(rows) // count), (n + 1) * (len(rows) // count))
+                    rows[own] = place.to_canonical(other[i])[own]
+                    whole = place.from_canonical(rows.unsqueeze(0), len(rows) // count)
+                    values[i] = whole.squeeze(0)
             return values
 
-        before = evaluate(one)
-        first, last = evaluate(changed(0)), evaluate(changed(count - 1))
-        layouts: list[tuple[int, int] | None] = []
-        for y, y0, y1 in zip(before, first, last, strict=True):
-            if not (y.shape == y0.shape == y1.shape):
+        if count == 1:
+            return [_single(shape, call) if shape else None for shape in call.shape_out]
+        # all samples of a small batch; the first, the last and some between of a large one
+        numbers = sorted({*range(min(count, 6)), count // 2, count - 1})
+        differences: list[list[Tensor]] = []  # for each number, of each output
+        bases = [evaluate(one) for one, _ in points]
+        for n in numbers:
+            each = [evaluate(changed(one, other, n)) for one, other in points]
+            if any(
+                y.shape != z.shape
+                for b, e in zip(bases, each, strict=True)
+                for y, z in zip(b, e, strict=True)
+            ):
                 return None
+            differences.append(
+                [
+                    torch.stack(
+                        [_differs(b[j], e[j]) for b, e in zip(bases, each, strict=True)]
+                    ).any(0)
+                    for j in range(len(bases[0]))
+                ]
+            )
+        befores = [layout.before for layout in call.layouts_in if layout and layout.is_batched]
+        layouts: list[tuple[int, int] | None] = []
+        for j, y in enumerate(bases[0]):
             if y.dim() == 0:
                 layouts.append(None)
                 continue
-            if count == 1:
-                layouts.append(_single(y.shape, call))
-                continue
-            found = _find_axis(_differs(y, y0), _differs(y, y1), count)
-            if found is None:
+            touched = {n: of_n[j] for n, of_n in zip(numbers, differences, strict=True)}
+            before = _find_place(y.shape, count, touched, befores)
+            if before is None:
                 return None
-            layouts.append((found, count))
+            layouts.append((before, count))
         return layouts
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
-    return ~((one == other) | (one.isnan() & other.isnan()))
+    return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def _single(shape: Size, call: Call) -> tuple[int, int]:
@@ -438,24 +482,33 @@ def _single(shape: Size, call: Call) -> tuple[int, int]:
     return 1, 1
 
 
-def _find_axis(first: Tensor, last: Tensor, count: int) -> int | None:
-    """Return the number of entries before the samples, given what two of them have changed."""
-    for axis, size in enumerate(first.shape):
-        others = [a for a in range(first.dim()) if a != axis]
-        of_first = first.any(dim=others) if others else first
-        of_last = last.any(dim=others) if others else last
-        if size % count or not bool(of_first.any()):
+def _find_place(
+    shape: Size, count: int, touched: Mapping[int, Tensor], preferred: Sequence[int]
+) -> int | None:
+    """Find the number of entries before the samples such that each touches only its own.
+
+    Args:
+        shape: Shape of the output.
+        count: Number of samples.
+        touched: For some samples, which entries depend on them.
+        preferred: Where to look first.
+    """
+    size = shape.numel()
+    candidates = [
+        Size(shape[:axis]).numel() * outer
+        for axis, length in enumerate(shape)
+        if length % count == 0
+        for outer in range(1, length // count + 1)
+        if (length // count) % outer == 0
+    ]
+    candidates.sort(key=lambda before: (before not in preferred, before))
+    for before in candidates:
+        if size % (before * count):
             continue
-        changed = of_first.nonzero().flatten().tolist()
-        runs = sum(1 for i in changed if i == 0 or not of_first[i - 1])
-        inner = size // (count * runs) if size % (count * runs) == 0 else 0
-        if inner == 0:
-            continue
-        apart = torch.arange(size).reshape(runs, count, inner)
-        own, others_own = set(apart[:, 0].flatten().tolist()), set(apart[:, -1].flatten().tolist())
-        touched = of_last.nonzero().flatten().tolist()
-        if set(changed) <= own and touched and set(touched) <= others_own:
-            return Size(first.shape[:axis]).numel() * runs
+        rows = {n: of_n.reshape(before, count, -1).any(2).any(0) for n, of_n in touched.items()}
+        own = all(not bool(row[torch.arange(count) != n].any()) for n, row in rows.items())
+        if own and (any(bool(row.any()) for row in rows.values()) or before in preferred):
+            return before
     return None
 
 

@@ -50,6 +50,7 @@ class BaseDerivatives:
     Attributes:
         params: Names of the parameters.
         batch_axis: Where the rule expects the samples.
+        depends_on_layouts: Whether what the rule found out about a call holds for its layouts only.
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
@@ -57,6 +58,7 @@ class BaseDerivatives:
 
     params: ClassVar[tuple[str, ...]] = ()
     batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
+    depends_on_layouts: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
@@ -131,6 +133,12 @@ class BaseDerivatives:
         """
         module = call.module
         for i, (layout, shape) in enumerate(zip(call.layouts_in, call.shape_in, strict=True)):
+            fixed = self.batch_axis is BatchAxis.FIXED
+            if fixed and layout is None and call.computed[i] and self.batch_axis_in(module, i):
+                raise ValueError(
+                    f"{call!r} reads a tensor that a function has computed. Make the function a "
+                    "module, or use extend(model, use_converter=True)."
+                )
             if layout is None or shape is None or not layout.is_batched:
                 continue
             place = layout.place(shape)
@@ -140,15 +148,19 @@ class BaseDerivatives:
                     raise ValueError(f"{call!r} mixes the samples: they are along its last axes.")
                 continue
             axis = self.batch_axis_in(module, i)
-            if place is None or place.axis != axis:
+            single = layout.samples == 1 == shape[axis]
+            if (place is None or place.axis != axis) and not single:
                 if not layout.assumed:
                     found = "nowhere" if place is None else f"along axis {place.axis}"
                     raise ValueError(
                         f"{call!r} needs the samples of the batch along axis {axis} of input {i}, "
                         f"but they are {found}."
                     )
-                layout.become(Layout.of_axis(shape, axis))
-            layout.assumed = False
+                try:
+                    layout.correct(shape, axis)
+                except ValueError as error:
+                    raise ValueError(f"{call!r}: {error}.") from None
+            layout.confirm()
         return [
             self._layout_out(call, i, shape) if shape else None
             for i, shape in enumerate(call.shape_out)
@@ -157,13 +169,19 @@ class BaseDerivatives:
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
         main = call.layouts_in[0] if call.layouts_in else None
         if main is not None and not main.is_batched:
+            main = next((one for one in call.layouts_in if one and one.is_batched), main)
+        if main is not None and not main.is_batched:
             return unbatched()
         if self.batch_axis is BatchAxis.LEADING:
             return main or Layout.of_axis(shape, 0, assumed=True)
         axis = self.batch_axis_out(call.module, i)
         if main is None:
             return Layout.of_axis(shape, axis)
-        return main if axis == 0 else Layout(Layout.of_axis(shape, axis).before, main.samples)
+        if axis == 0:
+            merged = main.place(call.shape_in[0] or ())
+            same = main.before == 1 or (merged is not None and merged.outer > 1)
+            return main if same else Layout.of_axis(shape, axis)
+        return Layout(Layout.of_axis(shape, axis).before, main.samples)
 
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
@@ -176,8 +194,10 @@ class BaseDerivatives:
             if not isinstance(x, Tensor) or x.dim() == 0:
                 return x
             if layout is None:  # data: like the others
-                similar = leading or (main is not None and main.before > 1 and axis == 0)
-                layout = main if similar else None
+                merged = main is not None and main.before > 1 and axis == 0
+                first = call.place_in(0) if merged else None
+                rows = first is not None and first.outer > 1 and len(x) == len(inputs[0])
+                layout = main if leading or rows else None
             if layout is None:
                 return x
             if not layout.is_batched and not call.is_unbatched:

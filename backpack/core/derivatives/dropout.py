@@ -59,6 +59,8 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         slope = module._backpack_saved.get("slope")
         if slope is None:
             slope = torch.ones_like(module.input0)
+        elif module._backpack_call.is_unbatched:
+            slope = slope.unsqueeze(0).expand(module._backpack_call.copies, *slope.shape)
         elif not module._backpack_call.is_plain:
             slope = module._backpack_call.place_in(0).to_canonical(slope)
         return subsample(slope, subsampling=subsampling)

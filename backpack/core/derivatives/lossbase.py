@@ -152,7 +152,11 @@ class BaseLossDerivatives(BaseDerivatives):
 
 def scaled_identity(diagonal: Tensor) -> Tensor:
     """Return the columns of ``diag(diagonal)`` for each sample: ``[N, *d] -> [D, N, *d]``."""
-    return torch.diag_embed(diagonal.flatten(1)).movedim(-1, 0).reshape(-1, *diagonal.shape)
+    return (
+        torch.diag_embed(diagonal.reshape(len(diagonal), -1))
+        .movedim(-1, 0)
+        .reshape(-1, *diagonal.shape)
+    )
 
 
 def same_shape(module: Module, shapes: Sequence[torch.Size]) -> None:

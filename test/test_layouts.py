@@ -1,0 +1,237 @@
+"""Samples along any axis, tensors without samples, functions: right, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core import tape
+from backpack.core.layout import Layout, Place
+
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+
+
+class Model(nn.Module):
+    """Runs a function; has whatever functions may want to use."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.first = nn.Linear(2, 3)
+        self.tokens, self.others = nn.Embedding(5, 3), nn.Embedding(5, 3)
+        self.positions = nn.Embedding(5, 3)
+        self.lstm = nn.LSTM(3, 3)
+        self.gru = nn.GRU(3, 3, batch_first=True)
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(3))
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(self, x))
+
+
+def vectors(n: int) -> Tensor:
+    return torch.randn(n, 2, dtype=torch.float64)
+
+
+def steps(n: int) -> Tensor:
+    return torch.randn(n, 4, 2, dtype=torch.float64)
+
+
+def text(n: int) -> Tensor:
+    return torch.randint(5, (n, 4))
+
+
+def two_embeddings(m: Any, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return m.lstm(m.tokens(x) + m.others(x))[0].mean(0)
+
+
+def two_embeddings_multiplied(m: Any, x: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return m.lstm(m.tokens(x) * m.others(x))[1][0][-1]
+
+
+def positions_expanded(m: Any, x: Tensor) -> Tensor:
+    p = m.positions(torch.arange(x.shape[1])).unsqueeze(0).expand(x.shape[0], -1, -1)
+    return (m.tokens(x) * p).sum(1)
+
+
+def positions_with_an_axis(m: Any, x: Tensor) -> Tensor:
+    p = m.positions(torch.arange(x.shape[1]).unsqueeze(0))
+    return (m.tokens(x) + p).tanh().sum(1)
+
+
+def attention_pooling(m: Any, x: Tensor) -> Tensor:
+    query = m.bias.expand(x.shape[0], 1, -1)
+    h = m.first(x)
+    return m.attention(query, h, h)[0].squeeze(1)
+
+
+def started_by_a_parameter(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x[:, 0]).unsqueeze(0)
+    return m.gru(m.bias.expand(x.shape[0], 2, -1), h)[0][:, -1]
+
+
+RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]] = {
+    "two embeddings, sequence first": (two_embeddings, text),
+    "their product": (two_embeddings_multiplied, text),
+    "positions, expanded": (positions_expanded, text),
+    "positions, with an axis of one": (positions_with_an_axis, text),
+    "attention pooling": (attention_pooling, steps),
+    "a parameter as the sequence": (started_by_a_parameter, steps),
+    "first layer by hand": (lambda m, x: (x @ m.weight + m.bias).tanh(), vectors),
+    "first layer as a function": (lambda m, x: F.linear(x, m.weight.t(), m.bias).exp(), vectors),
+    "square root": (lambda m, x: (m.first(x).sigmoid() ** 0.5).log(), vectors),
+    "normalised": (lambda m, x: F.normalize(m.first(x), dim=1), vectors),
+    "masked": (lambda m, x: m.first(x) * (x[:, :1] > 0), vectors),
+    "chunks": (lambda m, x: torch.cat(m.first(x).chunk(3, 1)[::-1], 1).sin(), vectors),
+    "softmax of one entry": (lambda m, x: m.first(x) * m.first(x)[:, :1].softmax(1), vectors),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str, n: int, create_graph: bool) -> None:
+    function, data = RIGHT[name]
+    torch.manual_seed(0)
+    model, X = Model(function).double(), data(n)
+    y = torch.randint(3, (n,))
+    original = copy.deepcopy(model)
+    converted, lossfunc = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
+    exts = [extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()]
+    for active in (exts[:1], exts):
+        loss = lossfunc(converted(X), y)
+        with backpack(*active):
+            loss.backward(create_graph=create_graph)
+        problem = (original, nn.CrossEntropyLoss(), X, y)
+        used = [p.grad is not None for p in model.parameters()]
+        for ext, function_ in zip(
+            active, (oracle.batch_grad, oracle.ggn_diag, oracle.hessian_diag), strict=False
+        ):
+            values = function_(*problem)
+            for p, value, is_used in zip(model.parameters(), values, used, strict=True):
+                if is_used:
+                    mine = getattr(p, ext.savefield)
+                    torch.testing.assert_close(mine, value, **TOLERANCE)
+        model.zero_grad()
+
+
+def permuted_tokens(m: Any, x: Tensor) -> Tensor:
+    return m.gru(m.tokens(x.transpose(0, 1)).permute(1, 0, 2))[0][:, -1]
+
+
+WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor], str]] = {
+    "mean over the batch": (
+        lambda m, x: m.first(x) - m.first(x).mean(0),
+        vectors,
+        "combines different samples",
+    ),
+    "shuffled": (
+        lambda m, x: m.first(x) + m.first(x)[torch.tensor([0, 2, 1, 3])],
+        vectors,
+        "combines different samples",
+    ),
+    "time taken for samples": (permuted_tokens, text, "batch axis|function has computed"),
+    "random": (
+        lambda m, x: F.scaled_dot_product_attention(*[m.first(x)[:, None]] * 3, dropout_p=0.5)[
+            :, 0
+        ],
+        vectors,
+        "evaluated again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_error(name: str) -> None:
+    function, data, message = WRONG[name]
+    torch.manual_seed(0)
+    model, X = extend(Model(function).double(), use_converter=True), data(4)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(X), torch.randint(3, (4,)))
+    with (
+        pytest.raises((ValueError, NotImplementedError), match=message),
+        backpack(extensions.DiagGGNExact()),
+    ):
+        loss.backward()
+
+
+def test_a_tensor_without_samples_as_the_prediction() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.p.expand(x.shape[0], -1)
+
+    model, lossfunc = extend(Constant(), use_converter=True), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(4, 2)), torch.rand(4, 3))
+    with pytest.raises(ValueError, match="no samples"), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
+def test_dropout_of_a_tensor_without_samples() -> None:
+    function = lambda m, x: m.first(x) + m.drop(m.bias)  # noqa: E731
+    model = extend(Model(function).double(), use_converter=True)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(vectors(4)), torch.randint(3, (4,)))
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    torch.testing.assert_close(model.bias.grad_batch.sum(0), model.bias.grad)
+
+
+def test_prediction_without_an_axis_for_outputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)).double()
+    X, y = vectors(4), torch.randn(4, dtype=torch.float64)
+    expected = oracle.ggn_diag(copy.deepcopy(model), nn.MSELoss(), X, y)
+    loss = extend(nn.MSELoss())(extend(model)(X), y)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, value, **TOLERANCE)
+
+
+def test_no_leak_of_chosen_outputs() -> None:
+    function = lambda m, x: (lambda parts: parts[0] * parts[1])(m.first(x).chunk(3, 1))  # noqa: E731
+    model = extend(Model(function), use_converter=True)
+    model.head = extend(nn.Linear(1, 3))
+    for _ in range(3):
+        model(torch.rand(4, 2))
+    gc.collect()
+    assert not [call for m in model.modules() for call in tape.live_calls(m)]
+
+
+def test_places() -> None:
+    assert Layout(1, 3).place([3, 4]) == Place(0, 1, 3)
+    assert Layout(1, 3).place([1, 3, 4]) == Place(1, 1, 3)
+    assert Layout(4, 3).place([4, 3, 2]) == Place(1, 1, 3)
+    assert Layout(4, 3).place([12, 2]) == Place(0, 4, 3)
+    assert Layout(4, 3).place([4, 6]) is None  # samples merged with what follows them
+    x = torch.arange(12)
+    canonical = Place(0, 4, 3).to_canonical(x)
+    assert canonical.tolist() == x.reshape(4, 3).T.flatten().tolist()
+    assert Place(0, 4, 3).from_canonical(canonical.unsqueeze(0), 4).tolist() == [x.tolist()]
+
+
+def test_assumptions_are_corrected_together() -> None:
+    one, other = Layout.of_axis([5, 3], 0, assumed=True), Layout.of_axis([5, 3], 0, assumed=True)
+    one.unify(other)
+    one.correct([5, 3], 1)
+    assert (other.before, other.samples, other.assumed) == (5, 3, False)
+    derived = Layout(3, 5, True, sources=[Layout.of_axis([5, 3], 0, assumed=True)])
+    with pytest.raises(ValueError, match="assumption"):
+        derived.correct([3, 5], 0)
