@@ -16,7 +16,16 @@ from textwrap import fill, wrap
 from torch.nn import Module
 
 from backpack import extensions
-from backpack.core.derivatives import REGISTRY, BaseDerivatives, BaseLossDerivatives
+from backpack.core.derivatives import (
+    REGISTRY,
+    AutomaticDerivatives,
+    BaseDerivatives,
+    BaseLossDerivatives,
+    EmbeddingBagDerivatives,
+    EmbeddingDerivatives,
+    FunctionDerivatives,
+    ParameterModuleDerivatives,
+)
 from backpack.core.propagations import (
     BatchAveraged,
     Blocks,
@@ -38,6 +47,7 @@ class Support(str, Enum):
     """What an extension finds in the derivatives of a module."""
 
     CLOSED_FORM = "closed form"
+    AUTOMATIC = "automatic"
     NOT_NEEDED = "not needed"
     UNDEFINED = "undefined"
     MISSING = "missing"
@@ -45,12 +55,14 @@ class Support(str, Enum):
 
 EXPLANATIONS = {
     Support.CLOSED_FORM: "the derivatives of the module are written down",
+    Support.AUTOMATIC: "the module is differentiated by autograd; samples must be independent",
     Support.NOT_NEEDED: "no parameters, and the gradient is that of autograd: any module will do",
     Support.UNDEFINED: "not defined where a module mixes the samples of a batch",
     Support.MISSING: "the registered derivatives lack what the extension calls",
 }
 SYMBOLS = {
     Support.CLOSED_FORM: "+",
+    Support.AUTOMATIC: "~",
     Support.NOT_NEEDED: ".",
     Support.UNDEFINED: "-",
     Support.MISSING: "?",
@@ -92,18 +104,37 @@ def support_matrix(mixing: bool = False) -> Matrix:
     }
 
 
-def _family(module_class: type[Module]) -> tuple[bool, bool, str]:
+def _family(module_class: type[Module]) -> tuple[bool, bool, str, bool]:
     """Sort and group by kind and by the file of the derivatives; all losses are one family."""
     derivatives = REGISTRY[module_class]
     is_loss = isinstance(derivatives, BaseLossDerivatives)
-    return is_loss, not derivatives.params, "" if is_loss else type(derivatives).__module__
+    file = "" if is_loss else type(derivatives).__module__
+    return is_loss, not _has_parameters(derivatives), file, _is_automatic(derivatives)
+
+
+def _has_parameters(derivatives: BaseDerivatives) -> bool:
+    """Whether modules may have parameters; a function has none of its own."""
+    if isinstance(derivatives, FunctionDerivatives):
+        return False
+    return bool(derivatives.params) or _implements(derivatives, "param_names")
+
+
+def _is_automatic(derivatives: BaseDerivatives) -> bool:
+    """Whether there is no formula, not even that the function is affine."""
+    if not isinstance(derivatives, AutomaticDerivatives):
+        return False
+    classes = type(derivatives).__mro__
+    below = classes[: classes.index(AutomaticDerivatives)]
+    return not any("hessian_is_zero" in vars(c) for c in below if c is not FunctionDerivatives)
 
 
 def _cell(derivatives: BaseDerivatives, ext: BackpropExtension, mixing: bool) -> Support:
-    if not ext.expects_backpropagation_quantities() and not derivatives.params:
+    if not ext.expects_backpropagation_quantities() and not _has_parameters(derivatives):
         return Support.NOT_NEEDED
     if mixing and _needs_independent_samples(ext):
         return Support.UNDEFINED
+    if _is_automatic(derivatives):
+        return Support.AUTOMATIC
     is_loss = isinstance(derivatives, BaseLossDerivatives)
     needed = _needed_of_loss(ext) if is_loss else _needed_of_module(derivatives, ext)
     complete = all(any(_implements(derivatives, name) for name in names) for names in needed)
@@ -122,16 +153,29 @@ def _needs_independent_samples(ext: BackpropExtension) -> bool:
 
 def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> list[list[str]]:
     """List the methods that an extension calls, with alternatives."""
-    propagation, params = ext.propagation, derivatives.params
-    needed = [[f"{name}_jac_t_mat_prod"] for name in params]
-    if propagation is not None:
-        needed += [["jac_t_mat_prod"]]
-    if isinstance(propagation, Blocks):
-        needed += [["jac_mat_prod"], *([f"{name}_jac_mat_prod"] for name in params)]
+    propagation = ext.propagation
+    # where the names of the parameters depend on the module, one method is for all of them
+    params = ["param"] if _implements(derivatives, "param_names") else list(derivatives.params)
+    curved = _implements(derivatives, "hessian_is_zero")
+    diagonal = _implements(derivatives, "hessian_is_diagonal")
     hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
-    if hessian and _implements(derivatives, "hessian_is_zero"):
-        needed += [["hessian_diagonal", "residual_mat_prod"]]
+    # a dense second derivative is applied to tangents
+    forward = isinstance(propagation, Blocks) or bool(hessian and curved and not diagonal)
+    needed = [[f"{name}_jac_t_mat_prod"] for name in params]
+    if forward:
+        needed += [[f"{name}_jac_mat_prod"] for name in params]
+    if propagation is not None and _has_input_jacobian(derivatives):
+        needed += [["jac_t_mat_prod"], *([["jac_mat_prod"]] if forward else [])]
+    if hessian and curved and diagonal:
+        needed += [["hessian_diagonal"]]
     return needed
+
+
+def _has_input_jacobian(derivatives: BaseDerivatives) -> bool:
+    """Whether gradients go on: not to integers, and not if there is no input at all."""
+    if isinstance(derivatives, EmbeddingBagDerivatives):  # weights of the samples
+        return True
+    return not isinstance(derivatives, EmbeddingDerivatives | ParameterModuleDerivatives)
 
 
 def _needed_of_loss(ext: BackpropExtension) -> list[list[str]]:

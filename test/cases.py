@@ -1,13 +1,19 @@
 """A database of models, inputs and losses; the tests are parametrised over it.
 
-``CASES`` lists everything. A case is built by ``model, loss, X, y = case.build()``. Helpers
-(``module_case``, ``loss_case``, ``network``) make a new case one or two lines;
-``random_dag(seed)`` makes one of random structure.
+``CASES`` lists everything. A case is built by ``model, loss, X, y = case.build()``;
+``case.reference()`` is an equal one that the oracle understands. Helpers (``module_case``,
+``loss_case``, ``network``) make a new case one or two lines; ``random_dag(seed)`` makes one of
+random structure.
 
 Tags
     module, loss, network     what the case is about
-    linear, conv, convtranspose, batchnorm, pool, activation, dropout, reshape, pad
-                              family of the module under test
+    linear, conv, convtranspose, batchnorm, layernorm, pool, activation, dropout, reshape, pad,
+    automatic                 family of the module under test
+    recurrent                 contains a recurrent layer or cell
+    embedding                 contains an embedding
+    function                  contains functions or parameters as modules, or attention
+    sequence                  the batch axis is not the first one of some module's tensors
+    time_first                the model's output is [T, N, C]
     mse, ce, bce              kind of the loss under test
     nonsequential             the model is not a (nested) ``Sequential``
     tied                      a parameter is used several times (by calls or modules)
@@ -19,7 +25,7 @@ Tags
     inplace                   contains an in-place module
     piecewise_linear          the model is piecewise linear (GGN = Hessian)
     frozen                    contains parameters that require no gradient
-    fallback                  contains a module outside of the supported list
+    fallback                  contains a module without derivatives
     dag                       made by ``random_dag``
 """
 
@@ -34,10 +40,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from oracle import twin
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.custom_module.stochastic_depth import StochasticDepth
 
 N = 3
 Shape = tuple[int, ...]
@@ -79,15 +96,47 @@ class Case:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.model().train(self.train)
-            _randomise_batchnorm(model)
+            _randomise_normalisation(model)
             X = self.input()
             with torch.no_grad():
                 y = self.target(copy.deepcopy(model)(X))
             loss = self.loss()
         return Problem(model.to(device, dtype), loss.to(device, dtype), cast(X), cast(y))
 
+    def reference(self) -> Problem:
+        """Build a problem of the same value, with the samples first in the model's output."""
+        model, loss, X, y = self.build()
+        model = twin(model)
+        if "time_first" in self.tags:
+            model, loss = BatchFirst(model), TimeFirst(loss)
+        return Problem(model, loss, X, y)
+
     def __str__(self) -> str:
         return self.name
+
+
+class BatchFirst(nn.Module):
+    """Exchange the first two axes of a model's output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, T, C]."""
+        return self.model(x).transpose(0, 1)
+
+
+class TimeFirst(nn.Module):
+    """A loss of the output with its first two axes exchanged."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss of [N, T, C]."""
+        return self.loss(f.transpose(0, 1).contiguous(), y)
 
 
 def select(*tags: str, without: str = "") -> list[Case]:
@@ -96,8 +145,12 @@ def select(*tags: str, without: str = "") -> list[Case]:
     return [c for c in CASES if c.tags.issuperset(tags) and not c.tags & excluded]
 
 
-def _randomise_batchnorm(model: nn.Module) -> None:
+def _randomise_normalisation(model: nn.Module) -> None:
     for m in model.modules():
+        if isinstance(m, nn.LayerNorm) and m.elementwise_affine:
+            nn.init.uniform_(m.weight, 0.5, 1.5)
+            if m.bias is not None:
+                nn.init.normal_(m.bias)
         if isinstance(m, _BatchNorm):
             if m.track_running_stats:
                 m.running_mean.normal_()
@@ -183,7 +236,10 @@ def _output_shape(model: nn.Module, shape: Shape) -> Shape:
 
 
 def _call_name(cls: type, args: Sequence[object], kwargs: dict[str, Any]) -> str:
-    arguments = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    def plain(value: object) -> str:
+        return "tensor" if isinstance(value, Tensor) else repr(value)
+
+    arguments = [*map(plain, args), *(f"{key}={plain(value)}" for key, value in kwargs.items())]
     return f"{cls.__name__}({','.join(arguments)})".replace(" ", "").replace("'", "")
 
 
@@ -233,11 +289,7 @@ def loss_case(
 ) -> Case:
     """Return a case for the loss ``cls(**kwargs)`` on outputs [N, *shape]."""
     hidden = (2, *shape[1:])
-
-    def plain(value: object) -> object:
-        return "tensor" if isinstance(value, Tensor) else value
-
-    name = _call_name(cls, [], {key: plain(value) for key, value in kwargs.items()})
+    name = _call_name(cls, [], kwargs)
     return Case(
         "-".join(filter(None, [name, "x".join(map(str, shape)), note])),
         lambda: nn.Sequential(_mix(hidden), nn.Tanh(), _mix(hidden, shape[0])),
@@ -452,11 +504,44 @@ def _activation_cases() -> list[Case]:
         (nn.Tanh, {}),
         (nn.LogSigmoid, {}),
     ]
+    others: list[tuple[type[nn.Module], dict[str, Any]]] = [
+        (nn.CELU, {"alpha": 0.5}),
+        (nn.GELU, {}),
+        (nn.GELU, {"approximate": "tanh"}),
+        (nn.Hardshrink, {"lambd": 0.2}),
+        (nn.Hardsigmoid, {}),
+        (nn.Hardswish, {}),
+        (nn.Hardtanh, {"min_val": -0.3, "max_val": 0.2, "inplace": True}),
+        (nn.Mish, {}),
+        (nn.ReLU6, {}),
+        (nn.SiLU, {}),
+        (nn.SiLU, {"inplace": True}),
+        (nn.Softplus, {}),
+        (nn.Softplus, {"beta": 2.0, "threshold": 1.0}),
+        (nn.Softshrink, {"lambd": 0.2}),
+        (nn.Softsign, {}),
+        (nn.Tanhshrink, {}),
+        (nn.Threshold, {"threshold": 0.1, "value": 2.0}),
+    ]
     shapes: list[Shape] = [(5,), (2, 3)]
     return [
-        module_case(cls, shape, tags="activation", **kwargs)
-        for cls, kwargs in variants
-        for shape in shapes
+        *(
+            module_case(cls, shape, tags="activation", **kwargs)
+            for cls, kwargs in variants
+            for shape in shapes
+        ),
+        *(module_case(cls, (2, 3), tags="activation", **kwargs) for cls, kwargs in others),
+    ]
+
+
+def _layer_norm_cases() -> list[Case]:
+    case = partial(module_case, tags="layernorm")
+    return [
+        case(nn.LayerNorm, (4,), 4, elementwise_affine=False),
+        case(nn.LayerNorm, (2, 3), 3),
+        case(nn.LayerNorm, (2, 3), (2, 3), eps=0.1),
+        case(nn.LayerNorm, (2, 2, 2), (2, 2), bias=False),
+        case(nn.LayerNorm, (2, 3), 3, first=True),
     ]
 
 
@@ -473,6 +558,10 @@ def _dropout_cases() -> list[Case]:
     return [
         *(module_case(c, shape, 0.4, train=False, tags="dropout") for c, shape in variants),
         *(module_case(c, shape, 0.4, tags="dropout random") for c, shape in variants),
+        module_case(StochasticDepth, (2, 3), 0.4, "row", tags="dropout random"),
+        module_case(StochasticDepth, (4,), 0.4, "batch", tags="dropout random"),
+        module_case(nn.RReLU, (2, 3), tags="activation random"),
+        module_case(nn.RReLU, (5,), train=False, tags="activation"),
         module_case(nn.Dropout, (6,), 0.4, inplace=True, tags="dropout random"),
         module_case(nn.Dropout, (6,), 0.0, tags="dropout"),
     ]
@@ -501,15 +590,74 @@ def _reshape_cases() -> list[Case]:
     ]
 
 
+def _other_linear_cases() -> list[Case]:
+    reshape = partial(module_case, tags="reshape")
+    pad = partial(module_case, tags="pad")
+    everything = slice(None)
+    return [
+        reshape(nn.ChannelShuffle, (4, 2, 1), 2),
+        reshape(nn.Fold, (4, 4), (3, 3), 2),
+        reshape(nn.PixelShuffle, (4, 2, 1), 2),
+        reshape(nn.PixelUnshuffle, (1, 2, 4), 2),
+        reshape(nn.Unfold, (2, 3, 3), 2, padding=1, stride=2),
+        reshape(nn.Upsample, (2, 3), scale_factor=2),
+        reshape(nn.Upsample, (2, 2, 2), size=(3, 4), mode="bilinear", align_corners=True),
+        reshape(nn.Upsample, (1, 2, 4), scale_factor=1.5, mode="bicubic"),
+        reshape(nn.UpsamplingBilinear2d, (2, 2, 2), scale_factor=2),
+        reshape(nn.UpsamplingNearest2d, (2, 1, 2), scale_factor=2),
+        reshape(Permute, (2, 3, 1), 0, 3, 1, 2),
+        reshape(Permute, (2, 3), 1, 2, init_transpose=True),
+        reshape(ScaleModule, (2, 3), 0.7),
+        reshape(Slicing, (2, 3), (everything, everything, -1)),
+        reshape(Slicing, (4,), (Ellipsis, slice(1, None, 2))),
+        pad(nn.CircularPad1d, (2, 3), (1, 2)),
+        pad(nn.CircularPad2d, (1, 2, 3), (1, 2, 0, 1)),
+        pad(nn.CircularPad3d, (1, 2, 2, 2), (1, 0, 1, 0, 0, 1)),
+        pad(nn.ReflectionPad1d, (2, 3), (1, 2)),
+        pad(nn.ReflectionPad2d, (1, 2, 3), (1, 2, 0, 1)),
+        pad(nn.ReflectionPad3d, (1, 2, 2, 2), (1, 0, 1, 0, 0, 1)),
+        pad(nn.ReplicationPad1d, (2, 3), (1, 2)),
+        pad(nn.ReplicationPad2d, (1, 2, 3), (1, 2, 0, 1)),
+        pad(nn.ReplicationPad3d, (1, 2, 2, 2), (1, 0, 1, 0, 0, 1)),
+        pad(Pad, (2, 3), (1, 2), value=0.5),
+        pad(Pad, (2, 2, 3), (1, 2, 0, 1), mode="circular"),
+    ]
+
+
+def _automatic_cases() -> list[Case]:
+    case = partial(module_case, tags="automatic function")
+    where = {"_random_samples": torch.tensor([[[0.2, 0.6, 0.9]], [[0.5] * 3], [[0.8, 0.1, 0.4]]])}
+    in_2d = {"_random_samples": where["_random_samples"][..., :2]}
+    return [
+        case(nn.FractionalMaxPool2d, (1, 4, 3), 2, output_size=2, **in_2d),
+        case(nn.FractionalMaxPool3d, (1, 4, 2, 2), (2, 1, 1), output_size=(2, 1, 1), **where),
+        case(nn.GLU, (4, 2), 1),
+        case(nn.LPPool1d, (2, 4), 2, 2),
+        case(nn.LPPool2d, (1, 2, 4), 2, 2),
+        case(nn.LPPool3d, (1, 2, 2, 2), 2, 2),
+        case(nn.LocalResponseNorm, (3, 2), 2),
+        case(nn.LogSoftmax, (4,), dim=1),
+        case(nn.Softmax, (2, 3), dim=-1),
+        case(nn.Softmax2d, (3, 2, 1)),
+        case(nn.Softmin, (4,), dim=1),
+    ]
+
+
+class Unknown(nn.Module):
+    """Somebody's module, without derivatives: sin(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*] -> [*]."""
+        return x.sin()
+
+
 def _fallback_cases() -> list[Case]:
     case = partial(module_case, tags="fallback")
     return [
-        case(nn.Softplus, (5,)),
-        case(nn.GELU, (2, 3)),
-        case(nn.Softmax, (4,), dim=1),
         case(nn.PReLU, (2, 3), 2),
-        case(nn.LayerNorm, (2, 3), 3),
         case(nn.GroupNorm, (4, 2), 2, 4),
+        case(Unknown, (5,)),
+        case(Unknown, (2, 3)),
     ]
 
 
@@ -828,7 +976,7 @@ def _network_cases() -> list[Case]:
             (),
             row_ce(),
             row_labels,
-            tags="tied fallback rows",
+            tags="tied embedding rows",
             input=lambda: torch.randint(4, (N, 3)),
         ),
         # branches
@@ -923,6 +1071,381 @@ def _network_cases() -> list[Case]:
             lambda: Rows(nn.MSELoss()),
             rows(real),
             tags="rows",
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------
+# Sequences
+# --------------------------------------------------------------------------------------
+
+
+def along(module: nn.Module, axis: int) -> nn.Module:
+    """Tell the oracle where the samples are in what the module reads and returns."""
+    module.batch_axis = axis
+    return module
+
+
+def _recurrent(layer: nn.Module, *, last: bool = True) -> nn.Module:
+    """Return a classifier of sequences [N, 3, 2] by the last step (all steps) of a layer."""
+    ways = 2 if layer.bidirectional else 1
+    width = ways * (layer.proj_size or layer.hidden_size)
+    read = Slicing((slice(None), -1)) if last else nn.Flatten()
+    head = nn.Linear(width * (1 if last else 3), 3)
+    return nn.Sequential(nn.Linear(2, 2), layer, ReduceTuple(0), read, head)
+
+
+class FinalStates(nn.Module):
+    """The final states of a layer that reads time first, ``[T, N, I]``; the data are [N, T, I]."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layer = along(nn.Linear(2, 2), 1), layer
+        self.last, self.head = Slicing((-1,)), nn.Linear(layer.hidden_size, 3)
+        self.sum = SumModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 2] -> [N, 3]."""
+        _, states = self.layer(self.stem(x.transpose(0, 1)))
+        states = states if isinstance(states, tuple) else (states,)
+        return self.head(self.sum(*map(self.last, states)))
+
+
+class InitialStates(nn.Module):
+    """A layer whose initial states are computed, and everything that it returns is used."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.is_lstm = layer, isinstance(layer, nn.LSTM)
+        size = layer.hidden_size
+        self.depth = layer.num_layers * (2 if layer.bidirectional else 1)
+        self.states = nn.ModuleList([nn.Linear(2, self.depth * size) for _ in range(2)])
+        self.apart, self.layers_first = nn.Unflatten(1, (self.depth, size)), Permute(1, 0, 2)
+        self.steps = Slicing((slice(None), -1) if layer.batch_first else (-1,))
+        self.final, self.sum = Slicing((0,)), SumModule()
+        self.head = nn.Linear(size * (2 if layer.bidirectional else 1), 3)
+        self.middle = nn.Linear(size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 2] -> [N, 3]."""
+        start = [self.layers_first(self.apart(state(x[:, 0]))) for state in self.states]
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        output, finals = self.layer(x, tuple(start) if self.is_lstm else self.sum(*start))
+        finals = finals if self.is_lstm else (finals,)
+        read = [self.middle(self.final(state)) for state in finals]
+        return self.sum(self.head(self.steps(output)), *read)
+
+
+class CellLoop(nn.Module):
+    """A cell that is called at every step."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.cell, self.head = nn.Linear(2, 2), cell, nn.Linear(cell.hidden_size, 3)
+        self.steps = nn.ModuleList([Slicing((slice(None), t)) for t in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, 2] -> [N, 3]."""
+        x, state = self.stem(x), None
+        for step in self.steps:
+            state = self.cell(step(x), state)
+        return self.head(state if isinstance(state, Tensor) else state[0])
+
+
+class Tagger(nn.Module):
+    """Scores for each token; time comes first everywhere but in the data."""
+
+    def __init__(self, batch_first_at_the_end: bool) -> None:
+        super().__init__()
+        self.embedding, self.lstm = along(nn.Embedding(4, 2, padding_idx=1), 1), nn.LSTM(2, 2)
+        self.head = along(nn.Linear(2, 2), 1)
+        self.end = Permute(1, 0, 2) if batch_first_at_the_end else nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[N, T] -> [N, T, 2] or [T, N, 2]."""
+        return self.end(self.head(self.lstm(self.embedding(tokens.t()))[0]))
+
+
+class Holder(nn.Module):
+    """Owns a parameter, and is never called."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(shape))
+
+    def reader(self) -> nn.Module:
+        """Return a module that returns the parameter."""
+        return ParameterModule(self, "value")
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention of a sequence to itself, behind a positional parameter."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.position = Holder(3, 2)
+        self.read, self.sum = self.position.reader(), SumModule()
+        self.attention = nn.MultiheadAttention(2, 2, batch_first=batch_first)
+        self.exchange = nn.Identity() if batch_first else Permute(1, 0, 2)
+        self.flatten, self.head = nn.Flatten(), nn.Linear(6, 3)
+        self.norm = nn.LayerNorm((3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, 2] -> [N, 3]."""
+        x = self.exchange(self.sum(self.stem(x), self.read()))
+        attended, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(self.flatten(self.norm(self.exchange(self.sum(x, attended)))))
+
+
+def _tokens(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(4, (N, *shape))
+
+
+def _embedding_cases() -> list[Case]:
+    case = partial(network, shape=(), tags="embedding")
+
+    def bag(**kwargs: Any) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.EmbeddingBag(4, 3, **kwargs), nn.Tanh(), nn.Linear(3, 3))
+
+    return [
+        case(
+            "embedding",
+            lambda: nn.Sequential(nn.Embedding(4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)),
+            input=_tokens(3),
+        ),
+        case(
+            "embedding-axes-padding",
+            lambda: nn.Sequential(
+                nn.Embedding(4, 2, padding_idx=2), nn.Sigmoid(), nn.Flatten(), nn.Linear(8, 3)
+            ),
+            input=_tokens(2, 2),
+        ),
+        case("embedding-bag-sum", bag(mode="sum"), input=_tokens(3)),
+        case("embedding-bag-mean", bag(mode="mean"), input=_tokens(3)),
+    ]
+
+
+def _recurrent_cases() -> list[Case]:
+    case = partial(network, shape=(3, 2), tags="recurrent")
+    loop = partial(case, tags="recurrent tied nonsequential function")
+    states = partial(case, tags="recurrent branch nonsequential sequence function")
+    first = {"batch_first": True}
+    return [
+        case("rnn", lambda: _recurrent(nn.RNN(2, 2, **first))),
+        case(
+            "rnn-relu-bidirectional",
+            lambda: _recurrent(
+                nn.RNN(2, 2, nonlinearity="relu", bidirectional=True, **first), last=False
+            ),
+        ),
+        case(
+            "lstm-2-layers",
+            lambda: _recurrent(nn.LSTM(2, 1, 2, bias=False, **first), last=False),
+        ),
+        case("lstm-projected", lambda: _recurrent(nn.LSTM(2, 2, proj_size=1, **first))),
+        case(
+            "gru-bidirectional",
+            lambda: _recurrent(nn.GRU(2, 2, bidirectional=True, **first)),
+        ),
+        states("rnn-states", lambda: FinalStates(nn.RNN(2, 2, 2, bias=False))),
+        states("lstm-states", lambda: FinalStates(nn.LSTM(2, 2, bias=False))),
+        states("gru-initial-states", lambda: InitialStates(nn.GRU(2, 1, bidirectional=True))),
+        states("lstm-initial-states", lambda: InitialStates(nn.LSTM(2, 1, **first))),
+        loop("rnn-cell", lambda: CellLoop(nn.RNNCell(2, 2))),
+        loop("rnn-cell-relu", lambda: CellLoop(nn.RNNCell(2, 2, bias=False, nonlinearity="relu"))),
+        loop("lstm-cell", lambda: CellLoop(nn.LSTMCell(2, 2, bias=False))),
+        loop("gru-cell", lambda: CellLoop(nn.GRUCell(2, 2))),
+        network(
+            "tagger",
+            lambda: Tagger(True),
+            (),
+            nn.MSELoss,
+            real,
+            tags="recurrent embedding function nonsequential sequence",
+            input=_tokens(3),
+        ),
+        network(
+            "tagger-rows",
+            lambda: Tagger(False),
+            (),
+            lambda: Rows(nn.CrossEntropyLoss()),
+            rows(labels),
+            tags="recurrent embedding nonsequential sequence time_first rows",
+            input=_tokens(3),
+        ),
+        network(
+            "attention",
+            lambda: SelfAttention(True),
+            (3, 2),
+            tags="branch nonsequential function",
+        ),
+        network(
+            "attention-time-first",
+            lambda: SelfAttention(False),
+            (3, 2),
+            tags="branch nonsequential function sequence",
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------
+# Functions and parameters as modules
+# --------------------------------------------------------------------------------------
+
+
+class ClassToken(nn.Module):
+    """A parameter in front of a sequence, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = Holder(1, 1, 2)
+        self.read = self.token.reader()
+        self.expand = FunctionModule("expand", (Slot(0), Slot(1), -1, -1))
+        self.cat = FunctionModule(torch.cat, ([Slot(0), Slot(1)],), {"dim": 1})
+        self.stem, self.tanh = nn.Linear(2, 2), nn.Tanh()
+        self.flatten, self.head = nn.Flatten(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 2, 2] -> [N, 3]."""
+        x = self.cat(self.expand(self.read(), x.shape[0]), self.stem(x))
+        return self.head(self.flatten(self.tanh(x)))
+
+
+class Attention(nn.Module):
+    """Scaled attention made of functions: chunk, matmul, softmax; all parts of it are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Holder(1, 2, 6)
+        self.read, self.sum = self.position.reader(), SumModule()
+        self.project = nn.Linear(2, 6)
+        self.chunk = FunctionModule(torch.chunk, (Slot(0), 3), {"dim": -1})
+        self.exchange = Permute(-1, -2, init_transpose=True)
+        self.scores = FunctionModule(torch.matmul, (Slot(0), Slot(1)))
+        self.softmax = nn.Softmax(-1)
+        self.flatten, self.head = nn.Flatten(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 2, 2] -> [N, 3]."""
+        q, k, v = self.chunk(self.sum(self.project(x), self.read()))
+        weights = self.softmax(self.scores(q, self.exchange(k)))
+        return self.head(self.flatten(self.scores(weights, v)))
+
+
+class Product(nn.Module):
+    """The product of two activations, of a parameter and of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.tanh, self.mul = nn.Tanh(), MulModule()
+        self.scale = Holder(3)
+        self.read = self.scale.reader()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.head(self.mul(self.tanh(self.left(x)), self.right(x), self.read(), 0.7))
+
+
+class ParameterFunctions(nn.Module):
+    """Parameters behind nonlinear functions: a weight of norm 1, and a positive factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.direction = Holder(2, 3)
+        self.log_scale = Holder(1)
+        self.read_direction = self.direction.reader()
+        self.read_log_scale = self.log_scale.reader()
+        self.normalise = FunctionModule(F.normalize, (Slot(0),), {"dim": 1})
+        self.linear = FunctionModule(F.linear, (Slot(0), Slot(1)))
+        self.exp, self.mul = FunctionModule(torch.exp, (Slot(0),)), MulModule()
+        self.stem, self.tanh, self.head = nn.Linear(2, 3), nn.Tanh(), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 2] -> [N, 3]."""
+        weight = self.normalise(self.read_direction())
+        x = self.linear(self.stem(x), weight)
+        return self.head(self.tanh(self.mul(x, self.exp(self.read_log_scale()))))
+
+
+class ShiftedData(nn.Module):
+    """The data plus a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.sum = Holder(2, 2), SumModule()
+        self.read = self.shift.reader()
+        self.flatten, self.tanh, self.head = nn.Flatten(), nn.Tanh(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 2, 2] -> [N, 3]."""
+        return self.head(self.tanh(self.flatten(self.sum(x, self.read()))))
+
+
+class Temperature(nn.Module):
+    """A factor that is a single number, behind a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.number = Holder()
+        self.read, self.exp = self.number.reader(), FunctionModule(torch.exp, (Slot(0),))
+        self.mul, self.tanh = MulModule(), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.head(self.tanh(self.mul(self.stem(x), self.exp(self.read()))))
+
+
+class Split(nn.Module):
+    """Parts of a tensor, some of which are used, some twice, some not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 6), nn.Linear(2, 3)
+        self.split = FunctionModule("split", (Slot(0), 2), {"dim": 1})
+        self.gate, self.tanh = FunctionModule(torch.sigmoid, (Slot(0),)), nn.Tanh()
+        self.mul, self.sum = MulModule(), SumModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        one, two, _ = self.split(self.stem(x))
+        return self.head(self.sum(self.mul(self.tanh(one), self.gate(two)), one))
+
+
+def _function_cases() -> list[Case]:
+    case = partial(network, tags="function branch nonsequential")
+    return [
+        case("class-token", ClassToken, (2, 2)),
+        case("attention-by-functions", Attention, (2, 2)),
+        case("product", Product, (3,), nn.MSELoss, real),
+        case("parameter-functions", ParameterFunctions, (2,)),
+        case("split", Split, (4,)),
+        case("shifted-data", ShiftedData, (2, 2)),
+        case("temperature", Temperature, (3,)),
+        network(
+            "permuted-batch",
+            lambda: nn.Sequential(
+                nn.Linear(2, 2),
+                Permute(1, 0, 2),
+                nn.Tanh(),
+                along(nn.Linear(2, 2), 1),
+                Permute(1, 0, 2),
+                nn.Flatten(),
+                nn.Linear(4, 3),
+            ),
+            (2, 2),
+            tags="function sequence",
+        ),
+        network(
+            "stochastic-depth",
+            lambda: nn.Sequential(
+                Residual(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), StochasticDepth(0.5, "row"))),
+                nn.Linear(3, 3),
+            ),
+            (3,),
+            tags="random branch nonsequential",
         ),
     ]
 
@@ -1027,8 +1550,14 @@ CASES: list[Case] = [
     *_activation_cases(),
     *_dropout_cases(),
     *_reshape_cases(),
+    *_other_linear_cases(),
+    *_layer_norm_cases(),
+    *_automatic_cases(),
     *_fallback_cases(),
     *_loss_cases(),
     *_network_cases(),
+    *_embedding_cases(),
+    *_recurrent_cases(),
+    *_function_cases(),
     *(random_dag(seed) for seed in range(6)),
 ]

@@ -7,6 +7,10 @@ returns a list with one entry per trainable parameter, in the order of
 Every function runs the model forward exactly once, so that a ``torch.manual_seed`` right
 before it fixes the masks of dropout.
 
+Recurrent layers, and modules that autograd cannot differentiate twice, have to be replaced
+first: :func:`twin`. ``module.batch_axis = 1`` tells that the samples are not along the first
+axis of what a Linear or an Embedding reads and returns.
+
 Letters: ``N`` samples, ``C`` entries of one sample's output, ``P`` entries of a parameter of
 shape ``*p``, ``V`` columns of a factor, ``D`` entries of one sample's activation, ``T``
 positions, ``G`` groups.
@@ -14,19 +18,23 @@ positions, ``G`` groups.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, einsum, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-KRON = (nn.Linear, *CONV, *CONV_TRANSPOSE)  # their weights have two Kronecker factors
+EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
+# their weights have two Kronecker factors
+KRON = (nn.Linear, *CONV, *CONV_TRANSPOSE, *EMBEDDING)
 
 # --------------------------------------------------------------------------------------
 # Building blocks
@@ -106,7 +114,7 @@ def batch_grad(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[T
 
 def batch_l2(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[Tensor]:
     """Squared norm of each individual gradient: [N]."""
-    return [(g**2).flatten(1).sum(1) for g in batch_grad(model, lossfunc, X, y)]
+    return [(g**2).reshape(len(g), -1).sum(1) for g in batch_grad(model, lossfunc, X, y)]
 
 
 def sum_grad_squared(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[Tensor]:
@@ -208,7 +216,8 @@ def _record_calls(model: nn.Module, X: Tensor) -> tuple[Tensor, list[Call]]:
     calls: list[Call] = []
 
     def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        calls.append(Call(module, args[0].detach().clone(), output))
+        x = args[0].detach().clone()
+        calls.append(Call(module, x.movedim(_batch_axis(module), 0), output))
         return output.clone()  # an in-place module behind must not overwrite `output`
 
     handles = [m.register_forward_hook(hook) for m in model.modules() if isinstance(m, KRON)]
@@ -219,26 +228,48 @@ def _record_calls(model: nn.Module, X: Tensor) -> tuple[Tensor, list[Call]]:
             handle.remove()
 
 
+def _batch_axis(module: nn.Module) -> int:
+    return getattr(module, "batch_axis", 0)
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a (nested) Sequential in order."""
     if isinstance(model, nn.Sequential):
         return [layer for child in model for layer in _layers(child)]
-    if any(model.children()):
+    if any(model.children()) and not isinstance(model, Recurrence):
         raise TypeError(f"Only for Sequential, not for {type(model).__name__}.")
     return [model]
 
 
-def _sequential_calls(model: nn.Module, X: Tensor) -> tuple[Tensor, list[Call]]:
-    """Run a Sequential layer by layer, cutting the graph at every layer's input."""
-    calls, x = [], X
-    for layer in _layers(model):
+class Step(NamedTuple):
+    """One layer of a chain, and the calls in it of modules with Kronecker factors."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+    calls: list[Call]
+
+
+def _chain(model: nn.Module, X: Tensor) -> tuple[Tensor, list[Step]]:
+    """Run a Sequential layer by layer, cutting the graph at every layer's input.
+
+    A layer that returns a tuple is run together with the next one, which picks a tensor.
+    """
+    steps, x = [], X
+    layers = _layers(model)
+    while layers:
+        module = layers.pop(0)
         x = x.detach().requires_grad_(x.is_floating_point())
-        calls.append(Call(layer, x, layer(x.clone())))
-        x = calls[-1].output
-    owned = [id(p) for layer in _layers(model) for p in layer.parameters()]
+        out, calls = _record_calls(module, x.clone())
+        if isinstance(out, tuple):
+            picks = layers.pop(0)
+            out, module = picks(out), nn.Sequential(module, picks)
+        steps.append(Step(module, x, out, calls))
+        x = out
+    owned = [id(p) for step in steps for p in step.module.parameters()]
     if len(owned) != len(set(owned)):
         raise ValueError("Only for models that use each parameter once.")
-    return x.detach(), calls
+    return x.detach(), steps
 
 
 # --------------------------------------------------------------------------------------
@@ -252,29 +283,29 @@ def pch_blocks(
     """Positive-curvature Hessian of a Sequential: [P, P].
 
     From the last module to the first, per sample: ``H_in = J^T H_out J + modify(residual)``
-    with ``residual = diag(sum_k delta_k d²y_k/dx²)``. ``modify`` is "clip" or "abs".
+    with ``residual = sum_k delta_k d²y_k/dx²``. ``modify`` ("clip" or "abs") acts on its
+    eigenvalues.
     """
     modification = {"clip": lambda t: t.clamp(min=0.0), "abs": torch.abs}[modify]
-    f, calls = _sequential_calls(model, X)
+    f, steps = _chain(model, X)
     delta, _ = _loss_derivatives(lossfunc, f, y)  # [N, *out]
     H = _loss_hessian_blocks(lossfunc, f, y)  # [N, D, D]
 
     blocks = {}
-    for call in reversed(calls):
-        module, x, out = call
+    for step in reversed(steps):
+        module, x, out, _ = step
         params = trainable(module)
         for p, J in zip(params, _output_jacobian(out, params), strict=True):
             blocks[p] = einsum("ncp,ncd,ndq->pq", J, H, J)
-        if call is calls[0]:
+        if step is steps[0]:
             break
         J = _per_sample_jacobian(out, x)
         (delta,) = _grad(out, [x], delta, create_graph=True)
         residual = _per_sample_jacobian(delta, x)  # [N, D, D]
         delta = delta.detach()
-        diagonal = residual.diagonal(dim1=1, dim2=2).diag_embed()
-        if not torch.equal(residual, diagonal):
-            raise ValueError(f"The residual of {type(module).__name__} is not diagonal.")
-        H = einsum("nca,ncd,ndb->nab", J, H, J) + modification(diagonal)
+        values, vectors = torch.linalg.eigh(residual)
+        positive = einsum("nak,nk,nbk->nab", vectors, modification(values), vectors)
+        H = einsum("nca,ncd,ndb->nab", J, H, J) + positive
 
     return [blocks[p] for p in trainable(model)]
 
@@ -287,9 +318,12 @@ def pch_blocks(
 def unfold_input(module: nn.Module, x: Tensor) -> Tensor:
     """Return the vectors that the weight is multiplied with, per group: [N, G, a, T].
 
-    ``a`` is ``I`` for Linear, ``I/groups * prod(k)`` for convolutions (G = groups), and
-    ``I * prod(k)`` for transposed convolutions (G = 1, all inputs).
+    ``a`` is ``I`` for Linear, ``I/groups * prod(k)`` for convolutions (G = groups),
+    ``I * prod(k)`` for transposed convolutions (G = 1, all inputs), and the size of the vocabulary
+    for embeddings.
     """
+    if isinstance(module, EMBEDDING):
+        return _one_hot(module, x).transpose(1, 2).unsqueeze(1)
     if isinstance(module, nn.Linear):
         return x.reshape(x.shape[0], 1, -1, x.shape[-1]).transpose(2, 3)
 
@@ -322,6 +356,17 @@ def unfold_input(module: nn.Module, x: Tensor) -> Tensor:
     return x.reshape(N, 1, inputs * K, -1)
 
 
+def _one_hot(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the rows that the weight of an embedding is multiplied with: [N, T, W]."""
+    rows = F.one_hot(x.flatten(1), module.num_embeddings).to(module.weight.dtype)
+    if module.padding_idx is not None:
+        rows = rows * (x.flatten(1) != module.padding_idx).unsqueeze(2)
+    if isinstance(module, nn.EmbeddingBag):
+        rows = rows.sum(1, keepdim=True)
+        return rows / rows.sum(2, keepdim=True) if module.mode == "mean" else rows
+    return rows
+
+
 def _padding(conv: nn.Module) -> list[int]:
     """Return the padding in the order of ``F.pad``: last axis first, left before right."""
     amounts: list[int] = []
@@ -339,7 +384,8 @@ def _padding(conv: nn.Module) -> list[int]:
 
 def _sum_positions(module: nn.Module, s: Tensor) -> Tensor:
     """Sum a factor [B, *out] over the positions: [B, G, O/G] (G = 1 unless transposed)."""
-    if isinstance(module, nn.Linear):
+    s = s.movedim(_batch_axis(module), 0)
+    if isinstance(module, (nn.Linear, *EMBEDDING)):
         return s.reshape(s.shape[0], 1, -1, s.shape[-1]).sum(2)
     G = module.groups if isinstance(module, CONV_TRANSPOSE) else 1
     return s.reshape(s.shape[0], G, s.shape[1] // G, -1).sum(3)
@@ -347,8 +393,14 @@ def _sum_positions(module: nn.Module, s: Tensor) -> Tensor:
 
 def _kron_uses(p: Tensor, calls: list[Call], model: nn.Module) -> list[Call]:
     """Return the calls that use p, if p is always a weight with Kronecker factors."""
-    owners = [m for m in model.modules() if any(q is p for q in m._parameters.values())]
+    owners = [
+        m
+        for m in model.modules()
+        if any(q is p for q in m._parameters.values()) and not isinstance(m, nn.ParameterList)
+    ]
     if not all(isinstance(m, KRON) and m.weight is p for m in owners):
+        return []
+    if len({isinstance(m, EMBEDDING) for m in owners}) > 1:  # the factors have no common order
         return []
     return [call for call in calls if call.module in owners]
 
@@ -357,6 +409,19 @@ def _input_factor(uses: list[Call]) -> Tensor:
     """Return A [a, a]: sum over uses and positions, mean over samples and groups."""
     unfolded = [unfold_input(module, x) for module, x, _ in uses]
     return sum(einsum("ngat,ngbt->ab", u, u) / (u.shape[0] * u.shape[1]) for u in unfolded)
+
+
+def _arriving(f: Tensor, column: Tensor, uses: list[Call]) -> Tensor:
+    """Carry a column [*f] back to the uses of a weight, and sum it over them: [N, G, O/G]."""
+    backpropagated = _grad(f, [call.output for call in uses], column)
+    pairs = zip(uses, backpropagated, strict=True)
+    return sum(_sum_positions(call.module, s) for call, s in pairs)
+
+
+def _in_order(B: Tensor, uses: list[Call]) -> list[Tensor]:
+    """Return the Kronecker factors in the order of the weight's axes."""
+    factors = [B, _input_factor(uses)]
+    return factors[::-1] if isinstance(uses[0].module, EMBEDDING) else factors
 
 
 def kflr(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Tensor]]:
@@ -373,42 +438,179 @@ def kflr(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Te
             (J,) = _output_jacobian(f, [p])
             result.append([einsum("ncp,ncd,ndq->pq", J, H, J)])
             continue
-        columns = []
-        for column in S.unbind(2):
-            backpropagated = _grad(f, [call.output for call in uses], column.reshape(f.shape))
-            columns.append(
-                sum(
-                    _sum_positions(call.module, s)
-                    for call, s in zip(uses, backpropagated, strict=True)
-                )
-            )
-        s = torch.stack(columns)  # [V, N, G, O/G]
-        B = einsum("vngi,vngj->ij", s, s) / s.shape[2]
-        result.append([B, _input_factor(uses)])
+        # [V, N, G, O/G]
+        s = torch.stack([_arriving(f, column.reshape(f.shape), uses) for column in S.unbind(2)])
+        result.append(_in_order(einsum("vngi,vngj->ij", s, s) / s.shape[2], uses))
     return result
 
 
 def kfra(model: nn.Sequential, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Tensor]]:
     """Kronecker factors of a Sequential from the matrix averaged after every module."""
-    f, calls = _sequential_calls(model, X)
+    f, steps = _chain(model, X)
     N = X.shape[0]
     M = _loss_hessian_blocks(lossfunc, f, y).sum(0)  # [D, D]
 
     factors = {}
-    for call in reversed(calls):
-        module, x, out = call
+    for step in reversed(steps):
+        module, x, out, calls = step
         params = trainable(module)
         for p, J in zip(params, _output_jacobian(out, params), strict=True):
-            if _kron_uses(p, calls, model):
+            uses = _kron_uses(p, calls, model)
+            if uses:
                 eye = torch.eye(M.shape[0], dtype=M.dtype, device=M.device)
-                E = _sum_positions(module, eye.reshape(-1, *out.shape[1:]))  # [D, G, O/G]
-                B = einsum("agi,ab,bgj->ij", E, M, E) / E.shape[1]
-                factors[p] = [B, _input_factor([call])]
+                units = eye.reshape(-1, 1, *out.shape[1:]).expand(-1, *out.shape)
+                E = torch.stack([_arriving(out, unit, uses) for unit in units])  # [D, N, G, O]
+                B = einsum("angi,ab,bngj->ij", E, M, E) / (N * E.shape[2])
+                factors[p] = _in_order(B, uses)
             else:
                 factors[p] = [einsum("ncp,cd,ndq->pq", J, M, J) / N]
-        if call is calls[0]:
+        if step is steps[0]:
             break
         J = _per_sample_jacobian(out, x)
         M = einsum("nca,cd,ndb->ab", J, M, J) / N
 
     return [factors[p] for p in trainable(model)]
+
+
+# --------------------------------------------------------------------------------------
+# Twins
+# --------------------------------------------------------------------------------------
+
+
+class Recurrence(nn.Module):
+    """A recurrent layer or cell as a loop over time, with a Linear for each product."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.kind, self.is_cell = _kind(original), not isinstance(original, nn.RNNBase)
+        self.nonlinearity = {"relu": torch.relu}.get(
+            getattr(original, "nonlinearity", ""), torch.tanh
+        )
+        self.batch_first = getattr(original, "batch_first", False)
+        self.hidden_size = original.hidden_size
+        # in the order of the original
+        self.originals = nn.ParameterList(original.parameters())
+        suffixes = [""]
+        if not self.is_cell:
+            ways = ["", "_reverse"][: 1 + original.bidirectional]
+            suffixes = [f"_l{i}{way}" for i in range(original.num_layers) for way in ways]
+        self.ways = 1 if self.is_cell else len(ways)
+
+        def linear(weight: str, bias: str, suffix: str) -> nn.Linear | None:
+            W, b = (getattr(original, name + suffix, None) for name in (weight, bias))
+            if W is None:
+                return None
+            result = nn.Linear(W.shape[1], W.shape[0], bias=b is not None, device="meta")
+            result.weight = W
+            if b is not None:
+                result.bias = b
+            return result
+
+        def all_of(weight: str, bias: str) -> nn.ModuleList:
+            return nn.ModuleList([linear(weight, bias, suffix) for suffix in suffixes])
+
+        self.from_input = all_of("weight_ih", "bias_ih")
+        self.from_state = all_of("weight_hh", "bias_hh")
+        self.projection = all_of("weight_hr", "none")
+
+    def step(self, k: int, x: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Advance layer k by one step: [N, I] and the states [N, H] -> the states [N, H]."""
+        a, b = self.from_input[k](x), self.from_state[k](state[0])
+        if self.kind == "rnn":
+            return (self.nonlinearity(a + b),)
+        if self.kind == "gru":
+            (r, z, n), (r_h, z_h, n_h) = a.chunk(3, 1), b.chunk(3, 1)
+            r, z = (r + r_h).sigmoid(), (z + z_h).sigmoid()
+            return ((1 - z) * (n + r * n_h).tanh() + z * state[0],)
+        i, f, g, o = (a + b).chunk(4, 1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return (h if self.projection[k] is None else self.projection[k](h)), c
+
+    def _start(self, k: int, x: Tensor) -> tuple[Tensor, ...]:
+        zeros = x.new_zeros(x.shape[0], self.from_state[k].weight.shape[1])
+        if self.kind != "lstm":
+            return (zeros,)
+        return zeros, x.new_zeros(x.shape[0], self.hidden_size)
+
+    def forward(self, x: Tensor, given: Any = None) -> Any:
+        """As torch's."""
+        given = (given,) if isinstance(given, Tensor) else given
+        if self.is_cell:
+            state = self.step(0, x, *(self._start(0, x) if given is None else given))
+            return state if len(state) > 1 else state[0]
+        x = x.transpose(0, 1) if self.batch_first else x
+        finals = []
+        for layer in range(len(self.from_input) // self.ways):
+            outputs = []
+            for way in range(self.ways):
+                k = layer * self.ways + way
+                state = self._start(k, x[0]) if given is None else tuple(s[k] for s in given)
+                over_time = []
+                for x_t in x.unbind(0)[:: -1 if way else 1]:
+                    state = self.step(k, x_t, *state)
+                    over_time.append(state[0])
+                outputs.append(torch.stack(over_time[:: -1 if way else 1]))
+                finals.append(state)
+            x = torch.cat(outputs, -1)
+        states = tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+        return x.transpose(0, 1) if self.batch_first else x, (
+            states if len(states) > 1 else states[0]
+        )
+
+
+def _kind(module: nn.Module) -> str:
+    kinds = {"rnn": nn.RNN | nn.RNNCell, "gru": nn.GRU | nn.GRUCell, "lstm": nn.LSTM | nn.LSTMCell}
+    return next((kind for kind, classes in kinds.items() if isinstance(module, classes)), "")
+
+
+class Bag(nn.EmbeddingBag):
+    """Sums (means) of embeddings as the product of counts and the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """[N, T] -> [N, D]."""
+        return _one_hot(self, x).squeeze(1) @ self.weight
+
+
+class Attention(nn.MultiheadAttention):
+    """Attention by matrix products."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(*args, **kwargs)
+
+
+class Clamp(nn.Module):
+    """Hardsigmoid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*] -> [*]."""
+        return (x / 6 + 0.5).clamp(0, 1)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Return a model with the same parameters (and values) that all functions here work with."""
+    done: dict[nn.Module, nn.Module] = {}
+
+    def replaced(module: Any) -> nn.Module:
+        if module not in done:
+            done[module] = _replaced(module)
+            for name, child in module._modules.items():
+                if done[module] is module and child is not None:
+                    module._modules[name] = replaced(child)
+        return done[module]
+
+    memo: Any = {id(p): p for p in model.parameters()}  # shared
+    return replaced(copy.deepcopy(model, memo))
+
+
+def _replaced(module: Any) -> nn.Module:
+    if _kind(module):
+        return Recurrence(module)
+    for cls, other in {nn.EmbeddingBag: Bag, nn.MultiheadAttention: Attention}.items():
+        if type(module) is cls:
+            same = other.__new__(other)
+            same.__dict__.update(module.__dict__)
+            return same
+    return Clamp() if type(module) is nn.Hardsigmoid else module

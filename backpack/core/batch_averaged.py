@@ -185,7 +185,7 @@ class BatchAveragedSweep:
             if back is None:
                 _, *shape = call_products.shape_in(call, i, 1)
                 return mat.new_zeros(mat.shape[1], prod(shape))
-            return back.mean(1).flatten(1)
+            return back.mean(1).reshape(len(back), -1)
 
         return apply
 

@@ -115,10 +115,10 @@ class CurvatureBlock:
             units = torch.zeros(size, p.numel(), dtype=p.dtype, device=p.device)
             units[range(size), range(start, start + size)] = 1
             product = self.product(units.reshape(size, *p.shape), per_sample)
-            flat = product.flatten(2) if per_sample else product.flatten(1)
+            flat = product.reshape(*product.shape[: 2 if per_sample else 1], -1)
             parts.append(torch.stack([flat[v, ..., start + v] for v in range(size)], -1))
         diagonal = torch.cat(parts, -1)
-        return diagonal.reshape(*diagonal.shape[:-1], *p.shape)
+        return diagonal.reshape((*diagonal.shape[:-1], *p.shape))
 
     def product(self, mat: Tensor, per_sample: bool = False) -> Tensor:
         """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""

@@ -253,10 +253,12 @@ class Products:
 
     def _square_norm(self) -> Tensor:
         if "batch_square" in self.wanted:
-            return self["batch_square"].flatten(1).sum(1)
+            squares = self["batch_square"]
+            return squares.reshape(len(squares), -1).sum(1)
         if self.direct:
             return self.uses[0].apply("param_mjp_square_norm")
-        return self["individual"].square().flatten(2).sum((0, 2))
+        squares = self["individual"].square()
+        return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
 
     def kronecker_factors(self, approximation: str | None = None) -> list[Tensor]:
         """Return the Kronecker factors, in the order of the parameter's axes."""
@@ -286,7 +288,7 @@ class Products:
 
     def _block(self) -> Tensor:
         """Sum the outer products of the individual products: the block itself."""
-        vectors = self["individual"].flatten(2).flatten(0, 1)
+        vectors = self["individual"].flatten(0, 1).reshape(-1, self.parameter.numel())
         return vectors.T @ vectors
 
     def _marginals(self) -> list[Tensor]:

@@ -111,7 +111,7 @@ class ResidualSource:
         with self.call.bound() as module:
             grads = call_products.gradients(self.call)
             residual = self.call.derivatives.hessian_diagonal(module, None, grads, rows)
-        flat = residual.flatten(1)
+        flat = residual.reshape(len(residual), -1)
         entries = range(flat.shape[1])[part]
         mat = flat.new_zeros(len(entries), *flat.shape)
         mat[range(len(entries)), :, list(entries)] = 1

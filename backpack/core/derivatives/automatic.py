@@ -479,6 +479,8 @@ def _single(shape: Size, call: Call) -> tuple[int, int]:
     for axis, size in enumerate(shape):
         if size == 1 and Size(shape[:axis]).numel() in befores:
             return Size(shape[:axis]).numel(), 1
+    if 1 in shape:  # it was moved
+        return Size(shape[: shape.index(1)]).numel(), 1
     return 1, 1
 
 

@@ -191,7 +191,7 @@ class BaseDerivatives:
         main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
 
         def view(x: Any, layout: Layout | None, axis: int) -> Any:
-            if not isinstance(x, Tensor) or x.dim() == 0:
+            if not isinstance(x, Tensor) or (layout is None and x.dim() == 0):
                 return x
             if layout is None:  # data: like the others
                 merged = main is not None and main.before > 1 and axis == 0
@@ -510,15 +510,10 @@ class BaseDerivatives:
         subsampling: Rows = None,
     ) -> Tensor:
         """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        parts = self._in_slices(param_str, module, mat, subsampling)
-        norms = [
-            self.param_mjp(param_str, module, g_inp, g_out, part, False, rows)
-            .square()
-            .transpose(0, 1)
-            .flatten(1)
-            .sum(1)
-            for part, rows, _ in parts
-        ]
+        norms = []
+        for part, rows, _ in self._in_slices(param_str, module, mat, subsampling):
+            squares = self.param_mjp(param_str, module, g_inp, g_out, part, False, rows).square()
+            norms.append(squares.reshape(*squares.shape[:2], -1).sum((0, 2)))
         return torch.cat(norms)
 
     def kronecker_rows(
@@ -549,7 +544,7 @@ class BaseDerivatives:
             ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G).
         """
         products = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling)
-        return products.flatten(2).unsqueeze(2)
+        return products.reshape(*products.shape[:2], 1, -1)
 
     def kronecker_input_factors(
         self,

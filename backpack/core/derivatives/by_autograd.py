@@ -108,6 +108,7 @@ class Evaluation:
 
 def close(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree, up to rounding of their precision."""
+    one, other = one.detach(), other.detach()
     tolerance = torch.finfo(one.dtype).eps ** 0.5 * 10
     scale = float(other.abs().nan_to_num(posinf=0).max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -1,0 +1,330 @@
+"""Sequences through the engine: recurrent layers and cells, embeddings, a batch axis anywhere.
+
+What each quantity is for a single network is tested in test_quantities.py, and the products of
+the modules in test_recurrent.py and test_embedding.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import CASES, Case, Problem, select
+from test_quantities import TOLERANCE, run
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pack_sequence
+
+from backpack import backpack, extend, extensions
+from backpack.core import tape
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.slicing import Slicing
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+def named(*names: str) -> list[Case]:
+    found = [case for case in CASES if case.name in names]
+    assert len(found) == len(names)
+    return found
+
+
+# --------------------------------------------------------------------------------------
+# Kronecker factors
+# --------------------------------------------------------------------------------------
+
+NETWORKS = [
+    case
+    for case in select("network", without="fallback rows")
+    if case.tags & {"recurrent", "embedding", "function", "sequence"}
+]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("case", NETWORKS, ids=str)
+def test_kfra_is_kflr_for_equal_samples(case: Case, times: int) -> None:
+    """Among them a single one, whose axis is hard to tell from others."""
+    model, loss, X, y = case.build()
+    X, y = torch.cat([X[:1]] * times), torch.cat([y[:1]] * times)
+    for p in run(Problem(model, loss, X, y), extensions.KFRA(), extensions.KFLR()):
+        close(p.kfra, p.kflr)
+
+
+@pytest.mark.parametrize("case", NETWORKS, ids=str)
+def test_kfra_has_the_shapes_of_kflr(case: Case) -> None:
+    for p in run(case.build(), extensions.KFRA(), extensions.KFLR()):
+        for factor, other in zip(p.kfra, p.kflr, strict=True):
+            assert factor.shape == other.shape
+            assert torch.linalg.eigvalsh(factor).min() > -1e-10
+
+
+@pytest.mark.parametrize("case", select("recurrent"), ids=str)
+def test_biases_have_their_block(case: Case) -> None:
+    """They have no input, hence no other factor; weights have one."""
+    params = run(case.build(), extensions.KFLR())
+    for p, block in zip(params, oracle.ggn_blocks(*case.reference()), strict=True):
+        assert len(p.kflr) == p.dim()
+        if p.dim() == 1:
+            close(p.kflr, [block])
+
+
+# --------------------------------------------------------------------------------------
+# The samples are along any axis
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", select("time_first"), ids=str)
+def test_samples_of_a_loss_on_rows_of_a_sequence(case: Case) -> None:
+    """The rows belong to time first, but quantities have one entry for each sample."""
+    exts = [
+        extensions.BatchGrad,
+        extensions.BatchL2Grad,
+        extensions.BatchDiagGGNExact,
+        extensions.BatchDiagHessian,
+    ]
+    whole = run(case.build(), *(ext() for ext in exts))
+    part = run(case.build(), *(ext(subsampling=[2, 0]) for ext in exts))
+    for p, q in zip(whole, part, strict=True):
+        for ext in exts:
+            field = ext().savefield
+            assert len(getattr(p, field)) == 3
+            close(getattr(q, field), getattr(p, field)[[2, 0]])
+
+
+class Classifier(nn.Module):
+    """Classify sequences; the same network in three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.lstm = nn.LSTM(2, 2, batch_first=way == "batch first")
+        self.exchange, self.head = Permute(1, 0, 2), nn.Linear(2, 3)
+        self.last = Slicing((-1,) if way == "time first" else (slice(None), -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 2] -> [N, 3]."""
+        if self.way == "batch first":
+            x, _ = self.lstm(x)
+        elif self.way == "time first":
+            x, _ = self.lstm(x.transpose(0, 1))
+        else:
+            x, _ = self.lstm(x.transpose(0, 1))
+            x = self.exchange(x)
+        return self.head(self.last(x))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_the_batch_axis_changes_nothing(steps: int) -> None:
+    """Also where the axes have the same length, or a single entry."""
+    exts = [
+        extensions.BatchGrad(),
+        extensions.BatchDiagGGNExact(),
+        extensions.KFLR(),
+        extensions.KFRA(),
+        extensions.DiagHessian(),
+        extensions.SqrtGGNExact(),
+    ]
+    for samples in (1, 3):
+        torch.manual_seed(0)
+        X = torch.randn(samples, steps, 2, dtype=torch.float64)
+        y = torch.randint(3, (samples,))
+        found = []
+        for way in ("batch first", "time first", "exchanged"):
+            torch.manual_seed(1)
+            model = Classifier(way).double()
+            found.append(run(Problem(model, nn.CrossEntropyLoss(), X, y), *exts))
+        for other in found[1:]:
+            for p, q in zip(found[0], other, strict=True):
+                for ext in exts:
+                    close(getattr(q, ext.savefield), getattr(p, ext.savefield))
+
+
+# --------------------------------------------------------------------------------------
+# Several losses
+# --------------------------------------------------------------------------------------
+
+
+class TwoTasks(nn.Module):
+    """Classify a sequence, and predict something at each step."""
+
+    def __init__(self, kind: type[nn.Module], task: int | None = None) -> None:
+        super().__init__()
+        self.task, self.layer = task, kind(2, 2)
+        self.exchange, self.last = Permute(1, 0, 2), Slicing((-1,))
+        self.classify, self.predict = nn.Linear(2, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        """[N, T, 2] -> [N, 3] and [N, T, 2], or one of the two."""
+        output, states = self.layer(x.transpose(0, 1))
+        state = states[0] if isinstance(states, tuple) else states
+        scores = self.classify(self.last(state)), self.predict(self.exchange(output))
+        return scores if self.task is None else scores[self.task]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_losses_of_several_outputs(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = TwoTasks(kind).double()
+    X, labels = torch.randn(3, 4, 2, dtype=torch.float64), torch.tensor([0, 2, 1])
+    targets = torch.randn(3, 4, 2, dtype=torch.float64)
+    truths = []
+    for function in (
+        oracle.batch_grad,
+        oracle.ggn_diag,
+        oracle.hessian_diag,
+        oracle.hessian_blocks,
+    ):
+        parts = []
+        for task, (loss, y) in enumerate(
+            [(nn.CrossEntropyLoss(), labels), (nn.MSELoss(), targets)]
+        ):
+            model.task = task
+            parts.append(function(oracle.twin(model), loss, X, y))
+        truths.append([one + 2 * two for one, two in zip(*parts, strict=True)])
+    model.task = None
+
+    extend(model)
+    first, second = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    scores, predictions = model(X)
+    loss = first(scores, labels) + 2 * second(predictions, targets)
+    exts = [
+        extensions.BatchGrad(),
+        extensions.DiagGGNExact(),
+        extensions.DiagHessian(),
+        extensions.HMP(),
+    ]
+    with backpack(*exts):
+        loss.backward()
+    for p, grads, ggn, diagonal, block in zip(model.parameters(), *truths, strict=True):
+        close(p.grad_batch, grads)
+        close(p.diag_ggn_exact, ggn)
+        close(p.diag_h, diagonal)
+        vectors = torch.rand(2, *p.shape, dtype=p.dtype)
+        close(p.hmp(vectors).flatten(1), vectors.flatten(1) @ block)
+
+
+# --------------------------------------------------------------------------------------
+# Graphs and memory
+# --------------------------------------------------------------------------------------
+
+EVERY_KIND = named("rnn", "lstm-states", "gru-cell", "tagger", "attention", "class-token")
+
+# the extension, and the truth
+DIFFERENTIABLE = {
+    "variance": (extensions.Variance, oracle.variance),
+    "batch_l2": (extensions.BatchL2Grad, oracle.batch_l2),
+    "diag_ggn_exact": (extensions.DiagGGNExact, oracle.ggn_diag),
+    "diag_h": (extensions.DiagHessian, oracle.hessian_diag),
+    "hmp": (extensions.HMP, oracle.hessian_blocks),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENTIABLE)
+@pytest.mark.parametrize("case", EVERY_KIND, ids=str)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_create_graph(case: Case, field: str) -> None:
+    """Derivative of a random projection of the quantity, against the oracle's differences."""
+    make, truth = DIFFERENTIABLE[field]
+    torch.manual_seed(0)
+    problem, eps = case.reference(), 1e-4
+    start = [p.detach().clone() for p in oracle.trainable(problem.model)]
+    step = [torch.randn_like(p) for p in start]
+    weights = [torch.randn_like(value) for value in truth(*problem)]
+
+    def projected(scale: float) -> Tensor:
+        with torch.no_grad():
+            for p, q, s in zip(oracle.trainable(problem.model), start, step, strict=True):
+                p.copy_(q + scale * s)
+        return sum((w * v).sum() for w, v in zip(weights, truth(*problem), strict=True))
+
+    far = (projected(2 * eps) - projected(-2 * eps)) / (4 * eps)
+    near = (projected(eps) - projected(-eps)) / (2 * eps)
+    expected = (4 * near - far) / 3  # error O(eps^4)
+
+    model, lossfunc, X, y = case.build()
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of torch have no second derivative
+        loss = extend(lossfunc)(extend(model)(X), y)
+    with backpack(make()):
+        loss.backward(create_graph=True)
+    params = oracle.trainable(model)
+    values = [getattr(p, field) for p in params]
+    if field == "hmp":
+        values = [
+            product(torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)).flatten(1)
+            for product, p in zip(values, params, strict=True)
+        ]
+    total = sum((w * v).sum() for w, v in zip(weights, values, strict=True))
+    close(total, projected(0.0))
+    slopes = torch.autograd.grad(total, params, materialize_grads=True)
+    slope = sum((g * s).sum() for g, s in zip(slopes, step, strict=True))
+    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", EVERY_KIND, ids=str)
+def test_two_backward_passes(case: Case) -> None:
+    exts = [extensions.BatchGrad(), extensions.DiagHessian(), extensions.KFLR()]
+    once = run(case.build(), *exts)
+    model, lossfunc, X, y = case.build()
+    loss = extend(lossfunc)(extend(model)(X), y)
+    for _ in range(2):
+        with backpack(*exts, retain_graph=True):
+            loss.backward(retain_graph=True)
+        for p, q in zip(once, oracle.trainable(model), strict=True):
+            for ext in exts:
+                close(getattr(q, ext.savefield), getattr(p, ext.savefield))
+
+
+@pytest.mark.parametrize("case", EVERY_KIND, ids=str)
+def test_nothing_is_left(case: Case) -> None:
+    """What the forward pass recorded dies with the backward pass, without a garbage collector."""
+    model, lossfunc, X, y = case.build()
+    extend(model), extend(lossfunc)
+    exts = [
+        extensions.BatchGrad(),
+        extensions.DiagGGNExact(),
+        extensions.DiagHessian(),
+        extensions.KFLR(),
+        extensions.KFRA(),
+    ]
+
+    def step() -> int:
+        """Return the number of tensors that are alive afterwards."""
+        output = model(X)
+        loss = lossfunc(output, y)
+        calls = [weakref.ref(call) for m in model.modules() for call in tape.live_calls(m)]
+        assert len(calls) > 3
+        with backpack(*exts):
+            loss.backward()
+        del loss, output
+        assert not any(call() for call in calls)
+        for p in model.parameters():
+            p.grad = None
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    step()  # fills what is kept for good
+    gc.collect()
+    gc.disable()
+    try:
+        assert step() == step()
+    finally:
+        gc.enable()
+
+
+# --------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad(), extensions.DiagGGNExact()], ids=repr)
+def test_packed_sequences(ext: Any) -> None:
+    lstm, head = extend(nn.LSTM(2, 2)), extend(nn.Linear(2, 2))
+    _, (h, _) = lstm(pack_sequence([torch.rand(3, 2), torch.rand(2, 2)]))
+    loss = extend(nn.MSELoss())(head(h), torch.zeros(1, 2, 2))
+    with pytest.raises((ValueError, NotImplementedError), match="pad_sequence"), backpack(ext):
+        loss.backward()
