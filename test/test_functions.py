@@ -1,0 +1,351 @@
+"""Functions, parameters and attention as modules: their contract, tested with the engine.
+
+What each quantity is for networks of them is tested in test_quantities.py, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import Case, Holder, Problem, network
+from test_quantities import TOLERANCE, products, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import extensions
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.products import MulModule
+
+ONE, TWO = Slot(0), Slot(1)
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+def agrees(case: Case) -> None:
+    """Compare a network of functions with the oracle."""
+    exts = [
+        extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
+        extensions.BatchDiagGGNExact(),
+        extensions.HMP(),
+    ]
+    params = run(case.build(), *exts)
+    truths = [
+        function(*case.reference())
+        for function in (oracle.batch_grad, oracle.batch_ggn_diag, oracle.hessian_blocks)
+    ]
+    for p, product, grads, ggn, block in zip(params, products(params, "hmp"), *truths, strict=True):
+        close(p.grad_batch, grads)
+        close(p.batch_l2, grads.square().flatten(1).sum(1))
+        close(p.diag_ggn_exact_batch, ggn)
+        close(product, block)
+
+
+# --------------------------------------------------------------------------------------
+# Functions
+# --------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Functions of one tensor, ``[N, 2, 2]``, between two layers."""
+
+    def __init__(self, *functions: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.apart = nn.Linear(3, 4), nn.Unflatten(1, (2, 2))
+        self.functions, self.flatten = nn.ModuleList(functions), nn.Flatten()
+        x = torch.zeros(3, 2, 2)
+        for function in functions:
+            x = function(x)
+        self.head = nn.Linear(x[0].numel(), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        x = self.apart(self.stem(x))
+        for function in self.functions:
+            x = function(x)
+        return self.head(self.flatten(x))
+
+
+def function(*args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    return lambda: FunctionModule(args[0], args[1:], kwargs)
+
+
+exchange, sine = function(torch.transpose, ONE, 0, 1), function(torch.sin, ONE)
+FUNCTIONS: dict[str, list[Callable[[], nn.Module]]] = {
+    "cumsum": [function(torch.cumsum, ONE, 1)],
+    "softmax": [function(F.softmax, ONE, dim=1)],
+    "norm": [function(torch.linalg.vector_norm, ONE, dim=-1)],
+    "a method": [function("amax", ONE, dim=1, keepdim=True)],
+    "index": [function(operator.getitem, ONE, (slice(None), 1, None)), sine],
+    "twice in one call": [function(torch.matmul, ONE, ONE)],
+    "a number": [function(operator.truediv, 2.0, ONE)],
+    "samples last": [function("permute", ONE, 1, 2, 0), sine, function("permute", ONE, 2, 0, 1)],
+    "samples second": [exchange, sine, exchange],
+    "merged": [function("flatten", ONE, 0, 1), sine, function("reshape", ONE, -1, 4)],
+    "merged behind": [
+        exchange,
+        function("flatten", ONE, 0, 1),
+        sine,
+        function("unflatten", ONE, 0, (2, -1)),
+        exchange,
+    ],
+    "affine": [function(torch.roll, ONE, 1, 2), function(F.pad, ONE, (1, 0))],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_one_tensor(name: str) -> None:
+    agrees(network(name, lambda: Between(*(make() for make in FUNCTIONS[name])), (3,)))
+
+
+class Combined(nn.Module):
+    """A function of two tensors."""
+
+    def __init__(self, combine: nn.Module, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stems = nn.ModuleList([nn.Linear(3, torch.Size(shape).numel()) for shape in shapes])
+        self.apart = nn.ModuleList([nn.Unflatten(1, shape) for shape in shapes])
+        self.combine, self.flatten = combine, nn.Flatten()
+        out = combine(*(torch.zeros(3, *shape) for shape in shapes))
+        self.head = nn.Linear(out[0].numel(), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        parts = [apart(stem(x)) for stem, apart in zip(self.stems, self.apart, strict=True)]
+        return self.head(self.flatten(self.combine(*parts)))
+
+
+COMBINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "matmul": (function(torch.matmul, ONE, TWO), (2, 1), (1, 2)),
+    "outer": (function(torch.einsum, "ni,nj->nij", ONE, TWO), (2,), (3,)),
+    "mul": (MulModule, (2,), (2,)),
+    "mul-broadcast": (MulModule, (2, 1), (1, 2)),
+    "sum-broadcast": (SumModule, (2, 2), (1, 2)),
+    "stack": (function(torch.stack, [ONE, TWO], dim=1), (2,), (2,)),
+    "bilinear": (function(torch.addcmul, ONE, ONE, TWO, value=0.3), (2,), (2,)),
+    "where": (function(torch.maximum, ONE, TWO), (3,), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_functions_of_two_tensors(name: str) -> None:
+    make, *shapes = COMBINED[name]
+    agrees(network(name, lambda: Combined(make(), *shapes), (3,)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        function(torch.cumsum, ONE, 0),
+        function("mean", ONE, dim=0, keepdim=True),
+        function(torch.flip, ONE, [0]),
+        function(F.normalize, ONE, dim=0),
+    ],
+)
+def test_functions_that_mix_samples(make: Callable[[], nn.Module]) -> None:
+    problem = network("mixing", lambda: Between(make()), (3,)).build()
+    with pytest.raises(ValueError, match="different samples of the batch"):
+        run(problem, extensions.DiagGGNExact())
+
+
+def test_functions_that_are_random() -> None:
+    make = function(F.dropout, ONE, 0.5, training=True)
+    problem = network("random", lambda: Between(make()), (3,)).build()
+    with pytest.raises(NotImplementedError, match=r"when it is evaluated again.*register"):
+        run(problem, extensions.DiagGGNExact())
+
+
+# --------------------------------------------------------------------------------------
+# Positive curvature
+# --------------------------------------------------------------------------------------
+
+
+def test_positive_curvature_of_a_convex_function() -> None:
+    """Where all second derivatives are positive, it is the Hessian."""
+
+    class Convex(nn.Module):
+        """Squares, and weights and a loss whose gradients are positive."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
+            self.square, self.log = function("square", ONE)(), function(torch.logsumexp, ONE, 1)()
+            self.last = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 3] -> [N, 1]."""
+            x = self.square(self.second(self.square(self.first(x))))
+            return self.last(self.log(x).unsqueeze(1))
+
+    torch.manual_seed(0)
+    model = Convex().double()
+    for linear in (model.second, model.last):
+        linear.weight.data.abs_()
+        linear.bias.data.abs_()
+    X = torch.randn(3, 3, dtype=torch.float64)
+    y = model(X).detach() - 1
+    exts = [
+        extensions.HMP(),
+        extensions.PCHMP("clipped", modify="clip"),
+        extensions.PCHMP("absolute", modify="abs"),
+    ]
+    params = run(Problem(model, nn.MSELoss(), X, y), *exts)
+    close(products(params, "clipped"), products(params, "hmp"))
+    close(products(params, "absolute"), products(params, "hmp"))
+
+
+class Both(nn.Module):
+    """Two linear layers side by side."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        for name, value in zip("abcd", (p for m in layers for p in m.parameters()), strict=True):
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, I] -> [N, O + O]."""
+        return torch.cat([F.linear(x, self.a, self.b), F.linear(x, self.c, self.d)], 1)
+
+
+class Apply(nn.Module):
+    """Apply a function of the two halves."""
+
+    def __init__(self, combine: nn.Module) -> None:
+        super().__init__()
+        self.combine = (combine,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, O + O] -> [N, *]."""
+        return self.combine[0](*x.chunk(2, 1)).flatten(1)
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("name", ["mul", "outer", "bilinear"])
+def test_positive_curvature_of_several_inputs(name: str, modify: str) -> None:
+    """The second derivative is one matrix for all inputs; its positive part is, too."""
+    make, (size,), _ = COMBINED[name]
+    case = network(name, lambda: Combined(make(), (size,), (size,)), (3,))
+    model, loss, X, y = case.build()
+    chain = nn.Sequential(Both(*model.stems), Apply(model.combine), model.head)
+    expected = oracle.pch_blocks(chain, loss, X, y, modify)
+    params = run(Problem(model, loss, X, y), extensions.PCHMP(modify=modify))
+    close(products(params, "pchmp"), expected)
+
+
+# --------------------------------------------------------------------------------------
+# Parameters
+# --------------------------------------------------------------------------------------
+
+
+class Reading(nn.Module):
+    """Everything that can be read: a parameter twice, that of a Linear, a buffer."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.shared, self.buffer = Holder(3), nn.Module()
+        self.shared.requires_grad_(not frozen)
+        self.buffer.register_buffer("value", torch.randn(3))
+        self.read, self.again = self.shared.reader(), self.shared.reader()
+        self.constant = ParameterModule(self.buffer, "value")
+        self.weight = ParameterModule(self.stem, "weight")
+        self.linear, self.tanh = FunctionModule(F.linear, (ONE, TWO)), nn.Tanh()
+        self.sum, self.mul = SumModule(), MulModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        x = self.tanh(self.sum(self.stem(x), self.read(), self.constant()))
+        x = self.linear(self.mul(x, self.again()), self.tanh(self.weight()))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_are_read_several_times(frozen: bool) -> None:
+    agrees(network("reading", lambda: Reading(frozen), (3,)))
+
+
+def test_factor_of_a_parameter_is_its_block() -> None:
+    """Also where it is the weight of a layer, which alone would have two factors."""
+    case = network("reading", lambda: Reading(False), (3,))
+    params = run(case.build(), extensions.KFLR())
+    for p, block in zip(params, oracle.ggn_blocks(*case.reference()), strict=True):
+        if len(p.kflr) == 1:
+            close(p.kflr, [block])
+    assert [len(p.kflr) for p in params] == [1, 1, 2, 1, 1]
+
+
+# --------------------------------------------------------------------------------------
+# Attention
+# --------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Two queries attend to three keys and values, from layers of their own."""
+
+    def __init__(self, call: dict[str, Any], both: bool, **options: Any) -> None:
+        super().__init__()
+        self.call, self.both = call, both
+        self.queries, self.keys = nn.Linear(2, 2), nn.Linear(2, options.get("kdim", 2), bias=False)
+        self.values = nn.Linear(2, options.get("vdim", 2), bias=False)
+        self.attention = nn.MultiheadAttention(2, 2, batch_first=True, **options)
+        self.flatten, self.head, self.of_weights = nn.Flatten(), nn.Linear(4, 3), nn.Linear(6, 3)
+        self.sum = SumModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, 2] -> [N, 3]."""
+        parts = self.queries(x[:, :2]), self.keys(x), self.values(x)
+        attended, weights = self.attention(*parts, **self.call)
+        scores = self.head(self.flatten(attended))
+        return self.sum(scores, self.of_weights(self.flatten(weights))) if self.both else scores
+
+
+CAUSAL = torch.tensor([[False, True, True], [False, False, True]])
+PADDING = torch.tensor([[False] * 3, [False, False, True], [False, True, False]])
+ATTENTION: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "weights": ({}, True, {}),
+    "no weights": ({"need_weights": False}, False, {}),
+    "sizes": ({}, False, {"kdim": 1, "vdim": 3, "bias": False}),
+    "mask": ({"attn_mask": CAUSAL}, True, {}),
+    "mask of numbers": (
+        {"attn_mask": torch.tensor([[0.5, -1.0, 0.0], [2.0, 0.0, 1.0]]), "need_weights": False},
+        False,
+        {},
+    ),
+    "padding": ({"key_padding_mask": PADDING, "need_weights": False}, False, {}),
+    "masks": ({"key_padding_mask": PADDING, "attn_mask": CAUSAL}, False, {}),
+    "bias of keys": ({"need_weights": False}, False, {"add_bias_kv": True, "add_zero_attn": True}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_attention(name: str) -> None:
+    call, both, options = ATTENTION[name]
+
+    def model() -> nn.Module:
+        result = Attending(call, both, **options)
+        result.of_weights.requires_grad_(both)
+        return result
+
+    agrees(network(name, model, (3, 2)))
+
+
+def test_attention_with_dropout() -> None:
+    def model() -> nn.Module:
+        result = Attending({}, False, dropout=0.5)
+        result.of_weights.requires_grad_(False)
+        return result
+
+    training = network("dropout", model, (3, 2), tags="random").build()
+    with pytest.raises(NotImplementedError, match="random"):
+        run(training, extensions.BatchGrad())
+    agrees(network("dropout", model, (3, 2), train=False))
