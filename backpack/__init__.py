@@ -14,14 +14,19 @@ torch.Size([5, 2, 3])
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Literal
 
-from torch.nn import Module
+from torch.nn import DataParallel, Module
 
 from backpack.context import CTX, Configuration, ExtensionHook, disable
 from backpack.core import tape
 from backpack.core.backward_pass import BackwardPass, WatchBackward
-from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.core.hooks import extend_one
+from backpack.core.recording import is_open, is_recorded, record_functions
+from backpack.core.registry import derivatives_of
+from backpack.custom_module.graph_utils import ConversionError, convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 
 __all__ = ["CTX", "backpack", "disable", "extend", "memory_cleanup"]
@@ -86,53 +91,70 @@ class backpack:
         BackwardPass.abandon(self._configuration)
 
 
-def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
+def extend(
+    module: Module,
+    debug: bool = False,
+    use_converter: bool | Literal["trace", "record"] = False,
+) -> Module:
     """Prepare a module (and its children) for extensions of the backward pass.
 
     Args:
         module: Model or loss.
         debug: Print what is done.
-        use_converter: Rewrite functions in the ``forward`` into modules with ``torch.fx``, see
-            :func:`backpack.custom_module.graph_utils.convert_module_to_backpack`.
+        use_converter: What to do about functions in the ``forward``. ``"trace"`` rewrites them into
+            modules with ``torch.fx``, see
+            :func:`backpack.custom_module.graph_utils.convert_module_to_backpack`. ``"record"``
+            leaves the model as it is and notes the functions of each forward pass while it runs,
+            see :mod:`backpack.core.recording`: for models that cannot be traced. ``True``
+            is the first if that is possible, else the second.
 
     Returns:
-        The module itself, or with the converter a ``torch.fx.GraphModule`` with its parameters.
+        The module itself, or if it was traced a ``torch.fx.GraphModule`` with its parameters.
         Calling ``extend`` again changes nothing.
 
     Raises:
         TypeError: If ``module`` is not a module.
-        backpack.custom_module.graph_utils.ConversionError: If the forward pass cannot be converted.
+        ValueError: If ``use_converter`` is something else.
+        NotImplementedError: For ``torch.nn.DataParallel``.
+        backpack.custom_module.graph_utils.ConversionError: If the forward pass cannot be traced.
     """
     if not isinstance(module, Module):
         raise TypeError(f"extend expects a torch.nn.Module, got {type(module).__name__}.")
-    if use_converter:
-        module = convert_module_to_backpack(module, debug)
-    for name, child in module.named_modules():
+    if use_converter not in (True, False, "trace", "record"):
+        raise ValueError(
+            f"use_converter is True, False, 'trace' or 'record', but not {use_converter!r}."
+        )
+    if any(isinstance(child, DataParallel) for child in module.modules()):
+        raise NotImplementedError(tape.NO_REPLICAS)
+    if use_converter in (True, "trace") and not is_recorded(module):
+        try:
+            module = convert_module_to_backpack(module, debug)
+        except ConversionError as error:
+            if use_converter == "trace":
+                raise
+            if debug:
+                print(f"[backpack] recording {type(module).__name__}, because: {error}")
+            use_converter = "record"
+    for name, child in _parts(module, "", set()):
         if not getattr(child, "_backpack_extend", False):
-            _extend_one(child, name, debug)
+            extend_one(child, name, debug)
+            if is_open(child):
+                record_functions(child)
+    if use_converter == "record":
+        record_functions(module)
     return module
 
 
-def _extend_one(module: Module, name: str, debug: bool) -> None:
-    if debug:
-        print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
-    if getattr(module, "inplace", False) is True:
-        # an in-place change would destroy the input that the derivatives need
-        module.inplace = False  # type: ignore[assignment]
-        if debug:
-            print(f"[backpack] switched off inplace of {name or type(module).__name__}")
-    for key, hook in list(module._forward_hooks.items()):
-        if hook is _record:  # a program has reset the flag
-            del module._forward_hooks[key]
-            module._forward_hooks_with_kwargs.pop(key, None)
-    handle = module.register_forward_hook(_record, prepend=True, with_kwargs=True)
-    CTX.add_hook_handle(handle, module)
-    vars(module)["_backpack_name"] = name
-    module._backpack_extend = True  # type: ignore[assignment]
-
-
-def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object:
-    return tape.record(module, args, kwargs, output, BackwardPass.reached)
+def _parts(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
+    """Name a module and those below it, unless they are part of what its derivatives describe."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    rule = derivatives_of(module)
+    if rule is None or not rule.includes_children:
+        for key, child in module.named_children():
+            yield from _parts(child, f"{name}.{key}" if name else key, seen)
 
 
 def memory_cleanup(module: Module) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.nn import Module
 
 if TYPE_CHECKING:
@@ -101,6 +103,16 @@ class CTX:
             module._backpack_extend = False  # type: ignore[assignment]
         cls._handles.clear()
         cls._extended.clear()
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the precision of the tensors, also inside of ``torch.autocast``."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class disable:

@@ -18,13 +18,18 @@ from torch.nn import Module
 from backpack import extensions
 from backpack.core.derivatives import (
     REGISTRY,
+    AdaptiveLogSoftmaxDerivatives,
     AutomaticDerivatives,
+    AutomaticLossDerivatives,
     BaseDerivatives,
     BaseLossDerivatives,
+    CTCLossDerivatives,
     EmbeddingBagDerivatives,
     EmbeddingDerivatives,
     FunctionDerivatives,
     ParameterModuleDerivatives,
+    UnknownModuleDerivatives,
+    WeightedLossDerivatives,
 )
 from backpack.core.propagations import (
     BatchAveraged,
@@ -33,6 +38,8 @@ from backpack.core.propagations import (
     SampledFactor,
     identity,
 )
+from backpack.core.recording import OPEN
+from backpack.core.registry import FALLBACKS
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
@@ -48,6 +55,7 @@ class Support(str, Enum):
 
     CLOSED_FORM = "closed form"
     AUTOMATIC = "automatic"
+    RECORDED = "recorded"
     NOT_NEEDED = "not needed"
     UNDEFINED = "undefined"
     MISSING = "missing"
@@ -56,19 +64,36 @@ class Support(str, Enum):
 EXPLANATIONS = {
     Support.CLOSED_FORM: "the derivatives of the module are written down",
     Support.AUTOMATIC: "the module is differentiated by autograd; samples must be independent",
+    Support.RECORDED: "consists of modules and functions, which are recorded while it runs",
     Support.NOT_NEEDED: "no parameters, and the gradient is that of autograd: any module will do",
-    Support.UNDEFINED: "not defined where a module mixes the samples of a batch",
+    Support.UNDEFINED: "does not exist: the module mixes the samples of a batch, the loss is no "
+    "negative log likelihood that targets could be drawn from, or torch has no derivative",
     Support.MISSING: "the registered derivatives lack what the extension calls",
 }
 SYMBOLS = {
     Support.CLOSED_FORM: "+",
     Support.AUTOMATIC: "~",
+    Support.RECORDED: "*",
     Support.NOT_NEEDED: ".",
     Support.UNDEFINED: "-",
     Support.MISSING: "?",
 }
 
 Matrix = dict[type[Module], dict[type[BackpropExtension], Support]]
+
+
+class AnyOtherModule(Module):
+    """Stands for every leaf without a registration, such as a layer of a user."""
+
+
+class AnyOtherLoss(Module):
+    """Stands for every such leaf that returns a scalar."""
+
+
+def _rows() -> dict[type[Module], BaseDerivatives | None]:
+    """Return the derivatives of every row of the matrix; None for what is recorded."""
+    others = {AnyOtherModule: FALLBACKS["module"], AnyOtherLoss: FALLBACKS["loss"]}
+    return {**dict.fromkeys(OPEN), **others, **REGISTRY}
 
 
 def all_extensions() -> list[BackpropExtension]:
@@ -87,7 +112,7 @@ def all_extensions() -> list[BackpropExtension]:
 
 
 def support_matrix(mixing: bool = False) -> Matrix:
-    """Tell for every registered module and every extension whether they work together.
+    """Tell for every module and every extension whether they work together.
 
     Args:
         mixing: Ask about networks that mix the samples of a batch, which batch normalisation does
@@ -97,30 +122,44 @@ def support_matrix(mixing: bool = False) -> Matrix:
         ``matrix[module class][extension class]``; modules of one family are neighbours, those with
         parameters come first and losses last.
     """
-    exts = all_extensions()
+    exts, rows = all_extensions(), _rows()
     return {
-        module_class: {type(ext): _cell(REGISTRY[module_class], ext, mixing) for ext in exts}
-        for module_class in sorted(REGISTRY, key=_family)
+        module_class: {type(ext): _cell(rows[module_class], ext, mixing) for ext in exts}
+        for module_class in sorted(rows, key=_family)
     }
 
 
-def _family(module_class: type[Module]) -> tuple[bool, bool, str, bool]:
-    """Sort and group by kind and by the file of the derivatives; all losses are one family."""
-    derivatives = REGISTRY[module_class]
+def _family(module_class: type[Module]) -> tuple[bool, bool, str, bool, bool]:
+    """Sort and group by kind and by the file of the derivatives; losses by their likelihood."""
+    derivatives = _rows()[module_class]
+    if derivatives is None:
+        return False, False, "", False, False
     is_loss = isinstance(derivatives, BaseLossDerivatives)
     file = "" if is_loss else type(derivatives).__module__
-    return is_loss, not _has_parameters(derivatives), file, _is_automatic(derivatives)
+    parameters = not is_loss and _has_parameters(derivatives)
+    automatic, likelihood = _is_automatic(derivatives), _is_likelihood(derivatives)
+    return is_loss, not parameters, file, automatic, not likelihood
 
 
 def _has_parameters(derivatives: BaseDerivatives) -> bool:
     """Whether modules may have parameters; a function has none of its own."""
     if isinstance(derivatives, FunctionDerivatives):
-        return False
+        return isinstance(derivatives, UnknownModuleDerivatives)
     return bool(derivatives.params) or _implements(derivatives, "param_names")
+
+
+def _is_likelihood(derivatives: BaseDerivatives) -> bool:
+    """Whether targets can be drawn, if that is a loss; a weighted one is like that without."""
+    if not isinstance(derivatives, BaseLossDerivatives):
+        return True
+    is_weighted = isinstance(derivatives, WeightedLossDerivatives)
+    return is_weighted or derivatives.has_likelihood(Module())
 
 
 def _is_automatic(derivatives: BaseDerivatives) -> bool:
     """Whether there is no formula, not even that the function is affine."""
+    if isinstance(derivatives, AutomaticLossDerivatives | UnknownModuleDerivatives):
+        return True
     if not isinstance(derivatives, AutomaticDerivatives):
         return False
     classes = type(derivatives).__mro__
@@ -128,7 +167,15 @@ def _is_automatic(derivatives: BaseDerivatives) -> bool:
     return not any("hessian_is_zero" in vars(c) for c in below if c is not FunctionDerivatives)
 
 
-def _cell(derivatives: BaseDerivatives, ext: BackpropExtension, mixing: bool) -> Support:
+def _cell(derivatives: BaseDerivatives | None, ext: BackpropExtension, mixing: bool) -> Support:
+    if derivatives is None:
+        return Support.RECORDED
+    if isinstance(derivatives, AdaptiveLogSoftmaxDerivatives):
+        return Support.UNDEFINED
+    if isinstance(derivatives, CTCLossDerivatives) and ext.expects_backpropagation_quantities():
+        return Support.UNDEFINED
+    if isinstance(ext.propagation, SampledFactor) and not _is_likelihood(derivatives):
+        return Support.UNDEFINED
     if not ext.expects_backpropagation_quantities() and not _has_parameters(derivatives):
         return Support.NOT_NEEDED
     if mixing and _needs_independent_samples(ext):
@@ -226,7 +273,8 @@ def report(markdown: bool = False, summary: bool = False) -> str:
 
 def _mixes(module_class: type[Module]) -> bool:
     """Whether modules of this class can mix the samples of a batch."""
-    return _implements(REGISTRY[module_class], "mixes_samples")
+    derivatives = _rows()[module_class]
+    return derivatives is not None and _implements(derivatives, "mixes_samples")
 
 
 def _footnote() -> str:
@@ -250,7 +298,11 @@ def _full(matrix: Matrix, families: list[list[type[Module]]], markdown: bool) ->
     columns = wrap("  ".join(f"{i}\N{NO-BREAK SPACE}{name}" for i, name in enumerate(exts, 1)), 80)
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in columns]
     for family in [[["", *map(str, range(1, len(exts) + 1))]], *rows]:
-        lines += ["", *(f"{row[0]:<22}" + "".join(f"{c:>3}" for c in row[1:]) for row in family)]
+        lines.append("")
+        for name, *cells in family:
+            wide = len(name) > 22  # a line of its own
+            lines += [name] * wide
+            lines.append(f"{'' if wide else name:<22}" + "".join(f"{c:>3}" for c in cells))
     return lines
 
 
@@ -260,13 +312,18 @@ def _summary(matrix: Matrix, families: list[list[type[Module]]], markdown: bool)
     for members in families:
         verdicts = []
         for of_first_order in (True, False):
-            found = {}  # in order, each once
+            found: dict[Support, dict[str, int]] = {}  # in order, each extension once
             for m in members:
                 for ext, cell in matrix[m].items():
-                    gap = cell in (Support.UNDEFINED, Support.MISSING)
                     if (ext in first) == of_first_order:
-                        found[f"{cell.value}: {_name(m)} {ext.__name__}" if gap else cell.value] = 0
-            verdicts.append(", ".join(found))
+                        found.setdefault(cell, {})[ext.__name__] = 0
+            gaps = (Support.UNDEFINED, Support.MISSING)
+            verdicts.append(
+                ", ".join(
+                    f"{cell.value} for {', '.join(exts)}" if cell in gaps else cell.value
+                    for cell, exts in found.items()
+                )
+            )
         rows.append((_shortened(map(_name, members)), verdicts))
     if markdown:
         return _markdown_table(
@@ -275,11 +332,14 @@ def _summary(matrix: Matrix, families: list[list[type[Module]]], markdown: bool)
         )
     lines = []
     for names, (one, two) in rows:
-        lines += [fill(", ".join(names), 80), f"    first order: {one}", f"    second order: {two}"]
+        lines += [fill(", ".join(names), 80), f"    first order: {one}"]
+        lines.append(fill(f"    second order: {two}", 80, subsequent_indent="    "))
     return lines
 
 
 def _name(module_class: type[Module]) -> str:
+    if module_class in (AnyOtherModule, AnyOtherLoss):
+        return "any other loss" if module_class is AnyOtherLoss else "any other module"
     return module_class.__name__ + "¹" * _mixes(module_class)
 
 

@@ -25,7 +25,7 @@ Tags
     inplace                   contains an in-place module
     piecewise_linear          the model is piecewise linear (GGN = Hessian)
     frozen                    contains parameters that require no gradient
-    fallback                  contains a module without derivatives
+    unknown                   contains a module that the library does not know
     dag                       made by ``random_dag``
 """
 
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.pad import Pad
@@ -651,13 +652,116 @@ class Unknown(nn.Module):
         return x.sin()
 
 
-def _fallback_cases() -> list[Case]:
-    case = partial(module_case, tags="fallback")
+class UnknownLayer(nn.Module):
+    """Somebody's layer: parameters of any shape, a buffer, an option, nonlinear in a parameter."""
+
+    offset: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.randn(2, features))
+        self.matrix = nn.Parameter(torch.randn(features, features))
+        self.register_buffer("offset", torch.rand(features))
+
+    def forward(self, x: Tensor, power: int = 2) -> Tensor:
+        """[N, *, F] -> [N, *, F]."""
+        return (x * self.scales[0].exp() + self.offset) @ self.matrix.tanh() + self.scales[
+            1
+        ] ** power
+
+
+def _unknown_cases() -> list[Case]:
+    case = partial(module_case, tags="unknown")
     return [
-        case(nn.PReLU, (2, 3), 2),
-        case(nn.GroupNorm, (4, 2), 2, 4),
         case(Unknown, (5,)),
         case(Unknown, (2, 3)),
+        case(UnknownLayer, (3,), 3),
+        case(UnknownLayer, (2, 3), 3, first=True),
+    ]
+
+
+def _normalisation_cases() -> list[Case]:
+    case = partial(module_case, tags="normalisation")
+    return [
+        case(nn.GroupNorm, (4,), 2, 4),
+        case(nn.GroupNorm, (4, 2), 2, 4),
+        case(nn.GroupNorm, (2, 2, 1), 1, 2, affine=False),
+        case(nn.InstanceNorm1d, (2, 3), 2, affine=True),
+        case(nn.InstanceNorm2d, (2, 2, 2), 2),
+        case(nn.InstanceNorm2d, (2, 2, 1), 2, track_running_stats=True, train=False),
+        case(nn.InstanceNorm3d, (1, 2, 1, 2), 1, affine=True),
+        case(nn.RMSNorm, (4,), 4),
+        case(nn.RMSNorm, (2, 3), (2, 3), eps=0.1),
+        case(nn.SyncBatchNorm, (2, 2), 2, train=False),
+        case(nn.PReLU, (2, 3), 2),
+        case(nn.PReLU, (4,)),
+    ]
+
+
+class TwoStems(nn.Module):
+    """A module that reads two tensors, both computed by layers with parameters."""
+
+    def __init__(self, module: nn.Module, *stems: nn.Module) -> None:
+        super().__init__()
+        self.stems, self.module = nn.ModuleList(stems), module
+        self.flatten, self.tanh, self.head = nn.Flatten(), nn.Tanh(), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, 3]."""
+        y = self.module(*(stem(x) for stem in self.stems))
+        y = y if y.dim() > 1 else y.unsqueeze(1)
+        return self.head(self.tanh(self.flatten(y)))
+
+
+class PooledAndBack(nn.Module):
+    """Maximum pooling that returns indices, a layer, and the pooling undone."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv, pool, back = (
+            getattr(nn, f"{name}{dims}d") for name in ("Conv", "MaxPool", "MaxUnpool")
+        )
+        self.stem, self.layer = conv(1, 2, 1), conv(2, 2, 1)
+        kernel = (*(1,) * (dims - 1), 2)
+        self.pool, self.back = pool(kernel, return_indices=True), back(kernel)
+        self.tanh, self.flatten, self.head = nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 1, *] -> [N, 3]."""
+        pooled, indices = self.pool(self.stem(x))
+        return self.head(self.flatten(self.tanh(self.back(self.layer(pooled), indices))))
+
+
+def _built(make: Callable[[], nn.Module], shape: Shape) -> Callable[[], nn.Module]:
+    """Return a function for a model whose lazy modules have been called."""
+
+    def build() -> nn.Module:
+        model = make()
+        with torch.no_grad():
+            model(torch.randn(N, *shape))
+        return model
+
+    return build
+
+
+def _several_inputs_cases() -> list[Case]:
+    def case(name: str, shape: Shape, make: Callable[[], nn.Module], tags: str = "") -> Case:
+        return network(name, _built(make, shape), shape, tags=f"branch nonsequential {tags}")
+
+    def two(name: str, shape: Shape, make: Callable[[], nn.Module], *sizes: int) -> Case:
+        left, right = sizes or (shape[-1], shape[-1])
+        stems = partial(nn.Linear, shape[-1])
+        return case(name, shape, lambda: TwoStems(make(), stems(left), stems(right)))
+
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+    return [
+        network("bilinear", TwoInputs, (4,), tags="branch nonsequential"),
+        two("cosine-similarity", (2, 3), lambda: nn.CosineSimilarity(dim=1)),
+        two("pairwise-distance", (3,), lambda: nn.PairwiseDistance(keepdim=True)),
+        case("max-unpool-1d", (1, 4), lambda: PooledAndBack(1)),
+        case("max-unpool-2d", (1, 2, 4), lambda: PooledAndBack(2)),
+        case("max-unpool-3d", (1, 2, 2, 2), lambda: PooledAndBack(3)),
+        two("transformer", (2, 4), lambda: nn.Transformer(4, 2, 1, 1, 2, **options)),
     ]
 
 
@@ -1028,7 +1132,6 @@ def _network_cases() -> list[Case]:
             (3,),
             tags="branch nonsequential",
         ),
-        network("bilinear", TwoInputs, (4,), tags="branch nonsequential fallback"),
         # views between modules
         network("flatten-in-forward", ConvWithFlatten, (1, 3, 3), tags="nonsequential view"),
         network(
@@ -1398,6 +1501,23 @@ class Temperature(nn.Module):
         return self.head(self.tanh(self.mul(self.stem(x), self.exp(self.read()))))
 
 
+class HeadsAttention(nn.Module):
+    """Two heads of scaled dot-product attention as one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # values have another size: torch's fused kernels cannot be differentiated twice
+        self.stems = nn.ModuleList([nn.Linear(2, 2 * size) for size in (2, 2, 3)])
+        self.apart, self.exchange = nn.Unflatten(2, (2, -1)), Permute(0, 2, 1, 3)
+        self.attention = ScaledDotProductAttention(is_causal=True)
+        self.flatten, self.head = nn.Flatten(), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 2, 2] -> [N, 3]."""
+        parts = [self.exchange(self.apart(stem(x))) for stem in self.stems]
+        return self.head(self.flatten(self.attention(*parts)))
+
+
 class Split(nn.Module):
     """Parts of a tensor, some of which are used, some twice, some not at all."""
 
@@ -1419,6 +1539,7 @@ def _function_cases() -> list[Case]:
     return [
         case("class-token", ClassToken, (2, 2)),
         case("attention-by-functions", Attention, (2, 2)),
+        case("attention-of-heads", HeadsAttention, (2, 2)),
         case("product", Product, (3,), nn.MSELoss, real),
         case("parameter-functions", ParameterFunctions, (2,)),
         case("split", Split, (4,)),
@@ -1553,11 +1674,13 @@ CASES: list[Case] = [
     *_other_linear_cases(),
     *_layer_norm_cases(),
     *_automatic_cases(),
-    *_fallback_cases(),
+    *_normalisation_cases(),
+    *_unknown_cases(),
     *_loss_cases(),
     *_network_cases(),
     *_embedding_cases(),
     *_recurrent_cases(),
     *_function_cases(),
+    *_several_inputs_cases(),
     *(random_dag(seed) for seed in range(6)),
 ]

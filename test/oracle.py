@@ -572,13 +572,81 @@ class Bag(nn.EmbeddingBag):
         return _one_hot(self, x).squeeze(1) @ self.weight
 
 
-class Attention(nn.MultiheadAttention):
-    """Attention by matrix products."""
+class Attention(nn.Module):
+    """Attention by matrix products, with a Linear for each weight that has one input."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+    def __init__(self, original: nn.MultiheadAttention) -> None:
+        super().__init__()
+        for name in ("embed_dim", "num_heads", "batch_first", "dropout", "add_zero_attn"):
+            setattr(self, name, getattr(original, name))
+        own = dict(original.named_parameters(remove_duplicate=False))
+        self.names, self.originals = list(own), nn.ParameterList(own.values())  # in their order
+        self.maps = nn.ModuleDict()
+        for name, p in own.items():
+            if name.endswith("weight"):
+                layer = nn.Linear(p.shape[1], p.shape[0], bias=False, device="meta")
+                layer.weight, layer.batch_axis = p, 0 if self.batch_first else 1
+                self.maps[name.replace(".", "_")] = layer
+        self.train(original.training)
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:
+        """Return the bias that layers around this one look at."""
+        return dict(zip(self.names, self.originals, strict=True)).get("in_proj_bias")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        """As torch's: it gets the projected tensors, and unit matrices for weights."""
+        own = dict(zip(self.names, self.originals, strict=True))
+        inputs = [query, key, value]
+        if "in_proj_weight" not in own:
+            parts = [self.maps[f"{c}_proj_weight"](x) for c, x in zip("qkv", inputs, strict=True)]
+        elif query is key is value:
+            parts = self.maps["in_proj_weight"](query).chunk(3, -1)
+        else:
+            weights = own["in_proj_weight"].chunk(3)
+            parts = [x @ weight.T for x, weight in zip(inputs, weights, strict=True)]
+        if self.batch_first:
+            parts = [x.transpose(0, 1) for x in parts]
+        unit = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
         with sdpa_kernel(SDPBackend.MATH):
-            return super().forward(*args, **kwargs)
+            attended, weights = F.multi_head_attention_forward(
+                *parts,
+                self.embed_dim,
+                self.num_heads,
+                None,
+                self.in_proj_bias,
+                own.get("bias_k"),
+                own.get("bias_v"),
+                self.add_zero_attn,
+                self.dropout,
+                unit,
+                None,
+                self.training,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                use_separate_proj_weight=True,
+                q_proj_weight=unit,
+                k_proj_weight=unit,
+                v_proj_weight=unit,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        if self.batch_first:
+            attended = attended.transpose(0, 1)
+        result = self.maps["out_proj_weight"](attended)
+        bias = own.get("out_proj.bias")
+        return (result if bias is None else result + bias), weights
 
 
 class Clamp(nn.Module):
@@ -608,9 +676,10 @@ def twin(model: nn.Module) -> nn.Module:
 def _replaced(module: Any) -> nn.Module:
     if _kind(module):
         return Recurrence(module)
-    for cls, other in {nn.EmbeddingBag: Bag, nn.MultiheadAttention: Attention}.items():
-        if type(module) is cls:
-            same = other.__new__(other)
-            same.__dict__.update(module.__dict__)
-            return same
+    if type(module) is nn.MultiheadAttention:
+        return Attention(module)
+    if type(module) is nn.EmbeddingBag:
+        same = Bag.__new__(Bag)
+        same.__dict__.update(module.__dict__)
+        return same
     return Clamp() if type(module) is nn.Hardsigmoid else module

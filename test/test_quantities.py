@@ -17,12 +17,9 @@ from backpack import backpack, extend, extensions
 from backpack.core.sweep import slice_bytes
 from backpack.utils.kroneckers import kfacs_to_mat
 
-SUPPORTED = [case for case in CASES if "fallback" not in case.tags]
-PER_SAMPLE = [case for case in SUPPORTED if "mixing" not in case.tags]
+PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
 # where the mechanism is the engine's rather than the module's: all networks, every third module
-FEWER = [
-    c for i, c in enumerate(SUPPORTED) if "network" in c.tags or "mixing" in c.tags or i % 3 == 0
-]
+FEWER = [c for i, c in enumerate(CASES) if "network" in c.tags or "mixing" in c.tags or i % 3 == 0]
 SEQUENTIAL = [
     c for c in PER_SAMPLE if not c.tags & {"nonsequential", "tied", "rows", "branch", "sequence"}
 ]
@@ -145,7 +142,7 @@ def products(params: list, field: str) -> list[Tensor]:
     return blocks
 
 
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_curvature_products(case: Case) -> None:
     params = run(case.build(), extensions.GGNMP(), extensions.HMP())
     ggn = oracle.joint_ggn_blocks if "mixing" in case.tags else oracle.ggn_blocks
@@ -163,7 +160,7 @@ def test_positive_curvature_products(case: Case, modify: str) -> None:
         torch.testing.assert_close(mine, block, **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("mixing", without="fallback"), ids=str)
+@pytest.mark.parametrize("case", select("mixing"), ids=str)
 def test_networks_that_mix_samples(case: Case) -> None:
     params = run(
         case.build(),
@@ -282,7 +279,7 @@ def test_subsampling_sums(case: Case) -> None:
             torch.testing.assert_close(q.kflr[0], flat.T @ flat, **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("network", without="mixing fallback"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing"), ids=str)
 def test_scaled_loss_scales_curvature(case: Case) -> None:
     exts = [
         extensions.DiagGGNExact(),
@@ -312,7 +309,7 @@ def test_scaled_loss_scales_curvature(case: Case) -> None:
         torch.testing.assert_close(q.hmp(vector), 3 * p.hmp(vector), **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", select("network", without="mixing random fallback"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing random"), ids=str)
 def test_sum_of_losses_sums_curvature(case: Case) -> None:
     exts = [extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.HMP()]
     problem = case.build()
@@ -341,7 +338,7 @@ def test_negative_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", select("network", without="mixing random fallback"), ids=str)
+@pytest.mark.parametrize("case", select("network", without="mixing random"), ids=str)
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     """Relative error of each quantity as a whole: 1e-4 in float32, 0.1 in bfloat16 (8 bits)."""
     exts = [

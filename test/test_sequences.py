@@ -41,7 +41,7 @@ def named(*names: str) -> list[Case]:
 
 NETWORKS = [
     case
-    for case in select("network", without="fallback rows")
+    for case in select("network", without="rows")
     if case.tags & {"recurrent", "embedding", "function", "sequence"}
 ]
 

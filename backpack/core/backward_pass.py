@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from backpack.context import CTX, Configuration, disable
+from backpack.context import CTX, Configuration, disable, without_autocast
 from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.factors import Factor
@@ -51,6 +51,12 @@ LINEAR_NODES = (
 )
 
 
+NESTED = (
+    "modules were reached by a backward pass inside of another one, in which there is no loss. If "
+    "that is torch.utils.checkpoint, use it with use_reentrant=False."
+)
+
+
 class BackwardPass:
     """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
 
@@ -75,6 +81,8 @@ class BackwardPass:
         self.parameters: set[Tensor] = set()  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.roots = BackwardPass.called_on
+        # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
+        self.is_nested = bool(BackwardPass._running)
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
@@ -111,7 +119,8 @@ class BackwardPass:
     @contextmanager
     def _undone_on_error(self, task: int) -> Iterator[None]:
         try:
-            yield
+            with without_autocast():
+                yield
         except BaseException:
             self._undo()
             BackwardPass._running.pop(task, None)
@@ -206,6 +215,10 @@ class BackwardPass:
     def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
         if p in self.untrained:
             return
+        if isinstance(value, Tensor):
+            value = value.to(p.dtype)
+        elif isinstance(value, list):
+            value = [factor.to(p.dtype) for factor in value]
         if self.configuration.debug:
             print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
         self.written.append((p, ext.savefield, value))
@@ -245,9 +258,10 @@ class BackwardPass:
         self, exts: Sequence[BackpropExtension], uses: Sequence[tuple[Call, str]]
     ) -> bool:
         for call, name in uses:
-            if call.derivatives is None or name not in call.derivatives.param_names(call.module):
+            reason = refusal(call, [name])
+            if reason is not None:
                 for ext in exts:
-                    ext.fail(no_rule(call, name))
+                    ext.fail(reason)
                 return False
         return True
 
@@ -299,24 +313,14 @@ class BackwardPass:
         """Let every extension object to what it does not know before anything is written."""
         for ext in self.second_order:
             if plan.gap is None and plan.unreached is not None and ext.needs:
-                ext.fail(plan.why_unreached(plan.unreached), ValueError)
+                nested = self.is_nested and not plan.losses
+                ext.fail(NESTED if nested else plan.why_unreached(plan.unreached), ValueError)
             for call in plan.everything:
                 if ext.rule_for(call.module) is not None:
                     continue
-                unknown = [
-                    name
-                    for name in call.trained
-                    if call.derivatives is None
-                    or name not in call.derivatives.param_names(call.module)
-                ]
-                dtypes = {t.dtype for t in (*call.params.values(), *call.outputs)}
-                if len(dtypes) > 1:
-                    ext.fail(
-                        f"{call!r} mixes the precisions {', '.join(sorted(map(str, dtypes)))}. Run "
-                        "the forward pass without torch.autocast, or convert the whole model."
-                    )
-                if unknown or (call.derivatives is None and call in plan.calls):
-                    ext.fail(no_rule(call, *unknown))
+                reason = refusal(call, call.trained) if call.trained or call in plan.calls else None
+                if reason is not None:
+                    ext.fail(reason)
             if plan.gap is not None:
                 ext.fail(plan.gap, ValueError)
 
@@ -375,6 +379,18 @@ def _grouped(exts: Sequence[BackpropExtension], key: Any) -> list[tuple[Any, lis
         else:
             groups.append((own, [ext]))
     return groups
+
+
+def refusal(call: Call, names: Iterable[str]) -> str | None:
+    """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
+    if call.derivatives is None:
+        return no_rule(call, *names)
+    known = call.derivatives.param_names(call.module)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        return no_rule(call, *unknown)
+    with call.bound(check=False) as module:
+        return call.derivatives.refusal(module)
 
 
 def no_rule(call: Call, *names: str) -> str:

@@ -81,12 +81,18 @@ class BatchAveragedSweep:
         )
 
     def _start(self, call: Call) -> None:
-        origin = call.origins_in[0]
         assert isinstance(call.derivatives, BaseLossDerivatives)
-        if origin in self.plan.producers:
-            with call.bound() as module:
-                matrix = call.derivatives.sum_hessian(module, None, None, self.subsampling)
-            self._add(origin, origin, matrix * loss_scale(call))
+        with call.bound() as module:
+            factor = call.derivatives.sqrt_hessian(module, None, None, self.subsampling)
+        mats = [factor] if isinstance(factor, Tensor) else factor
+        flat = [
+            (origin, mat.reshape(mat.shape[0] * mat.shape[1], -1))
+            for origin, mat in zip(call.origins_in, mats, strict=False)
+            if mat is not None and origin in self.plan.producers
+        ]
+        for a, columns_a in flat:
+            for b, columns_b in flat:
+                self._add(a, b, columns_a.T @ columns_b * loss_scale(call))
 
     def _add(self, a: Any, b: Any, matrix: Tensor) -> None:
         self.blocks[a, b] = self.blocks[a, b] + matrix if (a, b) in self.blocks else matrix

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.basederivatives import BatchAxis, Rows, row_numbers
 from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.layout import Place
 from backpack.core.tape import Call
 
 Columns = Sequence[Tensor | None]
@@ -88,6 +89,7 @@ def param_forward(call: Call, name: str, mat: Tensor, rows: Rows) -> list[Tensor
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to columns at the outputs."""
     side = _Border(call, rows)
     side.refuse_folded(name)
+    mat = mat.to(call.precision or mat.dtype)
     with call.bound() as module:
         out = side.rule.param_jac_mat_prod(name, module, None, side.gradients(), mat, side.rows)
     outs = list(out) if isinstance(out, tuple) else [out]
@@ -124,6 +126,7 @@ def second(
     side = _Border(call, rows)
     if side.is_folded:
         return side.second_of_copies(inputs), {}
+    params = {name: mat.to(call.precision or mat.dtype) for name, mat in params.items()}
     with call.bound() as module:
         grads = side.gradients()
         given = [side.to_input(i, m) for i, m in enumerate(inputs)]
@@ -205,6 +208,9 @@ class _Border:
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
         if mat is None or shape is None:
             return None
+        if self.follows and not self.is_folded and place is None:
+            # columns of a tensor without samples: a row for each of the output's, in its order
+            return self._from(mat, shape, self._merged_rows(), axis)
         result = self._from(mat, shape, place, axis)
         if result is not None and axis is not None and self._stands_alone(i):
             count = result.shape[1]
@@ -213,6 +219,11 @@ class _Border:
             rows[:, torch.arange(count), self._numbers(shape[axis])] = result
             result = whole
         return result
+
+    def _merged_rows(self) -> Place | None:
+        places = map(self.call.place_out, range(len(self.call.shape_out)))
+        found = next((place for place in places if place is not None), None)
+        return None if found is None else found._replace(axis=0)
 
     def _stands_alone(self, i: int) -> bool:
         return not self.follows and i in self.call.unbatched_inputs()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.context import without_autocast
 from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
@@ -129,9 +130,9 @@ class CurvatureBlock:
                 "parameters."
             )
         samples = None if self.plan.mixing else self.subsampling
-        with torch.set_grad_enabled(self.differentiable):
+        with torch.set_grad_enabled(self.differentiable), without_autocast():
             tangents = self._push_forward(mat, samples)
-            return self._pull_back(mat, tangents, samples, per_sample)
+            return self._pull_back(mat, tangents, samples, per_sample).to(mat.dtype)
 
     def _push_forward(self, mat: Tensor, samples: Rows) -> dict[Call, list[Tensor | None]]:
         """Return the tangents at the inputs of every call that the parameter influences."""
@@ -163,8 +164,11 @@ class CurvatureBlock:
 
     def _at_input(self, call: Call, i: int, tangent: Tensor, samples: Rows) -> Tensor:
         """Bring a tangent at a producer's output to the shape of what it is the input of."""
-        shape = call_products.shape_in(call, i, self._count(call, samples))
-        if tangent.shape[1] < shape[0] and call.place_in(i) is None:
+        count, place, whole = self._count(call, samples), call.place_in(i), call.shape_in[i]
+        if place is not None and whole:  # a function may have more rows than its input
+            count = count * whole[place.axis] // self.plan.num_rows(call)
+        shape = call_products.shape_in(call, i, count)
+        if tangent.shape[1] < shape[0] and place is None:
             tangent = tangent[:, :1].expand(-1, shape[0], *tangent.shape[2:])  # no samples: equal
         return tangent.reshape(len(tangent), *shape)
 
@@ -181,8 +185,7 @@ class CurvatureBlock:
             inputs, name = tangents[call], self._name_in(call)
             rows = self.plan.rows(call, samples)
             if call in self.plan.losses:
-                with call.bound() as module:
-                    backs: list[Any] = [self._loss_product(call, module, inputs[0], rows)]
+                backs: list[Any] = self._loss_product(call, inputs, rows)
             else:
                 columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
                 backs = [None] * len(inputs)
@@ -288,10 +291,22 @@ class CurvatureBlock:
         positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
         return apart(torch.einsum("ncd,vnd->vnc", positive, together(inputs, len(like))))
 
-    def _loss_product(self, call: Call, module: Any, tangent: Any, rows: Rows) -> Tensor:
+    def _loss_product(
+        self, call: Call, tangents: list[Tensor | None], rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the Hessian of a loss, or the matrix of its GGN, to tangents at its inputs."""
         derivatives = call.derivatives
         assert isinstance(derivatives, BaseLossDerivatives)
-        product = derivatives.make_hessian_mat_prod(module, None, None)(tangent, rows)
+        make = derivatives.make_ggn_mat_prod
+        if self.modify is identity:
+            make = derivatives.make_hessian_mat_prod
+        with call.bound() as module:
+            product = make(module, None, None)(tangents, rows)
+        parts = [product] if isinstance(product, Tensor) else product
+        return [None if part is None else self._counted(call, part) for part in parts]
+
+    def _counted(self, call: Call, product: Tensor) -> Tensor:
+        """Scale the product like the loss; where samples mix, leave out those that do not count."""
         if self.plan.mixing and self.subsampling is not None:
             counted = torch.zeros_like(product)
             kept = list(row_numbers(product.shape[1], self.plan.rows(call, self.subsampling)))

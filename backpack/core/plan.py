@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,6 +79,10 @@ class Plan:
             if call.is_unbatched:
                 call.copies = self.base or 1
         self.mixing = any(call.mixes_samples for call in self.calls)
+        dtypes = set().union(*(call.dtypes for call in self.calls))
+        if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
+            for call in self.calls:
+                call.compute_in(reduce(torch.promote_types, dtypes))
 
     def check_one_batch(self, p: Parameter) -> None:
         """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
@@ -188,16 +192,27 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{savefields}: {error}") from error
 
+    @staticmethod
+    def predictions(loss: Call) -> tuple[int, ...]:
+        """Number the inputs of a loss that are predictions."""
+        assert isinstance(loss.derivatives, BaseLossDerivatives)
+        with loss.bound() as module:
+            return loss.derivatives.predictions(module)
+
     @cached_property
     def gap(self) -> str | None:
         """Describe the first break: a reached call feeds another through what is not a module."""
         for loss in self.losses:
-            for x, origin in zip(loss.inputs[1:], loss.origins_in[1:], strict=True):
+            predictions = self.predictions(loss)
+            for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
+                if i in predictions:
+                    continue
                 if origin in self.producers or (origin and self._above(x)[0]):
                     return (
-                        f"the target of {loss!r} depends on the output of a module, but the "
-                        "curvature is that with respect to the prediction alone. Use "
-                        "target.detach() if the target is meant to be constant."
+                        f"input {i} of {loss!r}, no prediction but a target (or a variance), "
+                        "depends on the output of a module, but the curvature is that with "
+                        "respect to the prediction alone. Use detach() if it is meant to be "
+                        "constant."
                     )
         consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
         for consumer in reversed(consumers):
@@ -239,7 +254,7 @@ class Plan:
         fed: set[Origin | None] = set()
         for call in reversed(self.calls):
             if call in self.losses:
-                fed.add(call.origins_in[0])
+                fed.update(call.origins_in[i] for i in self.predictions(call))
             elif call not in self.after_loss:
                 if not fed.intersection(call.origins_out):
                     return call

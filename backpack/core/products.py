@@ -39,6 +39,12 @@ class Use(NamedTuple):
         assert self.call.derivatives is not None
         return self.call.derivatives
 
+    @property
+    def has_kronecker_factors(self) -> bool:
+        """Whether the derivatives know Kronecker factors, not just the block."""
+        with self.call.bound() as module:
+            return self.derivatives.has_kronecker_factors(self.name, module)
+
     def apply(self, method: str, *arguments: Any, **keywords: Any) -> Tensor:
         """Call a method of the derivatives for this use."""
         mats = self.mats or [self.factor.mat]
@@ -275,15 +281,15 @@ class Products:
     @property
     def _have_one_structure(self) -> bool:
         """Whether all uses agree on the Kronecker factors: not a linear layer and an embedding."""
-        rules = [use.derivatives for use in self.uses]
-        return len({(r.knows_kronecker_factors, r.kronecker_input_first) for r in rules}) == 1
+        facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
+        return len(facts) == 1
 
     @property
     def _has_axis_factors(self) -> bool:
         """Whether the block is too large and no rule knows Kronecker factors of the parameter."""
         many_axes = sum(size > 1 for size in self.parameter.shape) > 1
         large = self.parameter.numel() > WHOLE_BLOCK_ENTRIES
-        known = self._have_one_structure and self.uses[0].derivatives.knows_kronecker_factors
+        known = self._have_one_structure and self.uses[0].has_kronecker_factors
         return large and many_axes and not known
 
     def _block(self) -> Tensor:

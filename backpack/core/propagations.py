@@ -13,7 +13,12 @@ from torch.nn import Parameter
 from backpack.core.batch_averaged import BatchAveragedSweep
 from backpack.core.curvature_product import CurvatureBlock, Modify, clip, identity
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.lossbase import (
+    BaseLossDerivatives,
+    Columns,
+    first_of,
+    is_negative,
+)
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
@@ -45,18 +50,34 @@ class Propagation:
         raise NotImplementedError
 
 
-def user_loss_rule(call: Call, exts: Extensions) -> Callable[[Rows], Tensor] | None:
+LossFactor = Callable[[Rows], tuple[Columns, Tensor | None]]
+
+
+def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
     """Return the factor that a user registered for this loss, if there is one."""
     for ext in exts:
         rule = ext.rule_for(call.module)
         if rule is not None:
 
-            def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Tensor:
+            def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Any:
                 with call.bound() as module:
-                    return rule.backpropagate(ext, module, *call_gradients(call), None)
+                    return rule.backpropagate(ext, module, *call_gradients(call), None), None
 
             return factor
     return None
+
+
+def loss_rule(call: Call) -> BaseLossDerivatives:
+    """Return the derivatives of a loss."""
+    assert isinstance(call.derivatives, BaseLossDerivatives)
+    return call.derivatives
+
+
+def scaled(columns: Columns, scale: Tensor) -> Columns:
+    """Multiply columns at the prediction, or at every prediction."""
+    if isinstance(columns, Tensor):
+        return columns * scale
+    return tuple(None if mat is None else mat * scale for mat in columns)
 
 
 def refuse_rules(exts: Extensions) -> None:
@@ -86,10 +107,10 @@ class ExactFactor(Propagation):
     def _source(self, call: Call, sweep: Sweep) -> Source:
         scale = nonnegative_scale(call, sweep.savefields)
 
-        def factor(rows: Rows) -> Tensor:
+        def factor(rows: Rows) -> tuple[Columns, None]:
             with call.bound() as module:
-                assert isinstance(call.derivatives, BaseLossDerivatives)
-                return call.derivatives.sqrt_hessian(module, None, None, rows) * scale
+                columns = loss_rule(call).sqrt_hessian(module, None, None, rows)
+            return scaled(columns, scale), None
 
         return LossSource(call, user_loss_rule(call, sweep.exts) or factor)
 
@@ -112,15 +133,17 @@ class SampledFactor(Propagation):
 
     def _source(self, call: Call, sweep: Sweep) -> Source:
         scale = nonnegative_scale(call, sweep.savefields)
+        rule = user_loss_rule(call, sweep.exts)
+        if rule is not None:
+            return LossSource(call, rule, sampled=True)
         with call.bound() as module:
-            assert isinstance(call.derivatives, BaseLossDerivatives)
-            drawn = call.derivatives.sqrt_hessian_sampled(module, None, None, self.mc_samples)
+            drawn = loss_rule(call).sqrt_hessian_sampled(module, None, None, self.mc_samples)
         drawn = drawn * scale
 
-        def factor(rows: Rows) -> Tensor:
-            return subsample(drawn, 1, rows)
+        def factor(rows: Rows) -> tuple[Columns, None]:
+            return subsample(drawn, 1, rows), None
 
-        return LossSource(call, user_loss_rule(call, sweep.exts) or factor, sampled=True)
+        return LossSource(call, factor, sampled=True)
 
 
 def is_curved(call: Call) -> bool:
@@ -128,6 +151,26 @@ def is_curved(call: Call) -> bool:
     assert call.derivatives is not None
     with call.bound() as module:
         return not call.derivatives.hessian_is_zero(module)
+
+
+def couples_samples(call: Call) -> bool:
+    """Whether a loss is no sum over the samples."""
+    with call.bound() as module:
+        return loss_rule(call).couples_samples(module)
+
+
+def refuse_coupled(plan: Plan, ext: BackpropExtension) -> None:
+    """Refuse the Hessian of single samples if a loss is no sum over the samples.
+
+    Raises:
+        NotImplementedError: If that is so.
+    """
+    for call in plan.losses:
+        if couples_samples(call):
+            raise NotImplementedError(
+                f"{ext.savefield}: samples have no Hessian of their own, because {call!r} is no "
+                "sum over the samples. Use DiagHessian or HMP without subsampling."
+            )
 
 
 @dataclass(frozen=True)
@@ -141,7 +184,8 @@ class HessianFactors(Propagation):
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep from the loss and from every nonlinear module."""
         refuse_rules(exts)
-        reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or plan.mixing}
+        joint = plan.mixing or any(couples_samples(call) for call in plan.losses)
+        reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
         reused |= dict.fromkeys(self._below_dense(plan))
         self._by_products(plan, list(reused), exts, subsampling, save)
         if len(reused) == len(plan.uses):
@@ -183,12 +227,15 @@ class HessianFactors(Propagation):
     def _loss_source(call: Call) -> Source:
         scale = loss_scale(call)
 
-        def factor(rows: Rows) -> Tensor:
+        def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
             with call.bound() as module:
-                assert isinstance(call.derivatives, BaseLossDerivatives)
-                return call.derivatives.sqrt_hessian(module, None, None, rows) * scale.abs().sqrt()
+                columns, weights = loss_rule(call).hessian_factor(module, None, None, rows)
+            if is_negative(scale):
+                mat = first_of(columns)
+                weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
+            return scaled(columns, scale.abs().sqrt()), weights
 
-        return LossSource(call, factor, sign=-1 if scale < 0 else 1)
+        return LossSource(call, factor)
 
     @staticmethod
     def _by_products(
@@ -207,6 +254,8 @@ class HessianFactors(Propagation):
             block = CurvatureBlock(plan, p, identity, subsampling, torch.is_grad_enabled())
             for ext in exts:
                 per_sample = "batch_square" in ext.needs
+                if per_sample or subsampling is not None:
+                    refuse_coupled(plan, ext)
                 if per_sample and plan.mixing:
                     ext.fail(
                         "a sample has no Hessian of its own in a network that mixes samples (batch "
@@ -257,6 +306,16 @@ class Blocks(Propagation):
                     f"part "
                     "is not computed. Use eval() if this is batch normalisation."
                 )
+        for call in plan.losses:  # an error now rather than at the first product
+            rows = plan.rows(call, None if plan.mixing else subsampling)
+            with call.bound() as module:
+                if self.modify is identity:
+                    loss_rule(call).check_call(module)
+                else:
+                    loss_rule(call).check_convex(module, rows)
+        if self.modify is identity and subsampling is not None:
+            for ext in exts:
+                refuse_coupled(plan, ext)
         create_graph = torch.is_grad_enabled()
         kept = plan.snapshot(create_graph)
         for p in kept.uses:

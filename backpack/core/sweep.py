@@ -21,6 +21,7 @@ from backpack.context import disable
 from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.by_autograd import close
+from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import REDUCTIONS, Products, Use
@@ -64,35 +65,45 @@ class Source(Protocol):
     def num_columns(self) -> int:
         """Number of columns V."""
 
-    def columns(self, rows: Rows, part: slice) -> Factor:
-        """Emit a slice of the columns at the call's first input: ``[V, rows, *in]``."""
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
+        """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
 
 
 @dataclass
 class LossSource:
-    """The factor S of a loss Hessian, scaled by what the loss was multiplied with."""
+    """The signed factor of a loss Hessian, scaled by what the loss was multiplied with.
+
+    Attributes:
+        call: The loss.
+        factor: Computes the columns, ``[V, rows, *d]`` at the prediction or a tuple with an entry
+            for each input, and their weights ``[V, rows]`` (None for all 1).
+        sampled: Whether the columns are random.
+    """
 
     call: Call
-    factor: Callable[[Rows], Tensor]
+    factor: Callable[[Rows], tuple[Columns, Tensor | None]]
     sampled: bool = False
-    sign: int = 1
-    _last: tuple[Rows, Tensor] | None = field(default=None, init=False)
+    _last: tuple[Rows, tuple[Columns, Tensor | None]] | None = field(default=None, init=False)
 
     def num_columns(self) -> int:
         """Number of columns, without computing more than one row of them."""
-        return self._emit(slice(0, 1)).shape[0]
+        columns, _ = self._emit(slice(0, 1))
+        return len(first_of(columns))
 
-    def _emit(self, rows: Rows) -> Tensor:
+    def _emit(self, rows: Rows) -> tuple[Columns, Tensor | None]:
         if self._last is None or self._last[0] != rows:
             self._last = rows, self.factor(rows)
         return self._last[1]
 
-    def columns(self, rows: Rows, part: slice) -> Factor:
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns."""
-        mat = self._emit(rows)
-        mat = mat if part == slice(None) else mat[part]
-        weights = None if self.sign > 0 else mat.new_full(mat.shape[:2], -1)
-        return Factor(mat, mat.shape[1], weights, self.sampled)
+        columns, weights = self._emit(rows)
+        weights = None if weights is None else weights[part]
+        mats = [columns] if isinstance(columns, Tensor) else columns
+        return [
+            None if mat is None else Factor(mat[part], mat.shape[1], weights, self.sampled)
+            for mat in mats
+        ]
 
 
 @dataclass
@@ -105,7 +116,7 @@ class ResidualSource:
         """One column for each entry of a sample's input."""
         return prod(call_products.shape_in(self.call, 0, 1))
 
-    def columns(self, rows: Rows, part: slice) -> Factor:
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns."""
         assert self.call.derivatives is not None
         with self.call.bound() as module:
@@ -115,7 +126,7 @@ class ResidualSource:
         entries = range(flat.shape[1])[part]
         mat = flat.new_zeros(len(entries), *flat.shape)
         mat[range(len(entries)), :, list(entries)] = 1
-        return Factor(mat.reshape(-1, *residual.shape), len(flat), weights=flat[:, part].T)
+        return [Factor(mat.reshape(-1, *residual.shape), len(flat), weights=flat[:, part].T)]
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -132,7 +143,7 @@ def nonnegative_scale(call: Call, savefields: str) -> Tensor:
         ValueError: If it is negative: there is no real square root of the curvature.
     """
     scale = loss_scale(call)
-    if scale < 0:
+    if is_negative(scale):
         raise ValueError(
             f"{savefields}: the loss {describe(call.module)} was multiplied with a negative "
             f"number ({float(scale):g}). Its curvature has no square root."
@@ -241,13 +252,21 @@ class Sweep:
             terms = len(row_numbers(plan.base, samples)) if plan.mixing else None
             yield samples, parts, terms
 
-    def _start(self, source: Source, samples: Rows, part: slice, terms: int | None) -> Factor:
+    def _start(
+        self, source: Source, samples: Rows, part: slice, terms: int | None
+    ) -> list[Factor | None]:
         rows = self.plan.rows(source.call, samples)
-        factor = source.columns(rows, part)
+        factors = source.columns(rows, part)
         if terms is None:
-            return factor
-        # every term of the loss gets columns of its own, which are zero in the other rows
-        shape = call_products.shape_in(source.call, 0, self.plan.num_rows(source.call))
+            return factors
+        return [
+            None if factor is None else self._spread(source.call, i, factor, rows, terms)
+            for i, factor in enumerate(factors)
+        ]
+
+    def _spread(self, call: Call, i: int, factor: Factor, rows: Rows, terms: int) -> Factor:
+        """Give every term of the loss columns of its own, which are zero in the other rows."""
+        shape = call_products.shape_in(call, i, self.plan.num_rows(call))
         columns = factor.coarsened(terms).mat.unflatten(1, (terms, -1))
         spread = columns.new_zeros(columns.shape[0], terms, *shape)
         numbers = torch.tensor(row_numbers(shape[0], rows)).reshape(terms, -1)
@@ -263,8 +282,8 @@ class Sweep:
         travelling = None if self.plan.mixing else samples
         arrived: dict[Origin, Factor] = {}
         pending: dict[Parameter, list[Use]] = {}
-        start = self._start(source, samples, part, terms)
-        deliver(self.plan, source.call, [start], arrived, travelling)
+        starts = self._start(source, samples, part, terms)
+        deliver(self.plan, source.call, starts, arrived, travelling)
         for call in reversed(self.plan.calls):
             if call.index >= source.call.index:
                 continue
@@ -367,7 +386,9 @@ def separate_samples(plan: Plan) -> None:
             found = fetch(call, arrived)
             call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
             for total, each in zip(call.g_out, call.g_samples, strict=True):
-                if total is not None and (each is None or not close(each.sum(0), total)):
+                if total is not None and (
+                    each is None or not close(each.sum(0), total, call.rounding)
+                ):
                     raise ValueError(
                         f"{call!r} has no samples, and reaches the loss on a way on which those of "
                         "the loss cannot be told apart (not through a module that combines it with "

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from backpack.context import CTX, disable
 from backpack.core.layout import Layout, Place, unbatched
-from backpack.core.registry import derivatives_of
+from backpack.core.registry import derivatives_of, derivatives_of_call
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.parameter_module import is_constant, mark_constant
 
@@ -149,6 +149,7 @@ class Call:
         trained: Those of them that the backward pass at hand accumulates a gradient into.
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
         g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
+        precision: What derivatives are computed in, if the network is of several precisions.
     """
 
     __slots__ = (
@@ -172,6 +173,7 @@ class Call:
         "origins_out",
         "outputs",
         "params",
+        "precision",
         "relied_on",
         "saved",
         "shape_in",
@@ -196,7 +198,7 @@ class Call:
             leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
         self.module = module
-        self.derivatives: BaseDerivatives | None = derivatives_of(module)
+        self.derivatives: BaseDerivatives | None = derivatives_of_call(module, outputs)
         self.is_container = self.derivatives is None and next(module.children(), None) is not None
         own = module._parameters if self.derivatives is None else self.derivatives.own(module)
         self.params: dict[str, Parameter] = {
@@ -230,6 +232,7 @@ class Call:
         self.layouts_in = tuple(map(self._layout_in, range(len(leaves)), leaves, self.origins_in))
         self.copies = 1
         self.g_samples: list[Tensor | None] | None = None
+        self.precision: torch.dtype | None = None
         self.layouts_out: tuple[Layout | None, ...] = self._laid_out()
         for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
             if mark is not None:
@@ -242,7 +245,7 @@ class Call:
     def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
         """Find where the samples are in an input; None if that is for this module to say."""
         if mark is None:
-            return unbatched() if is_constant(x) else None
+            return unbatched() if is_constant(x) or isinstance(x, Parameter) else None
         if mark.layout is not None:
             return mark.layout
         above, _ = upstream(x, lambda m: m.layout is not None)
@@ -338,6 +341,38 @@ class Call:
         args, keywords = tree_unflatten(list(leaves), self.structure)
         return args, keywords
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Precisions of what the call has read and returned."""
+        tensors = (*self.inputs, *self.outputs, *self.params.values())
+        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+
+    @property
+    def rounding(self) -> float:
+        """Machine epsilon of the roughest precision."""
+        return max(torch.finfo(dtype).eps for dtype in self.dtypes)
+
+    def compute_in(self, precision: torch.dtype) -> None:
+        """Let the derivatives see all tensors in this precision."""
+        self.precision = precision
+        self.g_out = [_cast(g, precision) for g in self.g_out]
+
+    @contextmanager
+    def _cast_state(self) -> Iterator[None]:
+        """Cast parameters and buffers of the module while its derivatives are computed."""
+        if self.precision is None:
+            yield
+            return
+        kinds = ("_parameters", "_buffers")
+        states = [(vars(m), kind, vars(m)[kind]) for m in self.module.modules() for kind in kinds]
+        for own, kind, state in states:
+            own[kind] = {name: _cast(t, self.precision) for name, t in state.items()}
+        try:
+            yield
+        finally:
+            for own, kind, state in states:
+                own[kind] = state
+
     def unbatched_inputs(self) -> list[int]:
         """Number the inputs that have no samples, in a call that has."""
         if self.is_unbatched:
@@ -427,7 +462,8 @@ class Call:
         previous = {k: v for k, v in vars(self.module).items() if k in attributes}
         vars(self.module).update(attributes)
         try:
-            yield self.module
+            with self._cast_state():
+                yield self.module
         finally:
             for name in attributes:
                 vars(self.module).pop(name, None)
@@ -440,6 +476,9 @@ class Call:
         if torch.is_grad_enabled() and getattr(self.derivatives, "needs_output", False):
             # the stored output has no graph; differentiate through a fresh one
             outputs = flatten_outputs(self.forward(inputs))
+        if self.precision is not None:
+            inputs = [_cast(x, self.precision) for x in inputs]
+            outputs = [_cast(y, self.precision) for y in outputs]
         if not self.is_plain and self.derivatives is not None:
             inputs, outputs = self.derivatives.seen(self, inputs, outputs)
         return inputs, outputs[0] if len(outputs) == 1 else outputs
@@ -460,7 +499,9 @@ class Call:
                 "the network's data, but a later module needs them elsewhere. Give the network "
                 "data with the batch axis first, or let a recurrent module come before functions."
             )
-        needed = 0 if self.derivatives is None else self.derivatives.min_dims(self.module)
+        needed = 0
+        if self.derivatives is not None and not self.is_unbatched:
+            needed = self.derivatives.min_dims(self.module)
         if len(self.shape_out[0]) < needed:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
@@ -515,6 +556,10 @@ class Call:
             )
 
 
+def _cast(x: Any, precision: torch.dtype) -> Any:
+    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
 def _facts(layout: Layout | None) -> tuple[int, int] | None:
     return None if layout is None else (layout.before, layout.samples)
 
@@ -540,6 +585,42 @@ def live_calls(module: Module) -> list[Call]:
     """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
     calls = [call for call in list(_live) if call.module is module]
     return sorted(calls, key=lambda call: call.index)
+
+
+def preserve(tensor: Tensor, copy: Tensor) -> None:
+    """Let recorded calls keep the entries of a tensor that is about to change in place.
+
+    Args:
+        tensor: What will change.
+        copy: The same entries elsewhere, with the same place in the graph.
+    """
+    storage = tensor.untyped_storage().data_ptr()
+    copies: dict[int, Tensor] = {}
+
+    def kept(x: Any, version: int) -> Any:
+        if not isinstance(x, Tensor) or x.untyped_storage().data_ptr() != storage:
+            return x
+        if _version(x) != version:  # changed before
+            return x
+        if id(x) not in copies:
+            same = _memory(x) == _memory(tensor)
+            own = copy if same else x.clone()
+            copies[id(x)] = own if x.requires_grad else own.detach()
+        return copies[id(x)]
+
+    for call in list(_live):
+        stored, count = (*call.inputs, *call.outputs), len(call.inputs)
+        new = tuple(map(kept, stored, call.versions))
+        if any(one is not other for one, other in zip(new, stored, strict=True)):
+            call.versions = tuple(
+                v if one is other else _version(one)
+                for one, other, v in zip(new, stored, call.versions, strict=True)
+            )
+            call.inputs, call.outputs = new[:count], new[count:]
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 @contextmanager
@@ -586,7 +667,8 @@ def positional(
 
 def is_recorded(module: Module) -> bool:
     """Whether calls of a module matter: leaves, known ones, containers with own parameters."""
-    if isinstance(module, ConvertedModule):  # modules of its own read its parameters
+    # modules of their own read the parameters of those that were converted or are recorded
+    if isinstance(module, ConvertedModule) or "_backpack_open" in vars(module):
         return False
     return (
         next(module.children(), None) is None
@@ -594,6 +676,13 @@ def is_recorded(module: Module) -> bool:
         or derivatives_of(module) is not None
         or type(module) in CLASSES_WITH_RULES
     )
+
+
+NO_REPLICAS = (
+    "torch.nn.DataParallel runs copies of the model, whose parameters are not those of the model: "
+    "quantities would be lost. Use torch.nn.parallel.DistributedDataParallel (one process for each "
+    "device, extend the model inside), or a single device."
+)
 
 
 def record(
@@ -614,13 +703,15 @@ def record(
     """
     if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
         return None
+    if getattr(module, "_is_replica", False):
+        raise RuntimeError(NO_REPLICAS)
     outputs, apart = flatten_outputs(output), None
     if not any(out.grad_fn is not None for out in outputs):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and all(map(is_constant, given)):
             tree_map(mark_constant, output)
         return None
-    if len(outputs) > 1 and derivatives_of(module) is not None:
+    if len(outputs) > 1 and derivatives_of_call(module, outputs) is not None:
         # one output may be computed from another, whose gradient would include that
         apart = tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, output)
         outputs = flatten_outputs(apart)

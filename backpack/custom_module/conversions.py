@@ -20,8 +20,9 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from backpack.custom_module import permanent_dropout as permanent
+from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
-from backpack.custom_module.function_module import map_leaves
+from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.products import MulModule
@@ -78,6 +79,8 @@ def kind(argument: Any) -> Kind:
     """Return what is known about an argument of a call."""
     if isinstance(argument, Node):
         return argument.meta.get("backpack_kind", UNKNOWN)
+    if isinstance(argument, Slot):
+        return TENSOR
     if isinstance(argument, (tuple, list)):
         kinds = tuple(kind(item) for item in argument)
         return VALUE if all(k == VALUE for k in kinds) else kinds
@@ -90,11 +93,11 @@ def is_number(argument: Any) -> bool:
 
 
 def is_static(*arguments: Any) -> bool:
-    """Return whether arguments are known already: they contain neither nodes nor tensors."""
+    """Return whether arguments are known already: neither nodes, nor slots, nor tensors."""
     unknown: list[Any] = []
 
     def look(leaf: Any) -> None:
-        if isinstance(leaf, (Node, torch.Tensor)):
+        if isinstance(leaf, (Node, Slot, torch.Tensor)):
             unknown.append(leaf)
 
     map_leaves(look, arguments)
@@ -127,6 +130,35 @@ def loss(make: Callable[..., Module]) -> Callable[..., Apply | None]:
         return Apply(make(**options), (input, target)) if is_static(options) else None
 
     return convert
+
+
+def class_scores(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``[N, C, *d]`` for an input ``[N, I]`` and a weight ``[C, *d, I]``."""
+    scores = torch.tensordot(input, weight, dims=([-1], [-1]))
+    return scores if bias is None else scores + bias
+
+
+def linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    options: Any = None,  # how to do it in parts
+    ignore_index: Any = None,
+    **others: Any,
+) -> Apply | None:
+    """Cross entropy of a linear layer: as two modules."""
+    if not is_static(ignore_index, others):
+        return None
+    tensors = [x for x in (input, linear_weight, linear_bias) if x is not None]
+    layer = FunctionModule(class_scores, [Slot(i) for i in range(len(tensors))])
+    lossfunc = nn.CrossEntropyLoss(
+        ignore_index=-100 if ignore_index is None else ignore_index, **others
+    )
+    return Apply(lossfunc, (Apply(layer, tuple(tensors)), target))
 
 
 def scaled(input: Any, factor: float) -> Any:
@@ -248,6 +280,18 @@ def softmax(make: Callable[..., Module]) -> Callable[..., Module | None]:
     return options
 
 
+def layer_norm(
+    normalized_shape: Any, weight: None = None, bias: None = None, eps: float = 1e-5
+) -> Module:
+    """Layer normalisation without parameters: those would be no known numbers."""
+    return nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
+
+
+def rms_norm(normalized_shape: Any, weight: None = None, eps: float | None = None) -> Module:
+    """RMS normalisation without parameters."""
+    return nn.RMSNorm(normalized_shape, eps, elementwise_affine=False)
+
+
 def max_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
     """Maximum pooling: module and function have their options in different orders."""
 
@@ -333,6 +377,27 @@ def random_leaky_relu(
 def stochastic_depth(p: float, mode: str, training: Any = True) -> Module | None:
     """Dropout of samples that follows the training mode, or is always off."""
     return switched(training, lambda: StochasticDepth(p, mode), lambda: None)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Apply | None:
+    """Scaled dot-product attention without dropout, which the function has in any mode."""
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    if not is_static(options) or isinstance(dropout_p, TrainingFlag) or dropout_p:
+        return None
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    module = ScaledDotProductAttention(
+        is_causal=bool(is_causal), scale=scale, enable_gqa=bool(enable_gqa)
+    )
+    return Apply(module, inputs)
 
 
 # --- Kinds of results -----------------------------------------------------------------------------
@@ -625,14 +690,14 @@ TABLE: tuple[Row, ...] = (
     Row("F.one_hot"),
     Row("F.batch_norm torch.batch_norm", keep=True),
     Row("F.instance_norm torch.instance_norm", keep=True),
-    Row("F.layer_norm torch.layer_norm"),
+    Row("F.layer_norm torch.layer_norm", layer(layer_norm)),
     Row("F.group_norm torch.group_norm"),
-    Row("F.rms_norm torch.rms_norm"),
+    Row("F.rms_norm torch.rms_norm", layer(rms_norm)),
     Row("F.local_response_norm", layer(nn.LocalResponseNorm)),
     Row("F.normalize"),
     Row("F.cosine_similarity torch.cosine_similarity"),
     Row("F.pairwise_distance torch.pairwise_distance"),
-    Row("F.scaled_dot_product_attention", keep=True),
+    Row("F.scaled_dot_product_attention", attention, keep=True),
     Row("F.multi_head_attention_forward", None, (TENSOR, TENSOR), keep=True),
     # losses
     Row("F.mse_loss", loss(nn.MSELoss)),
@@ -640,6 +705,7 @@ TABLE: tuple[Row, ...] = (
     Row("F.smooth_l1_loss", loss(nn.SmoothL1Loss)),
     Row("F.huber_loss", loss(nn.HuberLoss)),
     Row("F.cross_entropy", loss(nn.CrossEntropyLoss)),
+    Row("F.linear_cross_entropy", linear_cross_entropy),
     Row("F.nll_loss", loss(nn.NLLLoss)),
     Row("F.kl_div", loss(nn.KLDivLoss)),
     Row("F.binary_cross_entropy", loss(nn.BCELoss)),

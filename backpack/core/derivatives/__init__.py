@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from backpack.core.derivatives.along_axis import (
+    GLUDerivatives,
+    LogSoftmaxDerivatives,
+    Softmax2dDerivatives,
+    SoftmaxDerivatives,
+    SoftminDerivatives,
+)
+from backpack.core.derivatives.attention import (
+    MultiheadAttentionDerivatives,
+    ScaledDotProductAttentionDerivatives,
+)
 from backpack.core.derivatives.automatic import (
+    AdaptiveLogSoftmaxDerivatives,
     AutomaticDerivatives,
     FunctionDerivatives,
-    MultiheadAttentionDerivatives,
 )
+from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives, CTCLossDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCEWithLogitsLossDerivatives
+from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
-from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.crossentropyloss import (
+    CrossEntropyLossDerivatives,
+    NLLLossDerivatives,
+)
 from backpack.core.derivatives.dropout import RandomSlopeDerivatives
 from backpack.core.derivatives.elementwise import (
     CELUDerivatives,
@@ -28,6 +44,17 @@ from backpack.core.derivatives.elementwise import (
     StraightDerivatives,
     TanhDerivatives,
 )
+from backpack.core.derivatives.elementwise_losses import (
+    BCELossDerivatives,
+    ElementwiseLossDerivatives,
+    GaussianNLLLossDerivatives,
+    HuberLossDerivatives,
+    LogisticLossDerivatives,
+    MultiLabelSoftMarginLossDerivatives,
+    PiecewiseLinearLossDerivatives,
+    PoissonNLLLossDerivatives,
+    SoftMarginLossDerivatives,
+)
 from backpack.core.derivatives.embedding import EmbeddingBagDerivatives, EmbeddingDerivatives
 from backpack.core.derivatives.functions import (
     AnyFunctionDerivatives,
@@ -35,7 +62,6 @@ from backpack.core.derivatives.functions import (
     ReindexingDerivatives,
     SumModuleDerivatives,
 )
-from backpack.core.derivatives.layer_norm import LayerNormDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.linear_maps import (
     ConstantPadDerivatives,
@@ -43,12 +69,24 @@ from backpack.core.derivatives.linear_maps import (
     PadDerivatives,
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.margin_losses import (
+    MultiLabelMarginLossDerivatives,
+    MultiMarginLossDerivatives,
+)
 from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.core.derivatives.normalization import (
+    GroupNormDerivatives,
+    InstanceNormNdDerivatives,
+    LayerNormDerivatives,
+    NormalizationDerivatives,
+    RMSNormDerivatives,
+)
 from backpack.core.derivatives.pooling import (
     AdaptiveMaxPoolNDDerivatives,
     MaxPoolNDDerivatives,
     SelectionDerivatives,
 )
+from backpack.core.derivatives.prelu import PReLUDerivatives
 from backpack.core.derivatives.recurrent import (
     GRUCellDerivatives,
     GRUDerivatives,
@@ -57,29 +95,43 @@ from backpack.core.derivatives.recurrent import (
     RNNCellDerivatives,
     RNNDerivatives,
 )
+from backpack.core.derivatives.unknown_module import UnknownModuleDerivatives
+from backpack.core.derivatives.upsample import UpsampleDerivatives
+from backpack.core.derivatives.weighted_loss import WeightedLossDerivatives
 from backpack.core.registry import REGISTRY, derivatives_of, register
 
 __all__ = [
     "REGISTRY",
+    "AdaptiveLogSoftmaxDerivatives",
     "AdaptiveMaxPoolNDDerivatives",
     "AnyFunctionDerivatives",
     "AutomaticDerivatives",
+    "AutomaticLossDerivatives",
+    "BCELossDerivatives",
     "BCEWithLogitsLossDerivatives",
     "BaseDerivatives",
     "BaseLossDerivatives",
     "BatchNormNdDerivatives",
+    "BilinearDerivatives",
     "CELUDerivatives",
+    "CTCLossDerivatives",
     "ConstantPadDerivatives",
     "ConvNDDerivatives",
     "ConvTransposeNDDerivatives",
     "CrossEntropyLossDerivatives",
     "ELUDerivatives",
     "ElementwiseDerivatives",
+    "ElementwiseLossDerivatives",
     "EmbeddingBagDerivatives",
     "EmbeddingDerivatives",
     "FunctionDerivatives",
+    "GLUDerivatives",
     "GRUCellDerivatives",
     "GRUDerivatives",
+    "GaussianNLLLossDerivatives",
+    "GroupNormDerivatives",
+    "HuberLossDerivatives",
+    "InstanceNormNdDerivatives",
     "LSTMCellDerivatives",
     "LSTMDerivatives",
     "LayerNormDerivatives",
@@ -87,24 +139,43 @@ __all__ = [
     "LinearDerivatives",
     "LinearMapDerivatives",
     "LogSigmoidDerivatives",
+    "LogSoftmaxDerivatives",
+    "LogisticLossDerivatives",
     "MSELossDerivatives",
     "MaxPoolNDDerivatives",
+    "MultiLabelMarginLossDerivatives",
+    "MultiLabelSoftMarginLossDerivatives",
+    "MultiMarginLossDerivatives",
     "MultiheadAttentionDerivatives",
+    "NLLLossDerivatives",
+    "NormalizationDerivatives",
+    "PReLUDerivatives",
     "PadDerivatives",
     "ParameterModuleDerivatives",
     "PiecewiseLinearDerivatives",
+    "PiecewiseLinearLossDerivatives",
+    "PoissonNLLLossDerivatives",
+    "RMSNormDerivatives",
     "RNNCellDerivatives",
     "RNNDerivatives",
     "RandomSlopeDerivatives",
     "ReLUDerivatives",
     "ReindexingDerivatives",
     "SELUDerivatives",
+    "ScaledDotProductAttentionDerivatives",
     "SelectionDerivatives",
     "SigmoidDerivatives",
     "SmoothDerivatives",
+    "SoftMarginLossDerivatives",
+    "Softmax2dDerivatives",
+    "SoftmaxDerivatives",
+    "SoftminDerivatives",
     "StraightDerivatives",
     "SumModuleDerivatives",
     "TanhDerivatives",
+    "UnknownModuleDerivatives",
+    "UpsampleDerivatives",
+    "WeightedLossDerivatives",
     "derivatives_of",
     "register",
 ]

@@ -10,20 +10,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Size, Tensor
 from torch.nn import (
-    GLU,
+    AdaptiveLogSoftmaxWithLoss,
+    CosineSimilarity,
     FractionalMaxPool2d,
     FractionalMaxPool3d,
     LocalResponseNorm,
-    LogSoftmax,
     LPPool1d,
     LPPool2d,
     LPPool3d,
     Module,
-    MultiheadAttention,
+    PairwiseDistance,
     Parameter,
-    Softmax,
-    Softmax2d,
-    Softmin,
 )
 
 from backpack.core.derivatives.basederivatives import (
@@ -53,6 +50,8 @@ class AutomaticDerivatives(BaseDerivatives):
     same arguments; both is checked.
     """
 
+    includes_children = True
+
     def own(self, module: Module) -> Mapping[str, Parameter | None]:
         """Return all parameters, those of children included: the call is one function."""
         return dict(module.named_parameters())
@@ -75,25 +74,33 @@ class AutomaticDerivatives(BaseDerivatives):
         """Keep which inputs need a gradient."""
         return {"needed": [i for i, x in enumerate(inputs) if _requires_grad(x)]}
 
+    def refusal(self, module: Any) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
+        saved = module._backpack_saved
+        if "repeatable" not in saved:
+            saved["repeatable"] = _is_repeatable(self._evaluation(module))
+        if saved["repeatable"]:
+            return None
+        return (
+            f"{describe(module)} returns something else when it is evaluated again (is it random, "
+            "or does it change its own state?), so its derivatives cannot be computed "
+            "automatically. Use eval(), or register derivatives "
+            "(backpack.core.derivatives.register)."
+        )
+
     def evaluation(self, module: Any) -> Evaluation:
         """Return how to evaluate the call at hand again.
 
         Raises:
-            NotImplementedError: If that gives something else: the module is random.
+            NotImplementedError: If that gives something else (the module is random).
         """
-        evaluation = super().evaluation(module)
-        saved = module._backpack_saved
-        if "repeatable" not in saved:
-            saved["repeatable"] = _is_repeatable(evaluation)
-        if not saved["repeatable"]:
-            raise NotImplementedError(
-                f"{describe(module)} returns something else when it is evaluated again (is it "
-                f"random, "
-                "or does it change its own state?): its derivatives cannot be computed "
-                "automatically. "
-                "Use eval(), or register derivatives (backpack.core.derivatives.register)."
-            )
-        return evaluation
+        reason = self.refusal(module)
+        if reason is not None:
+            raise NotImplementedError(reason)
+        return self._evaluation(module)
+
+    def _evaluation(self, module: Any) -> Evaluation:
+        return super().evaluation(module)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
@@ -218,7 +225,8 @@ def _is_repeatable(evaluation: Evaluation) -> bool:
     with torch.no_grad():
         again = evaluation.outputs({}, evaluation.inputs)
     return len(again) == len(stored) and all(
-        a.shape == s.shape and close(a, s) for a, s in zip(again, stored, strict=True)
+        a.shape == s.shape and close(a, s, evaluation.rounding)
+        for a, s in zip(again, stored, strict=True)
     )
 
 
@@ -268,9 +276,8 @@ class FunctionDerivatives(AutomaticDerivatives):
         )
         return list(inputs), list(outputs)
 
-    def evaluation(self, module: Any) -> Evaluation:
-        """Return how to evaluate the call at hand again."""
-        evaluation = super().evaluation(module)
+    def _evaluation(self, module: Any) -> Evaluation:
+        evaluation = super()._evaluation(module)
         evaluation.axes_in, evaluation.axes_out = map(list, module._backpack_saved["axes"])
         return evaluation
 
@@ -282,7 +289,10 @@ class FunctionDerivatives(AutomaticDerivatives):
         Raises:
             ValueError: If every output entry depends on several samples.
         """
+        refuse_totals(call)
         call.layouts_in = tuple(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
+        if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
+            call.layouts_in = tuple(map(self._of_indices, call.layouts_in, call.shape_in))
         call.saved["affine"] = False
         call.kept |= {"affine"}
         found = self._tried(call)
@@ -298,6 +308,11 @@ class FunctionDerivatives(AutomaticDerivatives):
         if layout is not None or not shape or not x.is_floating_point():
             return layout
         return Layout.of_axis(shape, 0, assumed=True)
+
+    @staticmethod
+    def _of_indices(layout: Layout | None, shape: Size | None) -> Layout | None:
+        """Let indices have their samples first, where nothing else has any."""
+        return Layout.of_axis(shape, 0, assumed=True) if layout is None and shape else layout
 
     @staticmethod
     def _demote_one(call: Call) -> None:
@@ -373,21 +388,29 @@ class FunctionDerivatives(AutomaticDerivatives):
         generator = torch.Generator().manual_seed(0)
         varied = [i for i, layout in enumerate(call.layouts_in) if layout is not None]
 
+        def random(shape: Sequence[int]) -> Tensor:
+            return 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        # parameters, too: at their values now (such as zero), less may depend on less
+        params = {
+            name: random(p.shape).to(p)
+            for name, p in self.own(call.module).items()
+            if p is not None
+        }
+
         def draw(positive: bool = False) -> dict[int, Tensor]:
-            values = {
-                i: 2 * torch.randn(call.shape_in[i] or (), generator=generator, dtype=torch.float64)
-                for i in varied
-            }
+            values = {i: random(call.shape_in[i] or ()) for i in varied}
             return {i: x.abs() + 0.5 if positive else x for i, x in values.items()}
 
         def evaluate(values: dict[int, Tensor], dtype: Any = None) -> list[Tensor]:
+            own = params if dtype is None else {name: p.to(dtype) for name, p in params.items()}
             leaves = list(call.inputs)
             for i, x in enumerate(leaves):
                 if isinstance(x, Tensor) and x.is_floating_point():
                     x = values.get(i, x)
                     leaves[i] = x.to(call.inputs[i].device, dtype or call.inputs[i].dtype)
             with _seeded(), torch.no_grad():
-                return Evaluation(self, call.module, leaves, [], []).outputs({}, leaves)
+                return Evaluation(self, call.module, leaves, [], []).outputs(own, leaves)
 
         with _attached(call):
             points = [(draw(), draw()), (draw(positive=True), draw(positive=True))]
@@ -469,6 +492,24 @@ class FunctionDerivatives(AutomaticDerivatives):
         return layouts
 
 
+def refuse_totals(call: Call) -> None:
+    """Refuse to combine samples with a number that was computed from all of them.
+
+    Raises:
+        ValueError: If that is the case.
+    """
+    totals = [
+        mark is not None and mark.is_output and shape == () and layout is None
+        for mark, shape, layout in zip(call.origins_in, call.shape_in, call.layouts_in, strict=True)
+    ]
+    if any(totals) and any(layout is not None and layout.is_batched for layout in call.layouts_in):
+        raise ValueError(
+            f"{call!r} reads a number that was computed from all samples of the batch, so their "
+            "results depend on each other. Compute it for each sample (dim=...), or detach() it if "
+            "it is meant to be constant."
+        )
+
+
 def _differs(one: Tensor, other: Tensor) -> Tensor:
     return (one != other) & ~(one.isnan() & other.isnan())
 
@@ -536,37 +577,23 @@ def _attached(call: Call) -> Iterator[None]:
 register(
     FractionalMaxPool2d,
     FractionalMaxPool3d,
-    GLU,
     LPPool1d,
     LPPool2d,
     LPPool3d,
     LocalResponseNorm,
-    LogSoftmax,
-    Softmax,
-    Softmax2d,
-    Softmin,
+    CosineSimilarity,
+    PairwiseDistance,
 )(FunctionDerivatives)
 
 
-@register(MultiheadAttention)
-class MultiheadAttentionDerivatives(AutomaticDerivatives):
-    """Attention as one function: its own parameters and those of ``out_proj``."""
+@register(AdaptiveLogSoftmaxWithLoss)
+class AdaptiveLogSoftmaxDerivatives(AutomaticDerivatives):
+    """No derivatives: which layers a sample passes depends on its target."""
 
-    def batch_axis_in(self, module: Any, i: int) -> int:
-        """Return the batch axis: queries, keys and values have it first or second."""
-        return 0 if module.batch_first or i > 2 else 1
-
-    def batch_axis_out(self, module: Any, i: int) -> int:
-        """Return the batch axis: the attention weights have it first."""
-        return 0 if module.batch_first or i > 0 else 1
-
-    def min_dims(self, module: Module) -> int:
-        """Return 3: batch, sequence, features."""
-        return 3
-
-    def evaluation(self, module: Any) -> Evaluation:
-        """Return how to evaluate the call again; a mask for all samples has no batch axis."""
-        evaluation = super().evaluation(module)
-        if len(evaluation.inputs) > 5 and isinstance(evaluation.inputs[5], Tensor):
-            evaluation.axes_in[5] = None if evaluation.inputs[5].dim() == 2 else 0
-        return evaluation
+    def refusal(self, module: Any) -> str | None:
+        """Say what to use instead."""
+        return (
+            f"{describe(module)} sends each sample through other layers, depending on its target. "
+            "Use its log_prob(input), which passes all of them, and CrossEntropyLoss; extend its "
+            "parts head and tail for that, and the model with use_converter='record'."
+        )

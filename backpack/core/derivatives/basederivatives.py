@@ -50,6 +50,7 @@ class BaseDerivatives:
     Attributes:
         params: Names of the parameters.
         batch_axis: Where the rule expects the samples.
+        includes_children: Whether what children of the module compute belongs to its call.
         depends_on_layouts: Whether what the rule found out about a call holds for its layouts only.
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
@@ -58,6 +59,7 @@ class BaseDerivatives:
 
     params: ClassVar[tuple[str, ...]] = ()
     batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
+    includes_children: ClassVar[bool] = False
     depends_on_layouts: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     kronecker_rows_are_constant: ClassVar[bool] = False
@@ -80,6 +82,10 @@ class BaseDerivatives:
     def mixes_samples(self, module: Module) -> bool:
         """Return whether a sample's output depends on other samples."""
         return False
+
+    def refusal(self, module: Module) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
+        return None
 
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters that the rule knows."""
@@ -248,8 +254,8 @@ class BaseDerivatives:
         with bound(module):
             inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
             mats, had_v = self._check_all(module, mats, inputs, self.batch_axis_in, subsampling)
-            several = sum(isinstance(x, Tensor) for x in inputs) > 1  # others are options
-            arguments = mats if several else mats[0]
+            tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]  # others: options
+            arguments = mats[0] if tensors == [0] else mats
             result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
         return result if had_v else _without_v(result)
 
@@ -556,9 +562,8 @@ class BaseDerivatives:
         """Kronecker factors made of the inputs. Generic: none, the first factor is the block."""
         return []
 
-    @property
-    def knows_kronecker_factors(self) -> bool:
-        """Whether there are Kronecker factors of inputs for some parameter."""
+    def has_kronecker_factors(self, param_str: str, module: Module) -> bool:
+        """Whether a parameter has Kronecker factors in the call at hand, not just its block."""
         generic = BaseDerivatives.kronecker_input_factors
         return type(self).kronecker_input_factors is not generic
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
+from torch import Tensor, distributed
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.convnd import sum_positions
@@ -14,16 +14,29 @@ from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
 
 
-@register(BatchNorm1d, BatchNorm2d, BatchNorm3d)
+@register(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
 class BatchNormNdDerivatives(BaseDerivatives):
     """Derivatives of ``torch.nn.BatchNorm1d``, ``BatchNorm2d`` and ``BatchNorm3d``.
 
     With running statistics (evaluation mode) the module is a linear map of each sample. With the
     statistics of the batch (training mode, or no running statistics) it mixes samples: its Jacobian
     acts on the batch as a whole, ``J = (γ/s) (I - 1 1ᵀ/m - x̂ x̂ᵀ/m)``, m entries in a channel.
+    ``SyncBatchNorm`` is the same in one process, and refused where it mixes those of several.
     """
 
     params = ("weight", "bias")
+
+    def refusal(self, module: Module) -> str | None:
+        """Refuse statistics of samples that are not here."""
+        alone = not (distributed.is_available() and distributed.is_initialized())
+        if not isinstance(module, SyncBatchNorm) or not self.mixes_samples(module):
+            return None
+        if alone or distributed.get_world_size(module.process_group) == 1:
+            return None
+        return (
+            f"{describe(module)} mixes the samples of several processes, and only those of one are "
+            "known. Use eval(), or BatchNorm for the statistics of this process."
+        )
 
     def mixes_samples(self, module: Any) -> bool:
         """Return whether the statistics are those of the batch."""

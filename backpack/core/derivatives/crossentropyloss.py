@@ -1,4 +1,7 @@
-"""Softmax cross entropy, ``ℓ = c · sum_n w_n (-sum_k t_nk log p_nk)`` with ``p = softmax(f)``."""
+"""Losses of a distribution over classes: softmax cross entropy, negative log likelihood.
+
+``ℓ = c · sum_n w_n (-sum_k t_nk log p_nk)``, with ``p = softmax(f)`` or the prediction ``log p``.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import CrossEntropyLoss
+from torch.nn import CrossEntropyLoss, NLLLoss
 
 from backpack.core.derivatives.basederivatives import Rows
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.registry import register
 from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
@@ -23,8 +26,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     reduction, class weights, label smoothing, probabilities as targets and ``ignore_index``.
     """
 
-    def _scale(self, module: Any) -> Tensor:
-        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, *d]``."""
+    def log_p(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the logarithms of the predicted probabilities: ``[N, C, *d]``."""
+        return subsample(module.input0, subsampling=subsampling).log_softmax(1)
+
+    def _scale(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
         x, y = module.input0, module.input1
         if x.dim() < 2:
             raise ValueError(
@@ -32,7 +39,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             )
         num_classes = x.shape[1]
         weight = x.new_ones(num_classes) if module.weight is None else module.weight.to(x.dtype)
-        smooth = module.label_smoothing
+        smooth = getattr(module, "label_smoothing", 0.0)
         if y.is_floating_point():  # the target is a distribution over the classes
             target = (1 - smooth) * y + smooth / num_classes
             scale = torch.einsum("nc...,c->n...", target, weight)
@@ -42,18 +49,18 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             own = torch.where(kept, weight[y.where(kept, y.new_zeros(()))], 0.0)
             scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
             total = own.sum()
-        return scale / total if module.reduction == "mean" else scale
+        scale = scale / total if module.reduction == "mean" else scale
+        return subsample(scale, subsampling=subsampling).unsqueeze(1)
 
-    def _pieces(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
-        """Return p ``[N, C, *d]`` and a ``[N, 1, *d]``."""
-        p = subsample(module.input0, subsampling=subsampling).softmax(1)
-        return p, subsample(self._scale(module), subsampling=subsampling).unsqueeze(1)
+    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+        if is_negative(self._scale(module, subsampling)):
+            raise not_convex(module, "a weight or a target is negative")
 
     def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        p, scale = self._pieces(module, subsampling)
+        log_p = self.log_p(module, subsampling)
+        p, scale = log_p.exp(), self._scale(module, subsampling)
         # S = sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ): column k is sqrt(p_k) (e_k - p)
-        log_p = subsample(module.input0, subsampling=subsampling).log_softmax(1)
-        roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero has no derivative
+        roots = scale.abs().sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
         classes = range(p.shape[1])
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
         columns[classes, :, classes] += roots.movedim(1, 0)
@@ -66,13 +73,47 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return columns.reshape(-1, *p.shape)
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
-        p, scale = self._pieces(module, None)
+        self._need_convex(module, None)
+        p, scale = self.log_p(module, None).exp(), self._scale(module, None)
         rows = p.detach().movedim(1, -1).flatten(0, -2)
         drawn = torch.multinomial(rows, mc_samples, replacement=True)  # [N·positions, M]
         one_hot = torch.nn.functional.one_hot(drawn.T, p.shape[1]).to(p.dtype)
         one_hot = one_hot.reshape(mc_samples, p.shape[0], *p.shape[2:], p.shape[1])
         return scale.sqrt() * (p - one_hot.movedim(-1, 2))
 
+    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
+        columns = self._sqrt_hessian(module, subsampling)
+        sign = self._scale(module, subsampling).sign().flatten(1).T  # [positions, N]
+        weights = sign.repeat(module.input0.shape[1], 1) if is_negative(sign) else None
+        return columns, weights
+
     def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        p, scale = self._pieces(module, subsampling)
+        p, scale = self.log_p(module, subsampling).exp(), self._scale(module, subsampling)
         return scale * (p * mat - p * (p * mat).sum(2, keepdim=True))
+
+
+@register(NLLLoss)
+class NLLLossDerivatives(CrossEntropyLossDerivatives):
+    """Derivatives of ``torch.nn.NLLLoss``: the Hessian is zero, the GGN that of the softmax.
+
+    The loss is linear in the log-probabilities ``x = log p`` that it reads, and a GGN with its
+    Hessian would be zero. Instead, the matrix of the GGN is the Fisher information of the
+    categorical distribution, the covariance of the gradient ``-e_y``: ``a (diag(p) - p pᵀ)``.
+    The network ``LogSoftmax`` with this loss then has the GGN (and the Monte-Carlo quantities) of
+    ``CrossEntropyLoss`` without it: ``Jᵀ (diag(p) - p pᵀ) J = diag(p) - p pᵀ`` for the Jacobian
+    ``J = I - 1 pᵀ`` (Martens 2020, New insights and perspectives on the natural gradient method,
+    section 9). Hessian quantities are those of the loss itself, and agree in both cases anyway.
+    """
+
+    def log_p(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the prediction."""
+        return subsample(module.input0, subsampling=subsampling)
+
+    def _ggn_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        return super()._hessian_mat_prod(module, mat, subsampling)
+
+    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(subsample(module.input0, subsampling=subsampling))[None], None
+
+    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        return torch.zeros_like(mat)

@@ -164,3 +164,41 @@ class LinearDerivatives(BaseDerivatives):
         """Return A of the input, ``[I, I]``, for the weight."""
         x = _input(param_str, module, subsampling)
         return [] if x is None else [shared_weight.input_factor(x, approximation)]
+
+
+@register("transformers.pytorch_utils.Conv1D")
+class TransposedLinearDerivatives(LinearDerivatives):
+    """Derivatives of ``y = x W + b``, a linear layer that stores its weight as ``[I, O]``.
+
+    Everything about the weight is transposed; its Kronecker factors are ``[A, B]``.
+    """
+
+    kronecker_input_first = True
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return mat @ module.weight
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return mat @ module.weight.T
+
+    def _weight_jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return super()._weight_jac_mat_prod(module, g_inp, g_out, mat.mT, subsampling)
+
+    def _weight_jac_t_mat_prod(self, *args: Any) -> Tensor:
+        return super()._weight_jac_t_mat_prod(*args).mT
+
+    def param_mjp_batch_square(self, param_str: str, *args: Any, **options: Any) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
+        squares = super().param_mjp_batch_square(param_str, *args, **options)
+        return squares.mT if param_str == "weight" else squares
+
+    def param_mjp_square_sum(self, param_str: str, *args: Any, **options: Any) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
+        squares = super().param_mjp_square_sum(param_str, *args, **options)
+        return squares.mT if param_str == "weight" else squares

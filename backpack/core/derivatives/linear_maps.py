@@ -35,9 +35,6 @@ from torch.nn import (
     ReplicationPad3d,
     Unflatten,
     Unfold,
-    Upsample,
-    UpsamplingBilinear2d,
-    UpsamplingNearest2d,
     ZeroPad1d,
     ZeroPad2d,
     ZeroPad3d,
@@ -104,9 +101,6 @@ def apply_transposed(
     ReplicationPad3d,
     Unflatten,
     Unfold,
-    Upsample,
-    UpsamplingBilinear2d,
-    UpsamplingNearest2d,
 )
 class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J mat = f(mat)``."""

@@ -2,29 +2,43 @@
 
 Letters: the prediction has shape ``[N, *d]`` with D entries for a sample; a factor S of shape
 ``[V, N, *d]`` satisfies ``sum_v S_vn S_vnᵀ = ∇²_n``, the Hessian of the (reduced) loss with respect
-to the prediction of sample n.
+to the prediction of sample n. If several inputs are predictions (:meth:`~BaseLossDerivatives.
+predictions`), what is one tensor here becomes a tuple with one entry (or None) for each input.
+
+For most losses the matrix of the GGN is that Hessian. :meth:`~BaseLossDerivatives.sqrt_hessian`,
+:meth:`~BaseLossDerivatives.make_ggn_mat_prod` and :meth:`~BaseLossDerivatives.sum_hessian` are
+about the GGN, which is positive semidefinite or an error;
+:meth:`~BaseLossDerivatives.hessian_factor` and :meth:`~BaseLossDerivatives.make_hessian_mat_prod`
+are about the Hessian, whatever its sign. The two differ only where a rule says so
+(:class:`~backpack.core.derivatives.crossentropyloss.NLLLossDerivatives`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Mats, Rows
 from backpack.core.tape import bound, describe
 from backpack.utils.subsampling import subsample
+
+# Columns at the prediction, or one entry (None for zero) for each input.
+Columns = Tensor | tuple[Tensor | None, ...]
 
 
 class BaseLossDerivatives(BaseDerivatives):
     """Derivatives of a loss ``ℓ(prediction, target)``, reduced to a scalar.
 
-    A subclass implements ``_sqrt_hessian``, ``_sqrt_hessian_sampled`` and ``_hessian_mat_prod``.
+    A subclass implements ``_sqrt_hessian``, ``_sqrt_hessian_sampled`` and ``_hessian_mat_prod``; if
+    the loss need not be convex, also ``_need_convex`` and ``_hessian_factor``.
     """
+
+    includes_children = True
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False."""
@@ -34,9 +48,35 @@ class BaseLossDerivatives(BaseDerivatives):
         """Return True: convex in the prediction."""
         return True
 
+    def has_likelihood(self, module: Module) -> bool:
+        """Return whether the loss is the negative log likelihood of a known distribution."""
+        return True
+
+    def own(self, module: Any) -> Mapping[str, Parameter | None]:
+        """Return all parameters of the loss, which no rule knows: trained ones are an error."""
+        return dict(module.named_parameters())
+
+    def predictions(self, module: Any) -> tuple[int, ...]:
+        """Number the inputs that are predictions; the others are targets, weights or options."""
+        return (0,)
+
+    def couples_samples(self, module: Any) -> bool:
+        """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""
+        return False
+
+    def check_convex(self, module: Module, subsampling: Rows = None) -> None:
+        """Refuse a loss whose GGN is not positive semidefinite.
+
+        Raises:
+            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
+        """
+        with bound(module):
+            self.check_call(module)
+            self._need_convex(module, subsampling)
+
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
-    ) -> Tensor:
+    ) -> Any:
         """Exact factor of the loss Hessian.
 
         Args:
@@ -49,11 +89,34 @@ class BaseLossDerivatives(BaseDerivatives):
             ``[V, N, *d]``; carries the square root of the reduction's factor.
 
         Raises:
+            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
+        """
+        with bound(module):
+            self.check_call(module)
+            self._need_convex(module, subsampling)
+            return self._sqrt_hessian(module, subsampling)
+
+    def hessian_factor(
+        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
+    ) -> tuple[Any, Tensor | None]:
+        """Exact signed factor of the loss Hessian, which need not be positive semidefinite.
+
+        Args:
+            module: Loss whose call is at hand.
+            g_inp: Gradients with respect to the inputs (not used).
+            g_out: Gradients with respect to the outputs (not used).
+            subsampling: Rows of the batch. Default: all.
+
+        Returns:
+            Columns s ``[V, N, *d]`` and weights w ``[V, N]`` (None for all 1) with
+            ``sum_v w_vn s_vn s_vnᵀ = ∇²_n``.
+
+        Raises:
             ValueError: If the loss is not reduced to a scalar.
         """
         with bound(module):
-            self._need_scalar(module)
-            return self._sqrt_hessian(module, subsampling)
+            self.check_call(module)
+            return self._hessian_factor(module, subsampling)
 
     def sqrt_hessian_sampled(
         self,
@@ -62,7 +125,7 @@ class BaseLossDerivatives(BaseDerivatives):
         g_out: Grads,
         mc_samples: int = 1,
         subsampling: Rows = None,
-    ) -> Tensor:
+    ) -> Any:
         """Monte-Carlo factor: gradients with targets drawn from the model's prediction.
 
         Args:
@@ -73,48 +136,85 @@ class BaseLossDerivatives(BaseDerivatives):
             subsampling: Rows of the batch. The draws do not depend on it. Default: all.
 
         Returns:
-            ``[M, N, *d]``, divided by ``sqrt(M)``; ``S Sᵀ`` has the Hessian as its expectation.
+            ``[M, N, *d]``, divided by ``sqrt(M)``; ``S Sᵀ`` has the Fisher information matrix as
+            its expectation, which for most losses is the Hessian.
 
         Raises:
-            ValueError: If the loss is not reduced to a scalar.
+            ValueError: If the loss is not reduced to a scalar, or has negative weights.
+            NotImplementedError: If the loss is no negative log likelihood.
         """
         with bound(module):
-            self._need_scalar(module)
+            self.check_call(module)
+            if not self.has_likelihood(module):
+                raise NotImplementedError(
+                    f"{describe(module)} is not the negative log likelihood of a distribution that "
+                    "targets could be drawn from, so it has no Monte-Carlo quantities. Use the "
+                    "exact ones (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, KFLR)."
+                )
             sampled = self._sqrt_hessian_sampled(module, mc_samples) / sqrt(mc_samples)
             return subsample(sampled, dim=1, subsampling=subsampling)
 
     def make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
-    ) -> Callable[..., Tensor]:
+    ) -> Callable[..., Any]:
         """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies the loss Hessian.
 
         Its second argument, ``subsampling``, says which rows of the batch it is given.
         """
+        return self._product(module, self._hessian_mat_prod)
 
-        def hessian_mat_prod(mat: Tensor, subsampling: Rows = None) -> Tensor:
+    def make_ggn_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[..., Any]:
+        """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies ``S Sᵀ`` of ``sqrt_hessian``.
+
+        Its second argument, ``subsampling``, says which rows of the batch it is given.
+        """
+
+        def ggn_mat_prod(module: Any, mat: Any, subsampling: Rows) -> Any:
+            self._need_convex(module, subsampling)
+            return self._ggn_mat_prod(module, mat, subsampling)
+
+        return self._product(module, ggn_mat_prod)
+
+    def _product(
+        self, module: Module, apply: Callable[[Any, Any, Rows], Any]
+    ) -> Callable[..., Any]:
+        def product(mat: Mats, subsampling: Rows = None) -> Any:
             with bound(module) as m:
-                self._need_scalar(module)
-                mat, had_v = self._check(module, mat, m.input0.shape, 0, subsampling)
-                result = self._hessian_mat_prod(module, mat, subsampling)
+                self.check_call(module)
+                if self.predictions(module) != (0,):
+                    return apply(module, list(mat), subsampling)
+                one = mat if isinstance(mat, Tensor) else mat[0]
+                one, had_v = self._check(module, one, m.input0.shape, 0, subsampling)
+                result = apply(module, one, subsampling)
             return result if had_v else result.squeeze(0)
 
-        return hessian_mat_prod
+        return product
 
     def sum_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Tensor:
         """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
-        factor = self.sqrt_hessian(module, g_inp, g_out, subsampling).flatten(2).flatten(0, 1)
-        return factor.T @ factor
+        factor = self.sqrt_hessian(module, g_inp, g_out, subsampling).flatten(0, 1)
+        rows = factor.reshape(len(factor), -1)
+        return rows.T @ rows
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
+    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian.")
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")
 
-    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+    def _hessian_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no Hessian product.")
+
+    def _ggn_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
+        return self._hessian_mat_prod(module, mat, subsampling)
+
+    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
+        return self._sqrt_hessian(module, subsampling), None
+
+    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+        """Raise :func:`not_convex` if the Hessian is not positive semidefinite."""
 
     # A loss as a module: its Jacobian is the gradient with respect to the prediction.
 
@@ -123,13 +223,16 @@ class BaseLossDerivatives(BaseDerivatives):
         with torch.enable_grad():
             x = module.input0 if differentiable else module.input0.detach()
             x = x if x.requires_grad else x.requires_grad_()
-            loss = module.forward(x, module.input1)
+            others: list[Any] = []
+            while f"input{len(others) + 1}" in vars(module):
+                others.append(vars(module)[f"input{len(others) + 1}"])
+            loss = module.forward(x, *others)
             return torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
     ) -> Tensor:
-        self._need_scalar(module)
+        self.check_call(module)
         mat = mat if isinstance(mat, Tensor) else mat[0]
         gradient = subsample(self._gradient(module), subsampling=subsampling)
         return (mat * gradient).flatten(1).sum(1)
@@ -137,17 +240,48 @@ class BaseLossDerivatives(BaseDerivatives):
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        self._need_scalar(module)
+        self.check_call(module)
         gradient = subsample(self._gradient(module), subsampling=subsampling)
         return mat.reshape(-1, *(1,) * gradient.dim()) * gradient
 
-    def _need_scalar(self, module: Any) -> None:
+    def check_call(self, module: Any) -> None:
+        """Refuse a call whose second derivatives are not defined.
+
+        Raises:
+            ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
+        """
         if module.output.dim() > 0:
+            reduction = getattr(module, "reduction", None)
             raise ValueError(
                 f"Second-order quantities need a scalar loss, but the output of {describe(module)} "
-                f"has shape {list(module.output.shape)} (reduction={module.reduction!r}). Use "
+                f"has shape {list(module.output.shape)} (reduction={reduction!r}). Use "
                 "reduction='mean' or 'sum'."
             )
+        if 0 in self.predictions(module) and module.input0.dim() == 0:
+            raise ValueError(
+                f"{describe(module)}: the prediction needs a batch axis, but is a single number. "
+                "Add one, x.unsqueeze(0)."
+            )
+
+
+def not_convex(module: Module, why: str) -> ValueError:
+    """Return the error for a GGN quantity of a loss that is not convex in the prediction."""
+    return ValueError(
+        f"{describe(module)} is not convex in the prediction: {why}. The GGN has no square root "
+        "then. Use Hessian quantities (DiagHessian, BatchDiagHessian, HMP) instead."
+    )
+
+
+def first_of(columns: Columns) -> Tensor:
+    """Return the columns at the (first) prediction."""
+    if isinstance(columns, Tensor):
+        return columns
+    return next(mat for mat in columns if mat is not None)
+
+
+def is_negative(tensor: Tensor) -> bool:
+    """Return whether an entry is negative; no on the meta device, where there are no values."""
+    return not tensor.is_meta and bool((tensor < 0).any())
 
 
 def scaled_identity(diagonal: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Maximum pooling: the output is a selection of the input's entries."""
+"""Maximum pooling, which selects entries of its input, and the way back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch.nn import (
     MaxPool1d,
     MaxPool2d,
     MaxPool3d,
+    MaxUnpool1d,
+    MaxUnpool2d,
+    MaxUnpool3d,
 )
 from torch.nn import functional as F
 
@@ -95,3 +98,28 @@ class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
         x = module.input0.detach()
         pool = {3: F.adaptive_max_pool1d, 4: F.adaptive_max_pool2d, 5: F.adaptive_max_pool3d}
         return pool[x.dim()](x, module.output_size, return_indices=True)[1]
+
+
+@register(MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
+class MaxUnpoolNDDerivatives(BaseDerivatives):
+    """``y[index(t)] = x[t]``, with the indices as second argument: the Jacobian scatters."""
+
+    def _flat_indices(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        index = subsample(module.input1, subsampling=subsampling).flatten(2)
+        return index.expand(mat.shape[0], *index.shape)
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
+    ) -> Tensor:
+        mat = mat if isinstance(mat, Tensor) else mat[0]
+        spatial = module.output.shape[2:]
+        zeros = mat.new_zeros(*mat.shape[:3], spatial.numel())
+        index = self._flat_indices(module, mat, subsampling)
+        return zeros.scatter(3, index, mat.flatten(3)).reshape(*mat.shape[:3], *spatial)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> tuple[Tensor | None, ...]:
+        gathered = mat.flatten(3).gather(3, self._flat_indices(module, mat, subsampling))
+        others = [None] * (len(module._backpack_call.inputs) - 1)
+        return gathered.reshape(*mat.shape[:3], *module.input0.shape[2:]), *others

@@ -1,0 +1,299 @@
+"""Losses without formulas of their own: the Hessian of each sample's predictions by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import (
+    CosineEmbeddingLoss,
+    CTCLoss,
+    MarginRankingLoss,
+    Module,
+    TripletMarginLoss,
+    TripletMarginWithDistanceLoss,
+)
+
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
+from backpack.core.layout import Layout
+from backpack.core.registry import register, register_fallback
+from backpack.core.tape import Call, describe
+from backpack.utils.subsampling import subsample
+
+
+@register_fallback("loss")
+@register(CosineEmbeddingLoss, MarginRankingLoss, TripletMarginLoss, TripletMarginWithDistanceLoss)
+class AutomaticLossDerivatives(BaseLossDerivatives):
+    """Any loss: the Hessian ``H_n`` of each sample from products by double backward.
+
+    All inputs that the network computes are predictions, and ``H_n`` is that with respect to all of
+    them, ``[D, D]`` for D entries together. Factors need a loss that is a sum over the samples;
+    Hessian products do not.
+    """
+
+    batch_axis = BatchAxis.LEADING
+
+    def hessian_is_psd(self) -> bool:
+        """Return False: nothing is known."""
+        return False
+
+    def has_likelihood(self, module: Module) -> bool:
+        """Return False: no distribution is known that targets could be drawn from."""
+        return False
+
+    def predictions(self, module: Any) -> tuple[int, ...]:
+        """Number the inputs that the network computes (or else that require a gradient)."""
+        call = module._backpack_call
+        computed = (i for i, mark in enumerate(call.origins_in) if mark is not None)
+        leaves = (i for i, x in enumerate(call.inputs) if getattr(x, "requires_grad", False))
+        return tuple(computed) or tuple(leaves) or (0,)
+
+    # ------------------------------------------------------------------ Hessian by autograd
+
+    def _products(self, module: Any, mats: Sequence[Tensor]) -> list[Tensor]:
+        """Apply the Hessian to ``[V, N, *d]`` at each prediction, the samples of all together."""
+        call, numbers = module._backpack_call, self.predictions(module)
+        differentiable = torch.is_grad_enabled()
+        places = [call.place_in(i) for i in numbers]
+        mats = [
+            m if p is None else p.from_canonical(m, call.shape_in[i][p.axis] // p.samples)
+            for m, p, i in zip(mats, places, numbers, strict=True)
+        ]
+        with torch.enable_grad():
+            leaves = list(call.inputs)
+            for i in numbers:
+                x = leaves[i]
+                # a view: one tensor may be several inputs
+                leaves[i] = x.view_as(x) if differentiable else x.detach().requires_grad_()
+                if not leaves[i].requires_grad:
+                    leaves[i].requires_grad_()
+            xs = [leaves[i] for i in numbers]
+            try:
+                slopes = torch.autograd.grad(
+                    call.forward(leaves), xs, create_graph=True, materialize_grads=True
+                )
+                curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
+                each = [
+                    torch.autograd.grad(
+                        [slopes[k] for k in curved],
+                        xs,
+                        [v[k] for k in curved],
+                        retain_graph=True,
+                        create_graph=differentiable,
+                        materialize_grads=True,
+                    )
+                    if curved
+                    else [torch.zeros_like(x) for x in xs]
+                    for v in zip(*mats, strict=True)
+                ]
+            except RuntimeError as error:
+                if "not implemented" not in str(error) and "differentiat" not in str(error):
+                    raise
+                raise NotImplementedError(
+                    f"{describe(module)} cannot be differentiated twice by autograd ({error}). Use "
+                    "first-order quantities, or register derivatives for it "
+                    "(backpack.core.derivatives.register)."
+                ) from error
+        return [
+            torch.stack(parts) if place is None else place.to_canonical(torch.stack(parts), skip=1)
+            for parts, place in zip(zip(*each, strict=True), places, strict=True)
+        ]
+
+    def _shapes(self, module: Any) -> list[torch.Size]:
+        """Return the shape ``[N, *d]`` of each prediction.
+
+        Raises:
+            ValueError: If they do not have the same number of samples.
+        """
+        call = module._backpack_call
+        shapes = []
+        for i in self.predictions(module):
+            place = call.place_in(i)
+            meta = torch.empty(call.shape_in[i], device="meta")
+            shapes.append((meta if place is None else place.to_canonical(meta)).shape)
+        if len({shape[:1] for shape in shapes}) > 1 or not all(shapes):
+            raise ValueError(
+                f"{describe(module)}: the predictions of shapes {[list(s) for s in shapes]} do not "
+                "have the same number of samples along the first axis."
+            )
+        return shapes
+
+    def _blocks(self, module: Any) -> tuple[Tensor, float]:
+        """Return ``H_n`` ``[N, D, D]``, and the largest term between different samples."""
+        key = "loss blocks", torch.is_grad_enabled()
+        if key not in module._backpack_saved:
+            shapes = self._shapes(module)
+            count = shapes[0][0]
+            like = module._backpack_call.inputs[self.predictions(module)[0]]
+            units = torch.eye(sum(prod(s[1:]) for s in shapes), dtype=like.dtype)
+            columns = units.to(like.device).unsqueeze(1).expand(-1, count, -1)
+            dense = self._apply(module, columns).movedim(0, -1)  # [N, D, D]
+            # what H makes of a vector without structure is not what the blocks make of it, if
+            # H has other terms; the random numbers are not those of the user
+            generator = torch.Generator().manual_seed(0)
+            vector = torch.rand(dense.shape[:2], generator=generator).to(dense) + 0.5
+            alone = torch.einsum("nab,nb->na", dense, vector)
+            error = (self._apply(module, vector.unsqueeze(0))[0] - alone).abs().max()
+            module._backpack_saved[key] = (dense + dense.mT) / 2, float(error.detach())
+        return module._backpack_saved[key]
+
+    def _apply(self, module: Any, columns: Tensor) -> Tensor:
+        """Apply the Hessian to ``[V, N, D]``, the entries of all predictions together."""
+        products = self._products(module, self._apart(module, columns))
+        return torch.cat([p.flatten(2) if p.dim() > 2 else p.unsqueeze(2) for p in products], -1)
+
+    def _apart(self, module: Any, columns: Tensor) -> list[Tensor]:
+        """Split ``[V, N, D]`` in the columns of each prediction."""
+        shapes = self._shapes(module)
+        parts = columns.split([prod(shape[1:]) for shape in shapes], -1)
+        return [
+            part.reshape(*part.shape[:2], *shape[1:])
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def couples_samples(self, module: Any) -> bool:
+        """Return whether the Hessian has terms between different samples."""
+        blocks, between = self._blocks(module)
+        return between > _rounding(blocks) * float(blocks.detach().abs().max())
+
+    def _separate(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``H_n`` of the selected samples.
+
+        Raises:
+            NotImplementedError: If the loss is no sum over the samples.
+        """
+        if self.couples_samples(module):
+            raise NotImplementedError(
+                f"{describe(module)} is no sum over the samples of the batch: its Hessian has "
+                "terms between different samples. Use DiagHessian or HMP without subsampling, or a "
+                "loss that treats each sample alone."
+            )
+        return subsample(self._blocks(module)[0], subsampling=subsampling)
+
+    # ------------------------------------------------------------------ factors and products
+
+    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+        blocks = self._separate(module, subsampling).detach()
+        values = torch.linalg.eigvalsh(_precise(blocks))
+        if len(values) and values.min() < -_rounding(blocks) * values.abs().max():
+            raise not_convex(module, f"its Hessian has the eigenvalue {float(values.min()):g}")
+
+    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
+        roots: Tensor = _SquareRoot.apply(self._separate(module, subsampling))
+        return self._at_inputs(module, roots.movedim(-1, 0))
+
+    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
+        # H = 1/4 sum_k (a e_k + h_k/a)(…)ᵀ - (a e_k - h_k/a)(…)ᵀ for the columns h_k of H: no
+        # eigenvectors, whose derivatives are singular. Rounding is smallest for |a e_k| = |h_k/a|.
+        blocks = self._separate(module, subsampling)
+        norms = blocks.detach().norm(dim=1)
+        size = norms.maximum(_rounding(norms) * norms.amax(1, keepdim=True)).sqrt()  # a: [N, D]
+        units, others = torch.diag_embed(size), blocks / size.where(size > 0, 1).unsqueeze(1)
+        columns = torch.cat([units + others, units - others], -1) / 2  # [N, D, V]
+        weights = blocks.new_ones(columns.shape[-1], len(blocks))
+        weights[blocks.shape[-1] :] = -1
+        return self._at_inputs(module, columns.movedim(-1, 0)), weights
+
+    def _hessian_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
+        if subsampling is not None:
+            return self._ggn_mat_prod(module, mat, subsampling)
+        numbers = self.predictions(module)
+        if numbers == (0,):
+            return self._products(module, [mat])[0]
+        return self._with_none(module, self._products(module, self._given(module, mat)))
+
+    def _ggn_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
+        blocks = self._separate(module, subsampling)
+        given = [mat] if self.predictions(module) == (0,) else self._given(module, mat)
+        columns = torch.cat([m.reshape(*m.shape[:2], -1) for m in given], -1)
+        return self._at_inputs(module, torch.einsum("nab,vnb->vna", blocks, columns))
+
+    def _given(self, module: Any, mats: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the columns at each prediction, zeros for None."""
+        like = next(m for m in mats if m is not None)
+        known = [mats[i] for i in self.predictions(module)]
+        return [
+            like.new_zeros(*like.shape[:2], *shape[1:]) if mat is None else mat
+            for mat, shape in zip(known, self._shapes(module), strict=True)
+        ]
+
+    def _at_inputs(self, module: Any, columns: Tensor) -> Any:
+        """Bring ``[V, N, D]`` to the predictions: one tensor, or one for each input."""
+        parts = self._apart(module, columns)
+        return parts[0] if self.predictions(module) == (0,) else self._with_none(module, parts)
+
+    def _with_none(self, module: Any, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        by_input = dict(zip(self.predictions(module), parts, strict=True))
+        return tuple(by_input.get(i) for i in range(len(module._backpack_call.inputs)))
+
+
+@register(CTCLoss)
+class CTCLossDerivatives(AutomaticLossDerivatives):
+    """Where ``torch.nn.CTCLoss`` has its samples: along the second axis.
+
+    Second-order quantities are an error, because autograd differentiates this loss only once.
+    """
+
+    batch_axis = BatchAxis.FIXED
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Refuse log-probabilities without a batch axis."""
+        if len(call.shape_in[0] or ()) < 3:
+            raise ValueError(f"{call!r} was called without a batch axis. Add one, x.unsqueeze(1).")
+        return super().layouts(call)
+
+    def batch_axis_in(self, module: Module, i: int) -> int:
+        """Return 1 for the log-probabilities ``[T, N, C]``."""
+        return 1 if i == 0 else 0
+
+    def check_call(self, module: Any) -> None:
+        """Refuse second derivatives."""
+        super().check_call(module)
+        raise NotImplementedError(
+            f"{describe(module)} cannot be differentiated twice by autograd. Use first-order "
+            "quantities."
+        )
+
+
+class _SquareRoot(torch.autograd.Function):
+    """The symmetric square root of positive semidefinite matrices, ``H = S S``: ``[N, D, D]``.
+
+    Its derivative solves ``dS S + S dS = dH`` (Higham 2008, Functions of Matrices, section 6.1).
+    Unlike that of eigenvectors, it exists where eigenvalues are equal. Between eigenvectors of
+    eigenvalue zero, dH is zero as long as H stays positive semidefinite, and so is dS.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor) -> Tensor:
+        """Compute the root."""
+        values, vectors = torch.linalg.eigh(_precise(matrices))
+        roots = values.clamp(min=0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return ((vectors * roots.unsqueeze(1)) @ vectors.mT).to(matrices.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Solve the (self-adjoint) equation for the gradient."""
+        roots, vectors = ctx.saved_tensors
+        sums = roots.unsqueeze(1) + roots.unsqueeze(2)
+        inside = vectors.mT @ grad.to(roots.dtype) @ vectors
+        known = sums > _rounding(sums) ** 0.5 * sums.amax((1, 2), keepdim=True)
+        solved = torch.where(known, inside / sums.where(known, 1), 0)
+        return (vectors @ solved @ vectors.mT).to(grad.dtype)
+
+
+def _precise(matrices: Tensor) -> Tensor:
+    """Convert to a precision that eigenvalues can be computed in."""
+    half = matrices.dtype in (torch.float16, torch.bfloat16)
+    return matrices.float() if half else matrices
+
+
+def _rounding(tensor: Tensor) -> float:
+    """Return the relative error below which an entry may be zero."""
+    return torch.finfo(tensor.dtype).eps ** 0.5

@@ -1,0 +1,289 @@
+"""Losses that act on each entry alone: ``ℓ = c · sum_i w_i l(f_i, y_i)``, Hessian ``c w l''``.
+
+The factor c is that of the reduction, 1/(N D) for the mean; the weight w is that of an entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import (
+    BCELoss,
+    GaussianNLLLoss,
+    HingeEmbeddingLoss,
+    HuberLoss,
+    KLDivLoss,
+    L1Loss,
+    Module,
+    MultiLabelSoftMarginLoss,
+    PoissonNLLLoss,
+    SmoothL1Loss,
+    SoftMarginLoss,
+)
+from torch.nn.functional import logsigmoid
+
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.lossbase import (
+    BaseLossDerivatives,
+    is_negative,
+    not_convex,
+    same_shape,
+    scaled_identity,
+)
+from backpack.core.registry import register
+from backpack.core.tape import describe
+from backpack.utils.subsampling import subsample
+
+
+class ElementwiseLossDerivatives(BaseLossDerivatives):
+    """Derivatives of a loss that acts on each entry alone: the Hessian is diagonal.
+
+    A subclass implements ``second``; ``score`` if the loss is a negative log likelihood; ``root``
+    where the square root of the second derivative has a formula without a singularity.
+    """
+
+    batch_axis = BatchAxis.LEADING
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Second derivative ``l''(f, y)``: ``[N, *d]``."""
+        raise NotImplementedError
+
+    def score(self, module: Any, mc_samples: int) -> Tensor:
+        """First derivatives ``l'(f, y)`` for targets y drawn given f: ``[M, N, *d]``."""
+        raise NotImplementedError
+
+    def has_likelihood(self, module: Module) -> bool:
+        """Return whether there is a ``score``."""
+        return type(self).score is not ElementwiseLossDerivatives.score
+
+    def root(self, module: Any, subsampling: Rows) -> Tensor:
+        """Square root of ``|l''|``: ``[N, *d]``."""
+        second = self.second(module, subsampling).abs()
+        curved = second > 0  # the root of zero has no derivative
+        return torch.where(curved, second.where(curved, 1).sqrt(), 0)
+
+    def weight(self, module: Any) -> Tensor | float:
+        """Weight of each entry without the factor of the reduction: ``[N, *d]``."""
+        weight = getattr(module, "weight", None)
+        return 1.0 if weight is None else as_prediction(module, weight)
+
+    def _scale(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``c w``: ``[N, *d]``."""
+        x, y = module.input0, module.input1
+        same_shape(module, [x.shape, y.shape])
+        terms = x.numel() if module.reduction == "mean" else 1
+        scale = torch.full_like(x, 1 / terms) * self.weight(module)
+        return subsample(scale.to(x.dtype), subsampling=subsampling)
+
+    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+        hessian = self._hessian(module, subsampling)
+        if is_negative(hessian):
+            raise not_convex(module, f"a second derivative is {hessian.min().item():g}")
+
+    def _hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        return self._scale(module, subsampling) * self.second(module, subsampling)
+
+    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        scale = self._scale(module, subsampling)
+        return scaled_identity(scale.abs().sqrt() * self.root(module, subsampling))
+
+    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
+        hessian = self._hessian(module, subsampling)
+        if is_negative(hessian):
+            return scaled_identity(torch.ones_like(hessian)), hessian.reshape(len(hessian), -1).T
+        return self._sqrt_hessian(module, subsampling), None
+
+    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
+        scale = self._scale(module, None)
+        if is_negative(scale):
+            raise not_convex(module, "a weight is negative")
+        return scale.sqrt() * self.score(module, mc_samples)
+
+    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+        return mat * self._hessian(module, subsampling)
+
+
+def as_prediction(module: Any, tensor: Tensor) -> Tensor:
+    """Broadcast a tensor to the prediction, and bring its samples to the same place."""
+    call = module._backpack_call
+    place = call.place_in(0)
+    whole = tensor.expand(call.shape_in[0])
+    return whole if place is None else place.to_canonical(whole)
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a / b``, and 0 where a is: there, b may be zero as well."""
+    return torch.where(a == 0, 0, a / b.where(a != 0, 1))
+
+
+def drawn(sample: Any, parameter: Tensor, mc_samples: int) -> Tensor:
+    """Draw from a distribution with a parameter for each entry: ``[*d] -> [M, *d]``."""
+    return sample(parameter.detach().expand(mc_samples, *parameter.shape))
+
+
+# --------------------------------------------------------------------------------------
+# Regression
+# --------------------------------------------------------------------------------------
+
+
+@register(L1Loss, HingeEmbeddingLoss, KLDivLoss)
+class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``L1Loss``, ``HingeEmbeddingLoss`` and ``KLDivLoss``: ``l'' = 0``.
+
+    ``KLDivLoss`` is linear in the log-probabilities that it reads, and its GGN zero. For the
+    curvature of the softmax, use ``CrossEntropyLoss`` with probabilities as targets: its gradient
+    is the same as that of ``LogSoftmax`` and ``KLDivLoss(reduction="batchmean")``.
+    """
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return zero."""
+        return torch.zeros_like(subsample(module.input0, subsampling=subsampling))
+
+
+@register(HuberLoss, SmoothL1Loss)
+class HuberLossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``HuberLoss`` and ``SmoothL1Loss``: a parabola with straight lines outside.
+
+    ``l'' = 1`` for ``|f - y| < delta`` (Huber 1964), ``1/beta`` for ``|f - y| < beta``, else 0.
+    """
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``l''``."""
+        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
+        huber = isinstance(module, HuberLoss)
+        width, height = (module.delta, 1.0) if huber else (module.beta, 1 / (module.beta or 1))
+        return ((x - y).abs() < width) * torch.full_like(x, height)
+
+
+@register(GaussianNLLLoss)
+class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``GaussianNLLLoss``, ``l = (f - y)² / 2v + …``: ``l'' = 1/v``.
+
+    The variance v (at least ``eps``) is data.
+    """
+
+    def _variance(self, module: Any) -> Tensor:
+        x, var = module.input0, module.input2
+        if not isinstance(var, Tensor):
+            return torch.full_like(x, max(var, module.eps))
+        missing = var.dim() == x.dim() - 1  # one variance for all entries of the last axis
+        return (var.unsqueeze(-1) if missing else var).expand(x.shape).clamp(min=module.eps)
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``1/v``."""
+        return 1 / subsample(self._variance(module), subsampling=subsampling)
+
+    def score(self, module: Any, mc_samples: int) -> Tensor:
+        """Return ``(f - y)/v`` with ``y ~ N(f, v)``: a standard normal over ``sqrt(v)``."""
+        variance = self._variance(module)
+        return drawn(torch.randn_like, variance, mc_samples) / variance.sqrt()
+
+
+@register(PoissonNLLLoss)
+class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``PoissonNLLLoss``, ``l = λ - y log λ`` for the rate λ.
+
+    ``λ = exp(f)`` and ``l'' = λ``, or (``log_input=False``) ``λ = f + eps`` and ``l'' = y/λ²``, at
+    the targets at hand; the expectation of the Monte-Carlo factor is the Fisher information
+    ``1/λ``.
+    """
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``l''``."""
+        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
+        rate = self._rate(module, x)
+        return rate if module.log_input else ratio(y.to(x.dtype), rate.square())
+
+    def root(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the square root of ``l''``."""
+        if not module.log_input:
+            return super().root(module, subsampling)
+        return (subsample(module.input0, subsampling=subsampling) / 2).exp()
+
+    def score(self, module: Any, mc_samples: int) -> Tensor:
+        """Return ``l'`` with y from the Poisson distribution of rate λ."""
+        rate = self._rate(module, module.input0)
+        if is_negative(rate):
+            raise ValueError(
+                f"{describe(module)}: a rate is negative, there is no Poisson distribution to draw "
+                "from. Let the network end in a Softplus, or use log_input=True."
+            )
+        y = drawn(torch.poisson, rate, mc_samples)
+        return rate - y if module.log_input else 1 - ratio(y, rate.expand_as(y))
+
+    def _rate(self, module: Any, x: Tensor) -> Tensor:
+        return x.exp() if module.log_input else x + module.eps
+
+
+# --------------------------------------------------------------------------------------
+# Classification
+# --------------------------------------------------------------------------------------
+
+
+@register(BCELoss)
+class BCELossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``BCELoss``, ``l = -y log f - (1-y) log(1-f)`` for a probability f.
+
+    ``l'' = y/f² + (1-y)/(1-f)²``, at the targets at hand. The expectation of the Monte-Carlo factor
+    is the Fisher information ``1/(f (1-f))``; with a ``Sigmoid`` below, it is the GGN of
+    ``BCEWithLogitsLoss``.
+    """
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``l''``."""
+        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
+        return ratio(y, x.square()) + ratio(1 - y, (1 - x).square())
+
+    def score(self, module: Any, mc_samples: int) -> Tensor:
+        """Return ``(f - y)/(f (1-f))`` with ``y = 1`` of probability f."""
+        x = module.input0
+        y = drawn(torch.bernoulli, x, mc_samples)
+        return ratio(1 - y, 1 - x) - ratio(y, x.expand_as(y))
+
+
+class LogisticLossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``l = -y log σ(f) - (1-y) log σ(-f)``: ``l'' = σ(f) σ(-f)``."""
+
+    def logit(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the argument of the logistic function σ: ``[N, *d]``."""
+        return subsample(module.input0, subsampling=subsampling)
+
+    def second(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``σ(f) σ(-f)``."""
+        f = self.logit(module, subsampling)
+        return torch.sigmoid(f) * torch.sigmoid(-f)
+
+    def root(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the square root, by logarithms: that of zero has no derivative."""
+        f = self.logit(module, subsampling)
+        return ((logsigmoid(f) + logsigmoid(-f)) / 2).exp()
+
+    def score(self, module: Any, mc_samples: int) -> Tensor:
+        """Return ``σ(f) - y`` with ``y = 1`` of probability σ(f)."""
+        sigma = torch.sigmoid(self.logit(module, None))
+        return sigma - drawn(torch.bernoulli, sigma, mc_samples)
+
+
+@register(SoftMarginLoss)
+class SoftMarginLossDerivatives(LogisticLossDerivatives):
+    """Derivatives of ``SoftMarginLoss``, ``log(1 + exp(-y f))``: ``l'' = y² σ(y f) σ(-y f)``."""
+
+    def logit(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return ``y f``."""
+        return subsample(module.input0 * module.input1, subsampling=subsampling)
+
+    def weight(self, module: Any) -> Tensor | float:
+        """Return ``y²``, which is 1 for targets ``±1``."""
+        return module.input1.square()
+
+
+@register(MultiLabelSoftMarginLoss)
+class MultiLabelSoftMarginLossDerivatives(LogisticLossDerivatives):
+    """Derivatives of ``MultiLabelSoftMarginLoss``: a mean over the classes, the last axis."""
+
+    def weight(self, module: Any) -> Tensor | float:
+        """Return the weight, with the mean over the C classes unless the reduction includes it."""
+        classes = 1 if module.reduction == "mean" else module._backpack_call.shape_in[0][-1]
+        return super().weight(module) / classes

@@ -1,0 +1,113 @@
+"""Leaf modules that nobody has written derivatives for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+from warnings import warn
+from weakref import WeakSet
+
+from torch import Size, Tensor
+from torch.func import functional_call
+from torch.nn import Module
+
+from backpack.core.derivatives.automatic import FunctionDerivatives, refuse_totals
+from backpack.core.derivatives.by_autograd import Evaluation
+from backpack.core.layout import Layout, unbatched
+from backpack.core.registry import register_fallback
+from backpack.core.tape import Call, describe
+
+
+@register_fallback("module")
+class UnknownModuleDerivatives(FunctionDerivatives):
+    """Any leaf, with one warning for its class.
+
+    It may have parameters, buffers and options, and any number of tensor inputs and outputs. What
+    it computes may depend on its state, so nothing is taken for granted: before the derivatives of
+    a call are used, it is evaluated again, and for one sample alone.
+    """
+
+    _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
+
+    def hessian_is_zero(self, module: Any) -> bool:
+        """Return False: whether the function is affine may depend on the state of the module."""
+        return False
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Return the output for other inputs and parameters; buffers do not change."""
+        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        return functional_call(module, {**buffers, **params}, args, keywords)
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are in the outputs: in the same place, else by trying.
+
+        Raises:
+            ValueError: If every output entry depends on several samples.
+        """
+        refuse_totals(call)
+        call.saved["affine"] = False
+        call.kept |= {"affine"}
+        call.layouts_in = tuple(
+            layout if layout is not None or not shape else self._of_rows(call, shape)
+            for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
+        )
+        batched = [layout for layout in call.layouts_in if layout is not None and layout.is_batched]
+        if not batched:
+            return [unbatched() for _ in call.shape_out]
+        main, facts = batched[0], {(layout.before, layout.samples) for layout in batched}
+        if len(facts) > 1 or not all(_fits(main, shape) for shape in call.shape_out):
+            try:
+                return super().layouts(call)
+            except (RuntimeError, TypeError, IndexError, AssertionError) as error:
+                raise ValueError(
+                    f"{call!r}: where the samples of the batch are in the output cannot be found "
+                    f"out ({error}). Register derivatives (backpack.core.derivatives.register)."
+                ) from error
+        for layout in batched[1:]:
+            main.unify(layout)
+        return [main if shape else None for shape in call.shape_out]
+
+    @staticmethod
+    def _of_rows(call: Call, shape: Size) -> Layout | None:
+        """Let data, numbers or indices, have its samples first if there are as many."""
+        known = next((one.samples for one in call.layouts_in if one and one.is_batched), shape[0])
+        return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
+
+    def refusal(self, module: Any) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
+        saved = module._backpack_saved
+        reason = super().refusal(module)
+        if reason is None and "independent" not in saved:
+            evaluation = self._evaluation(module)
+            batched = any(axis is not None for axis in evaluation.axes_out)
+            saved["independent"] = not batched or evaluation.is_independent()
+        if reason is None and not saved["independent"]:
+            reason = (
+                f"{describe(module)} mixes the samples of the batch, so its derivatives cannot be "
+                "computed automatically. Use eval() if that helps, or register derivatives that "
+                "say so (backpack.core.derivatives.register, mixes_samples)."
+            )
+        return reason
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call at hand again.
+
+        Raises:
+            NotImplementedError: If it mixes the samples of the batch, or is random.
+        """
+        evaluation = super().evaluation(module)
+        if type(module) not in self._warned:
+            self._warned.add(type(module))
+            warn(
+                f"No rule for {describe(module)}: its derivatives are computed automatically, "
+                "which is right, but slow. How to register a faster one: see 'Write a rule' in the "
+                "documentation.",
+                stacklevel=2,
+            )
+        return evaluation
+
+
+def _fits(layout: Layout, shape: Size) -> bool:
+    place = layout.place(shape) if shape else None
+    return not shape or (place is not None and shape[place.axis] == layout.samples)

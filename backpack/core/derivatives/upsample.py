@@ -1,0 +1,66 @@
+"""Interpolation, a linear map of each channel: its transpose is a kernel of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
+
+from backpack.core.derivatives.basederivatives import Grads, Rows
+from backpack.core.derivatives.linear_maps import LinearMapDerivatives, fold, unfold_like
+from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.registry import register
+
+_aten = torch.ops.aten
+# by mode and number of spatial axes; "area" is average pooling
+TRANSPOSED: Mapping[tuple[str, int], Callable[..., Tensor]] = {
+    ("nearest", 1): _aten.upsample_nearest1d_backward,
+    ("nearest", 2): _aten.upsample_nearest2d_backward,
+    ("nearest", 3): _aten.upsample_nearest3d_backward,
+    ("nearest-exact", 1): _aten._upsample_nearest_exact1d_backward,
+    ("nearest-exact", 2): _aten._upsample_nearest_exact2d_backward,
+    ("nearest-exact", 3): _aten._upsample_nearest_exact3d_backward,
+    ("linear", 1): _aten.upsample_linear1d_backward,
+    ("bilinear", 2): _aten.upsample_bilinear2d_backward,
+    ("bicubic", 2): _aten.upsample_bicubic2d_backward,
+    ("trilinear", 3): _aten.upsample_trilinear3d_backward,
+}
+
+
+@register(Upsample, UpsamplingBilinear2d, UpsamplingNearest2d)
+class UpsampleDerivatives(LinearMapDerivatives):
+    """Derivatives of ``torch.nn.Upsample`` of all modes."""
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return map_vectors(lambda t: unfold_like(module.forward(fold(t)), t), mat)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        dims = module.input0.dim() - 2
+        transposed = TRANSPOSED.get((module.mode, dims))
+        if transposed is None:
+            return super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
+        shape_in, shape_out = module.input0.shape[1:], list(module.output.shape[2:])
+        align = [] if module.mode.startswith("nearest") else [bool(module.align_corners)]
+        factors = self._factors(module, dims)
+
+        def pull(s: Tensor) -> Tensor:
+            folded = fold(s)
+            shape = [len(folded), *shape_in]
+            return unfold_like(transposed(folded, shape_out, shape, *align, *factors), s)
+
+        return map_vectors(pull, mat)
+
+    @staticmethod
+    def _factors(module: Any, dims: int) -> list[float | None]:
+        """Return the factors of the axes where torch uses them, instead of the sizes' ratios."""
+        factor = module.scale_factor
+        if factor is None or module.recompute_scale_factor:
+            return [None] * dims
+        return list(factor) if isinstance(factor, tuple | list) else [factor] * dims

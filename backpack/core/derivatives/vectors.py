@@ -1,0 +1,34 @@
+"""Maps of many vectors, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+# Size of intermediate tensors. On a CPU, large ones are slow: their memory is fresh, and no cache
+# holds them. Elsewhere, many small operations are.
+ENTRIES_ON_CPU = 2**19
+ENTRIES_ELSEWHERE = 2**25
+
+
+def map_vectors(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
+    """Apply a map to each of V vectors, in slices of V such that intermediate tensors are small.
+
+    Args:
+        function: Maps ``[v, *in]`` to ``[v, *out]``, each of the vectors alone.
+        mat: ``[V, *in]``.
+
+    Returns:
+        ``[V, *out]``.
+    """
+    entries = ENTRIES_ON_CPU if mat.device.type == "cpu" else ENTRIES_ELSEWHERE
+    size = max(1, entries // max(1, mat[:1].numel()))
+    if size >= len(mat):
+        return function(mat)
+    first = function(mat[:size])
+    result = first.new_empty(len(mat), *first.shape[1:])
+    result[:size] = first
+    for i in range(size, len(mat), size):
+        result[i : i + size] = function(mat[i : i + size])
+    return result

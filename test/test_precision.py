@@ -1,0 +1,413 @@
+"""Mixed precision, devices, and what else torch does to a model: it works, or says what to do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import Case, Problem, select
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives import REGISTRY
+
+N = 4
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+ORACLES = {
+    extensions.BatchGrad: oracle.batch_grad,
+    extensions.Variance: oracle.variance,
+    extensions.DiagGGNExact: oracle.ggn_diag,
+    extensions.DiagHessian: oracle.hessian_diag,
+}
+PRODUCTS = {extensions.HMP: oracle.hessian_blocks, extensions.GGNMP: oracle.ggn_blocks}
+EVERY = [cls for cls in map(extensions.__dict__.get, extensions.__all__) if cls.__name__ != "HBP"]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(2, (N,))
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def agrees(
+    model: nn.Module,
+    reference: nn.Module,
+    run: Callable[[Tensor], Tensor] | None = None,
+    batch: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Compare an extended model with a plain one that has the same parameters."""
+    X, y = batch or data()
+    loss = extend(nn.CrossEntropyLoss())((run or model)(X), y)
+    with backpack(*(ext() for ext in (*ORACLES, *PRODUCTS))):
+        loss.backward()
+    params = oracle.trainable(model)
+    for ext, truth in ORACLES.items():
+        for p, expected in zip(params, truth(reference, nn.CrossEntropyLoss(), X, y), strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), expected, **TOLERANCE)
+    for ext, truth in PRODUCTS.items():
+        for p, block in zip(params, truth(reference, nn.CrossEntropyLoss(), X, y), strict=True):
+            units = torch.eye(p.numel()).reshape(-1, *p.shape)
+            product = getattr(p, ext().savefield)(units).reshape(p.numel(), -1)
+            torch.testing.assert_close(product, block, **TOLERANCE)
+
+
+# ------------------------------------------------------------------ autocast, mixed precisions
+
+AUTOCAST = [
+    case
+    for case in select("network", without="mixing random rows dag unknown")
+    if case.name
+    in {
+        *("transformer", "attention", "lstm-projected", "embedding-bag-mean"),
+        *("two-consumers", "residual", "attention-by-functions", "class-token", "frozen-some"),
+        *("split", "gru-cell", "tied-embedding", "tagger"),
+    }
+]
+
+
+def in_autocast(case: Case, dtype: torch.dtype | None, *exts: Any, scale: float = 1.0) -> list:
+    model, lossfunc, X, y = case.build(dtype=torch.float32)
+    extend(model), extend(lossfunc)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = lossfunc(model(X), y)
+    with backpack(*exts):
+        (scale * loss).backward()
+    return oracle.trainable(model)
+
+
+def test_the_cases_exist() -> None:
+    assert len(AUTOCAST) == 12
+
+
+@pytest.mark.parametrize("case", AUTOCAST, ids=str)
+def test_autocast(case: Case) -> None:
+    """Within 0.1 of float32 (bfloat16 has 8 bits), and in the precision of the parameters."""
+    exts = [
+        extensions.BatchGrad,
+        extensions.BatchL2Grad,
+        extensions.Variance,
+        extensions.DiagGGNExact,
+        extensions.SqrtGGNExact,
+        extensions.DiagHessian,
+    ]
+    make = [*exts, extensions.KFLR, extensions.KFAC, extensions.HMP, extensions.DiagGGNMC]
+    rough = in_autocast(case, torch.bfloat16, *(ext() for ext in make))
+    exact = in_autocast(case, None, *(ext() for ext in make))
+    for ext in exts:
+        one = torch.cat([getattr(p, ext().savefield).flatten() for p in exact])
+        other = torch.cat([getattr(p, ext().savefield).flatten() for p in rough])
+        assert other.dtype == torch.float32
+        assert (one - other).norm() <= 0.1 * one.norm(), ext.__name__
+    for p, q in zip(rough, exact, strict=True):
+        for factors in (p.kflr, p.kfac):
+            assert all(factor.dtype == torch.float32 for factor in factors)
+        assert [f.shape for f in p.kflr] == [f.shape for f in q.kflr]
+        vector = torch.randn(2, *p.shape)
+        assert p.hmp(vector).dtype == torch.float32
+    one = torch.cat([p.hmp(torch.ones_like(p)).flatten() for p in exact])
+    other = torch.cat([p.hmp(torch.ones_like(p)).flatten() for p in rough])
+    assert (one - other).norm() <= 0.1 * one.norm()
+
+
+def test_backward_inside_autocast_is_the_same() -> None:
+    model, (X, y) = mlp(), data()
+    extend(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    results = []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = lossfunc(model(X), y)
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside),
+            backpack(extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.HMP()),
+        ):
+            loss.backward()
+            products = [p.hmp(torch.ones_like(p)) for p in model.parameters()]
+        results.append([*(p.diag_ggn_exact for p in model.parameters()), *products])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_gradient_scaler() -> None:
+    """Float16 with a scaled loss: gradients and curvature carry the scale, like ``.grad``."""
+    model, (X, y) = extend(mlp()), data()
+    lossfunc = extend(nn.CrossEntropyLoss())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(scaled: bool) -> list[Tensor]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = lossfunc(model(X), y)
+        with backpack(extensions.DiagGGNExact(), extensions.BatchGrad()), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (scaler.scale(loss) if scaled else loss).backward()
+        for p in model.parameters():
+            torch.testing.assert_close(
+                p.grad_batch.sum(0), p.grad, rtol=5e-2, atol=5e-2 * p.grad.abs().max().item()
+            )
+        return [p.diag_ggn_exact for p in model.parameters()]
+
+    for scaled, plain in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(scaled, 1024 * plain, rtol=2e-2, atol=1e-3 * scaled.max().item())
+    scaler.scale(lossfunc(model(X), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("first", [torch.float64, torch.bfloat16])
+def test_parameters_of_different_precisions(first: torch.dtype) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.tanh, self.two = nn.Linear(3, 4).to(first), nn.Tanh(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.tanh(self.one(x.to(first))).to(torch.float32))
+
+    torch.manual_seed(0)
+    model = Cast()
+    exact, (X, y) = copy.deepcopy(model).double(), data()
+    exact.two.double()
+    reference = nn.Sequential(exact.one, nn.Tanh(), exact.two)
+    model = extend(model, use_converter=True)
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*(ext() for ext in ORACLES), extensions.KFLR()):
+        loss.backward()
+    X = X.to(first).double()
+    for ext, truth in ORACLES.items():
+        expected = truth(reference, nn.CrossEntropyLoss(), X, y)
+        for p, value in zip(oracle.trainable(model), expected, strict=True):
+            found = getattr(p, ext().savefield)
+            assert found.dtype == p.dtype
+            bound = 0.1 if first == torch.bfloat16 else 1e-5
+            assert (found.double() - value).norm() <= bound * value.norm() + 1e-12
+    assert model.one.weight.kflr[0].dtype == first
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its middle in the backward pass."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.middle = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.reentrant is None:
+            return self.last(self.middle(self.middle(x)))
+        for _ in range(2):
+            x = checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("converter", [False, "record"])
+def test_checkpoint(converter: Any, float64: None) -> None:
+    model, reference = Checkpointed(False), Checkpointed(None)
+    reference.load_state_dict(model.state_dict())
+    agrees(extend(model, use_converter=converter), reference)
+
+
+def test_reentrant_checkpoint(float64: None) -> None:
+    model, reference = Checkpointed(True), Checkpointed(None)
+    reference.load_state_dict(model.state_dict())
+    extend(model)
+    X, y = data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match="use_reentrant=False"),
+    ):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ modules that change
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lazy_modules(when: str, float64: None) -> None:
+    """Extended before or after the call that creates their parameters."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    X, y = data()
+    if when == "before":
+        extend(model)
+    model(X)
+    extend(model)
+    agrees(model, copy.deepcopy(model), batch=(X, y))
+
+
+def test_lazy_modules_in_their_first_call(float64: None) -> None:
+    model, (X, y) = extend(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    for p, expected in zip(
+        model.parameters(),
+        oracle.ggn_diag(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y),
+        strict=True,
+    ):
+        torch.testing.assert_close(p.diag_ggn_exact, expected, **TOLERANCE)
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+LAZY = [cls for name, cls in vars(nn).items() if name.startswith("Lazy")]
+
+
+@pytest.mark.parametrize("cls", LAZY, ids=lambda c: c.__name__)
+def test_lazy_modules_become_supported_ones(cls: Any) -> None:
+    assert cls.cls_to_become in REGISTRY
+
+
+REPARAMETRISED = {
+    "weight_norm": lambda m: parametrizations.weight_norm(m),
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m),
+    "orthogonal": lambda m: parametrizations.orthogonal(m),
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "pruned-structured": lambda m: prune.ln_structured(m, "weight", 0.5, n=2, dim=0),
+}
+
+
+@pytest.mark.parametrize("name", REPARAMETRISED)
+def test_parametrisations(name: str, float64: None) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        model = mlp()
+        REPARAMETRISED[name](model[2])
+        return model.eval()
+
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    agrees(extend(model), reference)
+
+
+@pytest.mark.parametrize("order", ["extend-compile", "compile-extend", "in-place"])
+def test_compile(order: str, float64: None) -> None:
+    """The backend that runs the graphs as they are: what is tested is how they are cut."""
+    torch._dynamo.reset()
+    model = mlp()
+    reference = copy.deepcopy(model)
+    if order == "in-place":
+        model.compile(backend="aot_eager")
+        agrees(extend(model), reference)
+    elif order == "extend-compile":
+        agrees(model, reference, torch.compile(extend(model), backend="aot_eager"))
+    else:
+        agrees(model, reference, extend(torch.compile(model, backend="aot_eager")))
+
+
+def test_data_parallel() -> None:
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        extend(nn.Sequential(nn.DataParallel(mlp())))
+    replica = extend(mlp())
+    replica[0]._is_replica = True  # what DataParallel makes for each device
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        replica(data()[0])
+
+
+@pytest.mark.parametrize("frozen", ["bias", "weight", "first layer"])
+def test_frozen_in_part(frozen: str, float64: None) -> None:
+    model = mlp()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (name.startswith("0.") if frozen == "first layer" else frozen in name))
+    agrees(extend(model), copy.deepcopy(model))
+
+
+# ------------------------------------------------------------------ devices
+
+LOSSES: list[tuple[Any, Callable[[], Tensor]]] = [
+    (nn.CrossEntropyLoss, lambda: torch.randint(2, (N,))),
+    (nn.MSELoss, lambda: torch.randn(N, 2)),
+    (nn.BCEWithLogitsLoss, lambda: torch.rand(N, 2)),
+    (nn.SmoothL1Loss, lambda: torch.rand(N, 2)),
+    (nn.PoissonNLLLoss, lambda: torch.rand(N, 2)),
+]
+
+
+MONTE_CARLO = {"KFAC", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 2),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4, 4),
+        nn.LayerNorm(4),
+        nn.PReLU(),
+        nn.Linear(4, 2),
+    )
+
+
+def shapes(value: Any, p: nn.Parameter) -> Any:
+    if callable(value):
+        value = value(torch.zeros(2, *p.shape, device=p.device))
+    return [v.shape for v in value] if isinstance(value, list) else value.shape
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda pair: pair[0].__name__)
+@pytest.mark.parametrize("ext", EVERY, ids=lambda ext: ext.__name__)
+def test_no_value_is_needed_for_a_shape(ext: Any, loss: Any) -> None:
+    """On the meta device tensors have no values: code that reads them there is an error."""
+    lossfunc, target = loss
+    if lossfunc is nn.SmoothL1Loss and ext.__name__ in MONTE_CARLO:
+        pytest.skip("SmoothL1Loss is no likelihood: there is nothing to draw from")
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = extend(network())
+            X, y = torch.randn(N, 1, 3, 3), target()
+        loss = extend(lossfunc())(model(X), y)
+        with backpack(ext()):
+            loss.backward()
+        for p in model.parameters():
+            value = getattr(p, ext().savefield)
+            if isinstance(value, Tensor):
+                assert value.device == p.device
+        found.append([shapes(getattr(p, ext().savefield), p) for p in model.parameters()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", select("network", without="random mixing"), ids=str)
+def test_gpu(case: Case) -> None:
+    """Values on the GPU are those on the CPU."""
+    exts = [*ORACLES, extensions.KFLR, extensions.GGNMP]
+
+    def run(problem: Problem) -> list:
+        loss = extend(problem.loss)(extend(problem.model)(problem.X), problem.y)
+        with backpack(*(ext() for ext in exts)):
+            loss.backward()
+        return oracle.trainable(problem.model)
+
+    for p, q in zip(run(case.build()), run(case.build(device="cuda")), strict=True):
+        for ext in ORACLES:
+            name = ext().savefield
+            torch.testing.assert_close(getattr(q, name).cpu(), getattr(p, name), **TOLERANCE)
+        for one, other in zip(p.kflr, q.kflr, strict=True):
+            torch.testing.assert_close(other.cpu(), one, **TOLERANCE)
+        vector = torch.randn(2, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(q.ggnmp(vector.cuda()).cpu(), p.ggnmp(vector), **TOLERANCE)

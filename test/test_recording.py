@@ -1,0 +1,1218 @@
+"""Functions in any ``forward``, recorded while it runs: quantities against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import operator
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from backpack import CTX, backpack, disable, extend, extensions
+from backpack.core import tape
+from backpack.core.recording import is_recorded
+from backpack.custom_module.permute import Permute
+
+N, WIDTH, CLASSES = 3, 6, 3
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+ROUTES = ["record", True]
+
+
+# ------------------------------------------------------------------ what is compared
+
+TRUTHS: dict[str, tuple[Callable[[], Any], Callable[..., list]]] = {
+    "grad_batch": (extensions.BatchGrad, oracle.batch_grad),
+    "variance": (extensions.Variance, oracle.variance),
+    "diag_ggn_exact": (extensions.DiagGGNExact, oracle.ggn_diag),
+    "diag_h": (extensions.DiagHessian, oracle.hessian_diag),
+    "hmp": (extensions.HMP, oracle.hessian_blocks),
+    "kflr": (extensions.KFLR, oracle.kflr),
+}
+
+
+@pytest.fixture(autouse=True)
+def differentiable_attention() -> Iterator[None]:
+    """The oracle needs a second derivative of attention."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def value(p: Any, field: str) -> list[Tensor]:
+    """Return a quantity as a list of tensors: the products as a matrix, the factors one by one."""
+    quantity = getattr(p, field)
+    if field == "hmp":
+        units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        return [quantity(units).reshape(p.numel(), p.numel())]
+    return quantity if field == "kflr" else [quantity]
+
+
+def check(
+    model: nn.Module,
+    X: Tensor,
+    y: Tensor,
+    reference: nn.Module | None = None,
+    fields: Any = tuple(TRUTHS),
+    lossfunc: nn.Module | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Compare the quantities of a model with those of a copy that was never extended."""
+    reference = copy.deepcopy(model) if reference is None else reference
+    lossfunc = lossfunc or nn.CrossEntropyLoss()
+    expected = {field: TRUTHS[field][1](reference, lossfunc, X, y) for field in fields}
+    model = extend(model, **options)
+    out = model(X)
+    torch.testing.assert_close(out, reference(X))
+    with backpack(*(TRUTHS[field][0]() for field in fields)):
+        extend(copy.deepcopy(lossfunc))(out, y).backward()
+    compare(model, expected)
+    return model
+
+
+def compare(model: nn.Module, expected: dict[str, list]) -> None:
+    """Compare what a backward pass has left with the truth."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for field, truths in expected.items():
+        for (name, p), truth in zip(named, truths, strict=True):
+            mine, other = value(p, field), truth if isinstance(truth, list) else [truth]
+            assert len(mine) == len(other), f"{field} of {name}"
+            for a, b in zip(mine, other, strict=True):
+                torch.testing.assert_close(
+                    a, b, **TOLERANCE, msg=lambda m, w=f"{field} of {name}": f"{w}: {m}"
+                )
+
+
+# ------------------------------------------------------------------ forwards
+
+
+class Net(nn.Module):
+    """Two linear layers, and between them whatever a test case computes."""
+
+    def __init__(self, middle: Callable[[Net, Tensor], Tensor], shapes: dict[str, tuple]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(0.5 * torch.randn(shape)))
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("buffer", torch.randn(WIDTH))
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self, self.first(x)).reshape(len(x), WIDTH))
+
+
+Middle = Callable[[Net, Tensor], Tensor]
+FORWARDS: dict[str, tuple[Middle, dict[str, tuple]]] = {}
+
+
+def forward(**shapes: tuple) -> Callable[[Middle], Middle]:
+    """Decorator: what happens between the layers ([N, 6] -> [N, 6]), with parameters of its own."""
+
+    def add(middle: Middle) -> Middle:
+        FORWARDS[middle.__name__] = (middle, shapes)
+        return middle
+
+    return add
+
+
+def net(name: str, seed: int = 0) -> tuple[Net, Tensor, Tensor]:
+    """Build one of the forwards, and data for it, in float64."""
+    torch.manual_seed(seed)
+    model = Net(*FORWARDS[name]).double()
+    return model, torch.randn(N, 4, dtype=torch.float64), torch.arange(N) % CLASSES
+
+
+# control flow and Python
+
+
+@forward()
+def control_flow_on_data(net: Net, h: Tensor) -> Tensor:
+    return h.sin() if h.sum() > 100 else h.tanh() * 2
+
+
+@forward()
+def loop_until_small(net: Net, h: Tensor) -> Tensor:
+    while h.abs().max() > 0.5:
+        h = h * 0.7
+    return h.exp()
+
+
+@forward()
+def numbers_from_data(net: Net, h: Tensor) -> Tensor:
+    return h.sigmoid() * float(h.shape[0]) + len(h) / h.size(1)
+
+
+@forward()
+def kwargs_and_containers(net: Net, h: Tensor) -> Tensor:
+    def inner(*, left: Tensor, **others: Tensor) -> dict[str, Any]:
+        return {"a": [left.sin()], "b": (others["right"].cos(), None)}
+
+    found = inner(left=h, right=h * 2)
+    return found["a"][0] * found["b"][0]
+
+
+# parameters and constants
+
+
+@forward(bias=(WIDTH,))
+def bias(net: Any, h: Tensor) -> Tensor:
+    return (h + net.bias).sigmoid()
+
+
+@forward(scale=())
+def scalar_parameter(net: Any, h: Tensor) -> Tensor:
+    return net.scale.exp() * h.tanh()
+
+
+@forward(weight=(WIDTH, WIDTH), bias=(WIDTH,))
+def functional_linear(net: Any, h: Tensor) -> Tensor:
+    return F.linear(h.sigmoid(), net.weight, net.bias).tanh()
+
+
+@forward(weight=(WIDTH, WIDTH), bias=(WIDTH,))
+def addmm(net: Any, h: Tensor) -> Tensor:
+    return torch.addmm(net.bias, h.sigmoid(), net.weight).sin()
+
+
+@forward(token=(1, 1, 3), position=(3, 3))
+def class_token_and_positions(net: Any, h: Tensor) -> Tensor:
+    x = torch.cat([net.token.expand(len(h), -1, -1), h.view(-1, 2, 3)], 1) + net.position
+    return (x.softmax(-1) @ x.transpose(1, 2))[:, :2].sin()
+
+
+@forward(table=(5, 2))
+def table_of_biases(net: Any, h: Tensor) -> Tensor:
+    distances = (torch.arange(3)[:, None] - torch.arange(3)[None, :]) + 2  # [3, 3]
+    scores = h.view(-1, 3, 2)
+    scores = scores @ scores.mT + net.table[distances].sum(-1)
+    return scores.softmax(-1) @ h.view(-1, 3, 2)
+
+
+@forward(bias=(WIDTH,))
+def parameter_used_twice(net: Any, h: Tensor) -> Tensor:
+    return (h * net.bias).tanh() + net.bias.exp()
+
+
+@forward(bias=(2, 3))
+def computed_parameter(net: Any, h: Tensor) -> Tensor:
+    return h.tanh() * (net.bias.softmax(0) * 3).flatten() + net.bias.t().reshape(-1)
+
+
+@forward()
+def buffers_and_constants(net: Any, h: Tensor) -> Tensor:
+    ramp = torch.arange(WIDTH, dtype=h.dtype).sin() + net.buffer
+    return h.sigmoid() * ramp + torch.ones_like(h) * torch.linspace(0, 1, WIDTH, dtype=h.dtype)
+
+
+@forward()
+def mask_from_data(net: Any, h: Tensor) -> Tensor:
+    mask = h.detach() > 0
+    return torch.where(mask, h.sin(), h.cos()).masked_fill(h.detach() > 1, 0.5) * mask.sum(1, True)
+
+
+@forward()
+def mask_of_attention(net: Any, h: Tensor) -> Tensor:
+    x = h.view(-1, 3, 2)
+    mask = torch.arange(3)[None] < 1 + torch.arange(len(h))[:, None]  # [N, T]
+    scores = (x @ x.mT).masked_fill(~mask[:, None], -torch.inf)
+    return F.softmax(scores, dim=-1) @ x
+
+
+@forward()
+def causal_attention(net: Any, h: Tensor) -> Tensor:
+    x = h.view(-1, 1, 3, 2)
+    mask = torch.full((3, 3), -torch.inf, dtype=h.dtype).triu(1)
+    causal = F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True)
+    return causal + F.scaled_dot_product_attention(x.sin(), x, x, attn_mask=mask)
+
+
+# in place
+
+
+@forward()
+def in_place_methods(net: Any, h: Tensor) -> Tensor:
+    h = h * 1.5
+    h.add_(0.3).mul_(h.detach().sign()).clamp_(-0.9, 0.9)
+    return h.sin_()
+
+
+@forward()
+def in_place_operators(net: Any, h: Tensor) -> Tensor:
+    x = h * 2
+    x += h
+    x *= 2
+    x -= h.sin()
+    x /= 3
+    return x
+
+
+@forward()
+def in_place_after_use(net: Any, h: Tensor) -> Tensor:
+    x = h * 2
+    y = x.view(-1, 2, 3).permute(0, 2, 1).mean(2)  # needs no entries of x for its gradient
+    x += 1
+    return torch.cat([x[:, :3] * y, x[:, 3:].sin()], 1)
+
+
+@forward()
+def in_place_after_product(net: Any, h: Tensor) -> Tensor:
+    x, y = h * 2, h.sin()
+    z = torch.addcmul(y, x, y)
+    x = x + z.sigmoid()
+    x.mul_(z)
+    return x
+
+
+@forward()
+def set_items(net: Any, h: Tensor) -> Tensor:
+    x = h.sin()
+    x[:, 0] = h[:, 1] ** 2
+    x[:, 2:4] = 1.0
+    x[:, [4, 5]] = h[:, [0, 1]].exp()
+    return x
+
+
+@forward()
+def filled_buffer(net: Any, h: Tensor) -> Tensor:
+    x = torch.zeros(len(h), 2, 3, dtype=h.dtype)
+    x[:, 0] = h[:, :3].tanh()
+    x[:, 1] = h[:, 3:].sin()
+    return x
+
+
+@forward()
+def masked_in_place(net: Any, h: Tensor) -> Tensor:
+    x = h * 3
+    x.masked_fill_(h.detach() < -0.5, 0.25)
+    x[h.detach() > 0.8] = 0.1
+    return x * h
+
+
+@forward()
+def in_place_activations(net: Any, h: Tensor) -> Tensor:
+    x = F.relu(h + 0.1, inplace=True)
+    return F.elu(x - 1, 1.0, True) + F.leaky_relu_(h * 2, 0.1)
+
+
+# views and shapes
+
+
+@forward()
+def views(net: Any, h: Tensor) -> Tensor:
+    x = h.view(-1, 2, 3).permute(0, 2, 1).contiguous().sin()
+    x = x.reshape(len(h), -1).unsqueeze(1).transpose(1, 2).squeeze(-1)
+    return x.unflatten(1, (3, 2)).movedim(1, 2).flatten(1).tanh()
+
+
+@forward()
+def several_outputs(net: Any, h: Tensor) -> Tensor:
+    a, b = h.split((2, 4), 1)
+    c, d = b.chunk(2, dim=-1)
+    e = torch.stack(h.unbind(1)[:2], 1)
+    return torch.cat([a.sin() * c, d.exp() * e, a * c * e], 1)
+
+
+@forward()
+def statistics(net: Any, h: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(h, dim=1, keepdim=True)
+    top = h.max(dim=1)
+    values, _ = h.sort(1)
+    largest, _ = h.topk(2, dim=1)
+    return (
+        (h - mean) / (variance + 0.1).sqrt() * top.values[:, None] + values + largest.sum(1, True)
+    )
+
+
+@forward()
+def names_of_results(net: Any, h: Tensor) -> Tensor:
+    found = torch.max(h, dim=1, keepdim=True)
+    return h.gather(1, found.indices) * h.cos() + found[0]
+
+
+@forward()
+def products(net: Any, h: Tensor) -> Tensor:
+    x = h.view(-1, 2, 3)
+    a = torch.einsum("nij,nkj->nik", x, x.sin())
+    b = torch.bmm(a, x) + torch.matmul(a, x.cos())
+    return torch.einsum("nij,jk->nik", b, torch.ones(3, 3, dtype=h.dtype).triu())
+
+
+@forward()
+def joins(net: Any, h: Tensor) -> Tensor:
+    x = torch.stack([h, h.sin(), h * 2], dim=1).mean(1)
+    return torch.cat((x[:, ::2], x[:, 1::2].tanh()), dim=-1).roll(1, 1).flip(1)
+
+
+@forward()
+def expanded(net: Any, h: Tensor) -> Tensor:
+    x = h[:, :2, None].expand(-1, -1, 3).sin()
+    return x.reshape(len(h), 6) * h.mean(1, keepdim=True).expand_as(h).repeat(1, 1)
+
+
+@forward(scale=(3,))
+def positions_before_samples(net: Any, h: Tensor) -> Tensor:
+    x = h.view(-1, 2, 3).transpose(0, 1).reshape(-1, 3)  # all first positions, all second ones
+    return (x * net.scale).sin().view(2, -1, 3).transpose(0, 1)
+
+
+@forward(scale=(3,))
+def samples_before_positions(net: Any, h: Tensor) -> Tensor:
+    return (h.view(-1, 3) * net.scale).sin().view(-1, 6)
+
+
+@forward(scale=(WIDTH,))
+def repeated_batch(net: Any, h: Tensor) -> Tensor:
+    return (torch.cat([h, h.sin()]) * net.scale).exp().view(2, -1, WIDTH).mean(0)
+
+
+@forward(scale=(WIDTH,))
+def repeated_samples(net: Any, h: Tensor) -> Tensor:
+    return (h.repeat_interleave(2, 0) * net.scale).sin().view(-1, 2, WIDTH).prod(1)
+
+
+@forward()
+def the_same_tensor(net: Any, h: Tensor) -> Tensor:
+    x = h.to(torch.float64).contiguous().double().type_as(h).requires_grad_(True)
+    return x.sin().to(h.device).cpu().reshape(len(h), 6).view(6 * len(h)).view(-1, 6)
+
+
+@forward()
+def reflected_operators(net: Any, h: Tensor) -> Tensor:
+    return (1 - h) * (2.0 / (2 + h**2)) + 0.5 * h - (-h).abs() + 1.5**h
+
+
+@forward()
+def clones(net: Any, h: Tensor) -> Tensor:
+    x = h.clone()
+    x.sin_()
+    return x * h
+
+
+# parts without a gradient
+
+
+@forward()
+def no_gradient(net: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().amax(1, keepdim=True)
+        scale += 1
+    return (h / scale).sin() + h.detach().cos() * h
+
+
+@forward()
+def straight_through(net: Any, h: Tensor) -> Tensor:
+    return (h.round() - h).detach() + h.tanh()
+
+
+@forward()
+def checkpointed(net: Net, h: Tensor) -> Tensor:
+    return checkpoint(lambda x: x.sin().exp(), h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward(name: str, route: Any) -> None:
+    model, X, y = net(name)
+    # where it can be traced, the other route is tested with the converter
+    fields = TRUTHS if route == "record" else ["grad_batch", "diag_ggn_exact"]
+    check(model, X, y, fields=fields, use_converter=route)
+
+
+def test_no_gradient_through_modules() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            with torch.no_grad():
+                scale = self.last(h.sin()).sum(1, keepdim=True)
+            return self.last(h.tanh() * scale)
+
+    # the call without a gradient has no part in the Kronecker factors
+    fields = [field for field in TRUTHS if field != "kflr"]
+    check(Scaled().double(), *data(), fields=fields, use_converter="record")
+
+
+# ------------------------------------------------------------------ what forward takes and returns
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    X = torch.randn(N, *(shape or (4,)), dtype=torch.float64)
+    return X, torch.arange(N) % CLASSES
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Container(nn.Module):
+    """Takes keywords, and returns its logits in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 5), nn.Linear(5, CLASSES)
+        self.kind = kind
+
+    def forward(self, *, x: Tensor, scale: Any = None, **others: Any) -> Any:
+        h = self.embed(x).sin() * (1.0 if scale is None else scale)
+        f = self.head(h) + others.get("offset", 0.0)
+        kinds: dict[str, Callable[[], Any]] = {
+            "dict": lambda: {"logits": f, "hidden": [h]},
+            "tuple": lambda: (f, (h, None)),
+            "dataclass": lambda: Result(logits=f, hidden=(h,)),
+        }
+        return kinds[self.kind]()
+
+
+def logits(output: Any) -> Tensor:
+    """Find the logits in what a model returned."""
+    if isinstance(output, dict):
+        return output["logits"]
+    return output[0] if isinstance(output, tuple) else output.logits
+
+
+class Called(nn.Module):
+    """Calls a model as its users do, for the oracle."""
+
+    def __init__(self, model: nn.Module, **keywords: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.keywords = keywords
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logits(self.model(x=x, **self.keywords))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
+def test_keywords_and_containers(kind: str) -> None:
+    X, y = data()
+    keywords = {"scale": torch.rand(N, 1).double(), "offset": 0.5, "unused": None}
+    model = Container(kind).double()
+    reference = Called(copy.deepcopy(model), **keywords)
+    fields = [field for field in TRUTHS if field != "hmp"]
+    expected = {field: TRUTHS[field][1](reference, F.cross_entropy, X, y) for field in fields}
+    assert extend(model, use_converter="record") is model
+    with backpack(*(TRUTHS[field][0]() for field in fields)):
+        extend(nn.CrossEntropyLoss())(logits(model(x=X, **keywords)), y).backward()
+    compare(model, expected)
+
+
+# ------------------------------------------------------------------ structure of the model
+
+
+class Tied(nn.Module):
+    """The last layer's weight is the transposed first one, and enters a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 3)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.encode(x).tanh(), self.encode.weight.t(), self.bias)
+
+
+class Language(nn.Module):
+    """The embedding is the weight of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.position = nn.Embedding(3, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        return self.head(h.cumsum(1).tanh()).transpose(1, 2)
+
+
+class Recursive(nn.Module):
+    """One block, called several times, in another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def deeper(self, h: Tensor, depth: int) -> Tensor:
+        return h if depth == 0 else h + self.deeper(self.block(h).sin(), depth - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.deeper(self.embed(x), 3))
+
+
+class OwnModuleOfParameters(nn.Module):
+    """Modules are called with parameters, or with nothing."""
+
+    class Table(nn.Module):
+        """Positions of a lookup in its own parameter."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 4))
+
+        def forward(self) -> Tensor:
+            return self.weight[torch.arange(4) % 2].sum(0).sin()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(4))
+        self.act, self.table = nn.Tanh(), self.Table()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x * self.act(self.token) + self.table()).exp())
+
+
+class Encoder(nn.Module):
+    """A transformer of torch inside of a model with functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 4)
+        layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
+        return self.head(self.encoder(h)[:, 0].sin())
+
+
+STRUCTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "tied": (Tied, (4,)),
+    "language": (Language, (3,)),
+    "recursive": (Recursive, (4,)),
+    "own_module_of_parameters": (OwnModuleOfParameters, (4,)),
+    "encoder": (Encoder, (2, 2)),
+}
+# Kronecker factors of attention, and of weights that functions read, follow other conventions.
+NO_FACTORS = {"tied", "language", "own_module_of_parameters", "encoder"}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structure(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = STRUCTURES[name]
+    model = make().double()
+    X, y = data(*shape)
+    if name == "language":
+        X, y = torch.randint(5, (N, 3)), torch.randint(5, (N, 3))
+    fields = [f for f in TRUTHS if f != "kflr" or name not in NO_FACTORS]
+    check(model, X, y, fields=fields, use_converter="record")
+
+
+# ------------------------------------------------------------------ open modules, as they are
+
+
+class Transformed(nn.Module):
+    """A module of torch between layers."""
+
+    def __init__(self, module: nn.Module, masks: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.embed, self.module, self.head = nn.Linear(2, 4), module, nn.Linear(4, CLASSES)
+        self.memory = None if isinstance(module, ENCODERS) else nn.Linear(2, 4)
+        self.masks = masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = () if self.memory is None else (self.memory(x),)
+        return self.head(self.module(self.embed(x), *memory, **self.masks))
+
+
+ENCODERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+CAUSAL = torch.full((3, 3), -torch.inf, dtype=torch.float64).triu(1)
+PADDING = torch.arange(3) >= torch.tensor([[3], [2], [3]])
+SIZES = {"d_model": 4, "nhead": 2, "dim_feedforward": 5, "dropout": 0.0}
+TRANSFORMERS: dict[str, tuple[Callable[..., nn.Module], dict[str, Tensor]]] = {
+    "encoder_layer": (
+        partial(nn.TransformerEncoderLayer, **SIZES),
+        {"src_mask": CAUSAL, "src_key_padding_mask": PADDING},
+    ),
+    "encoder": (
+        lambda **options: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**SIZES, **options), 2, enable_nested_tensor=False
+        ),
+        {"mask": CAUSAL, "src_key_padding_mask": PADDING},
+    ),
+    "decoder_layer": (
+        partial(nn.TransformerDecoderLayer, **SIZES),
+        {"tgt_mask": CAUSAL, "memory_key_padding_mask": PADDING},
+    ),
+    "decoder": (
+        lambda **options: nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**SIZES, **options), 1, norm=nn.LayerNorm(4)
+        ),
+        {"tgt_mask": CAUSAL, "tgt_key_padding_mask": PADDING},
+    ),
+    "transformer": (
+        partial(nn.Transformer, num_encoder_layers=1, num_decoder_layers=1, **SIZES),
+        {"tgt_mask": CAUSAL, "src_key_padding_mask": PADDING},
+    ),
+}
+
+
+# norm_first, batch_first, masked, training: each pair of values of any two
+OPTIONS = [
+    (False, False, False, True),
+    (False, True, True, False),
+    (True, False, True, True),
+    (True, True, False, True),
+    (True, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("norm_first", "batch_first", "masked", "training"), OPTIONS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_of_torch(
+    name: str, norm_first: bool, batch_first: bool, masked: bool, training: bool
+) -> None:
+    """Without the converter: their functions are recorded as a matter of course."""
+    torch.manual_seed(0)
+    make, masks = TRANSFORMERS[name]
+    activation = "gelu" if masked else "relu"
+    module = make(norm_first=norm_first, batch_first=batch_first, activation=activation)
+    model: nn.Module = Transformed(module, masks if masked else {})
+    to, back = ((0, 1, 2), (0, 2, 1)) if batch_first else ((1, 0, 2), (1, 2, 0))
+    model = nn.Sequential(Permute(*to), model, Permute(*back)).double().train(training)
+    X, y = torch.randn(N, 3, 2, dtype=torch.float64), torch.randint(CLASSES, (N, 3))
+    # how attention's factors are defined is tested with attention
+    fields = ["grad_batch", "variance", "diag_ggn_exact", *(["diag_h"] if training else [])]
+    check(model, X, y, fields=fields)
+
+
+# ------------------------------------------------------------------ computed parameters
+
+
+def normalised(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(module)
+
+
+def pruned(module: nn.Module) -> nn.Module:
+    prune.l1_unstructured(module, "weight", amount=0.4)
+    return prune.random_unstructured(module, "bias", amount=1)
+
+
+class Coupled(nn.Module):
+    """A parametrisation of the user's own."""
+
+    def forward(self, W: Tensor) -> Tensor:
+        return W * (2 + W.transpose(0, 1).sin())
+
+
+def coupled(module: nn.Module) -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(module, "weight", Coupled())
+
+
+PARAMETRISATIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], set[str]]] = {
+    "weight_norm": (
+        parametrizations.weight_norm,
+        {"parametrizations.weight.original0", "parametrizations.weight.original1"},
+    ),
+    "weight_norm_of_axis": (
+        partial(parametrizations.weight_norm, dim=1),
+        {"parametrizations.weight.original0", "parametrizations.weight.original1"},
+    ),
+    "spectral_norm": (parametrizations.spectral_norm, {"parametrizations.weight.original"}),
+    "orthogonal": (parametrizations.orthogonal, {"parametrizations.weight.original"}),
+    "cayley": (
+        partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+        {"parametrizations.weight.original"},
+    ),
+    "coupled": (coupled, {"parametrizations.weight.original"}),
+    "old_weight_norm": (normalised, {"weight_g", "weight_v"}),
+    "old_spectral_norm": (nn.utils.spectral_norm, {"weight_orig"}),
+    "prune": (pruned, {"weight_orig", "bias_orig"}),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+@pytest.mark.parametrize("name", PARAMETRISATIONS)
+def test_parametrisations(name: str, layer: str, training: bool) -> None:
+    """Without the converter: the parameters behind the computed one have exact quantities."""
+    change, names = PARAMETRISATIONS[name]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        module = change(
+            nn.Linear(4, 4) if layer == "linear" else nn.Conv1d(2, 2, 2, padding="same")
+        )
+        assert names <= {key for key, _ in module.named_parameters()}
+        inner = [module] if layer == "linear" else [nn.Unflatten(1, (2, 2)), module, nn.Flatten()]
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *inner, nn.Tanh(), nn.Linear(4, CLASSES))
+        return model.double().train(training)
+
+    model, reference = extend(build()), build()
+    X, y = data()
+    for field in ["grad_batch", "variance", "diag_ggn_exact", "diag_h", "hmp"]:
+        ext, truth = TRUTHS[field]
+        # a forward pass in training mode may change the state, as a step of a power iteration does
+        reference.load_state_dict(model.state_dict())
+        out = model(X)
+        with backpack(ext()):
+            extend(nn.CrossEntropyLoss())(out, y).backward()
+        compare(model, {field: truth(reference, F.cross_entropy, X, y)})
+
+
+# ------------------------------------------------------------------ life with the recording
+
+
+class Small(nn.Module):
+    """A model that needs recording."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, CLASSES)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h.sin() * self.scale if x.shape[0] else h
+        if self.fails:
+            raise KeyError("no")
+        return self.last(h)
+
+
+def small() -> tuple[Small, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return (Small().double(), *data())
+
+
+def is_right(
+    model: nn.Module, X: Tensor, y: Tensor, fields: Any = ("grad_batch", "diag_h")
+) -> None:
+    """Check an extended model against a fresh one with the same parameters."""
+    reference = Small().double()
+    reference.load_state_dict(model.state_dict())
+    expected = {f: TRUTHS[f][1](reference, F.cross_entropy, X, y) for f in fields}
+    with backpack(*(TRUTHS[f][0]() for f in fields)):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, expected)
+
+
+def recorded(model: nn.Module) -> nn.Module:
+    return extend(model, use_converter="record")
+
+
+def test_model_is_left_alone() -> None:
+    model, X, _ = small()
+    names = [name for name, _ in model.named_modules()]
+    state, forward_, output = model.state_dict(), type(model).forward, model(X)
+    assert recorded(model) is model
+    assert torch.equal(model(X), output)
+    assert [name for name, _ in model.named_modules()] == names
+    assert list(model.state_dict()) == list(state)
+    assert type(model).forward is forward_
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy],
+    ids=["deepcopy", "pickle", "copy"],
+)
+@pytest.mark.parametrize("used", [True, False], ids=["used", ""])
+def test_copies(copied: Callable, used: bool) -> None:
+    model, X, y = small()
+    recorded(model)
+    if used:
+        model(X)
+    other = copied(model)
+    is_right(extend(other, use_converter="record"), X, y)
+    is_right(model, X, y)
+    is_right(other, X, y)
+
+
+def test_extend_twice_and_again() -> None:
+    model, X, y = small()
+    recorded(recorded(model))
+    assert is_recorded(model)
+    is_right(model, X, y)
+    calls = []
+    with backpack(extensions.BatchGrad(), extension_hook=lambda m: calls.append(m)):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert len({id(m) for m in calls}) == len(calls)  # each call once
+    CTX.remove_hooks()
+    assert not is_recorded(model)
+    recorded(model)
+    is_right(model, X, y)
+
+
+def test_exception_in_forward() -> None:
+    model, X, y = small()
+    recorded(model)
+    model.fails = True
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            model(X)
+        assert not torch.overrides._get_current_function_mode_stack()
+    model.fails = False
+    is_right(model, X, y)
+
+
+class Failing(nn.Module):
+    """A leaf that raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("no")
+
+
+class Caught(Small):
+    """Survives an exception in a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = Failing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        try:
+            h = self.failing(h)
+        except KeyError:
+            h = h.sin() * self.scale
+        return self.last(h)
+
+
+def test_exception_in_a_leaf() -> None:
+    torch.manual_seed(0)
+    model = Caught().double()
+    X, y = data()
+    expected = {"diag_h": oracle.hessian_diag(model, F.cross_entropy, X, y)}
+    recorded(model)
+    for _ in range(2):
+        with backpack(extensions.DiagHessian()):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        compare(model, expected)
+
+
+def test_two_models_interleaved() -> None:
+    model, X, y = small()
+    other = Small().double()
+    expected = {m: oracle.hessian_diag(m, F.cross_entropy, X, y) for m in (model, other)}
+    recorded(model), recorded(other)
+    f, g = model(X), other(X)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for m, out in ((model, f), (other, g)):
+        with backpack(extensions.DiagHessian()):
+            lossfunc(out, y).backward()
+        compare(m, {"diag_h": expected[m]})
+
+
+def test_one_model_feeds_another() -> None:
+    model, X, y = small()
+    head = nn.Sequential(nn.Linear(CLASSES, CLASSES).double(), nn.Tanh())
+    both = nn.Sequential(copy.deepcopy(model), copy.deepcopy(head))
+    expected = {"diag_h": oracle.hessian_diag(both, F.cross_entropy, X, y)}
+    recorded(model), recorded(head)
+    with backpack(extensions.DiagHessian()):
+        extend(nn.CrossEntropyLoss())(head(model(X)), y).backward()
+    compare(nn.Sequential(model, head), expected)
+
+
+def test_several_forward_passes() -> None:
+    model, X, y = small()
+    recorded(model)
+    with torch.no_grad():
+        quiet = model(X)
+    assert not quiet.requires_grad
+    with disable():
+        model(X)
+    model(2 * X)  # never used
+    kept = model(3 * X)
+    is_right(model, X, y)
+    kept.sum().backward()
+    is_right(model, X, y)
+
+
+def test_retain_graph() -> None:
+    model, X, y = small()
+    expected = oracle.hessian_diag(model, F.cross_entropy, X, y)
+    loss = extend(nn.CrossEntropyLoss())(recorded(model)(X), y)
+    for factor in (1, 2):
+        with backpack(extensions.DiagHessian(), retain_graph=True):
+            (factor * loss).backward(retain_graph=True)
+        compare(model, {"diag_h": [factor * e for e in expected]})
+
+
+def test_functions_after_the_model() -> None:
+    model, X, y = small()
+    reference = copy.deepcopy(model)
+    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(reduction="sum"), X, y)
+    recorded(model)
+    with backpack(extensions.BatchGrad()):
+        (extend(nn.CrossEntropyLoss(reduction="none"))(model(X), y).sum() * 2).backward()
+    compare(model, {"grad_batch": [2 * e for e in expected]})
+
+
+def test_create_graph() -> None:
+    def penalty(quantities: list[Tensor]) -> Tensor:
+        return sum(((q**2).sum() for q in quantities), torch.zeros(()))
+
+    model, X, y = small()
+    reference = copy.deepcopy(model)
+    per_sample = []
+    for n in range(N):
+        loss = F.cross_entropy(reference(X[n : n + 1]), y[n : n + 1]) / N
+        per_sample.append(
+            torch.autograd.grad(loss, list(reference.parameters()), create_graph=True)
+        )
+    stacked = [torch.stack(grads) for grads in zip(*per_sample, strict=True)]
+    expected = torch.autograd.grad(penalty(stacked), list(reference.parameters()))
+    recorded(model)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward(create_graph=True)
+    mine = torch.autograd.grad(
+        penalty([p.grad_batch for p in model.parameters()]), list(model.parameters())
+    )
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+SUBSAMPLED = [
+    *("in_place_operators", "class_token_and_positions", "products", "repeated_samples"),
+    *("positions_before_samples", "samples_before_positions", "repeated_batch"),
+]
+
+
+@pytest.mark.parametrize("name", SUBSAMPLED)
+def test_subsampling(name: str) -> None:
+    model, X, y = net(name)
+    expected = oracle.batch_grad(copy.deepcopy(model), F.cross_entropy, X, y)
+    recorded(model)
+    with backpack(extensions.BatchGrad(subsampling=[2, 0])):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, {"grad_batch": [e[[2, 0]] for e in expected]})
+
+
+@pytest.mark.parametrize("name", ["in_place_after_use", "statistics", "class_token_and_positions"])
+def test_nothing_grows(name: str) -> None:
+    model, X, y = net(name)
+    recorded(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    exts = extensions.BatchGrad(), extensions.DiagGGNExact()
+
+    def tensors_after(steps: int) -> int:
+        for _ in range(steps):
+            model.zero_grad()
+            with backpack(*exts):
+                lossfunc(model(X), y).backward()
+            model(X)  # without a backward pass
+        gc.collect()
+        return sum(isinstance(x, Tensor) for x in gc.get_objects())
+
+    assert tensors_after(3) == tensors_after(20)
+    assert not any(tape.live_calls(m) for m in model.modules())
+
+
+# ------------------------------------------------------------------ what cannot be followed
+
+
+class Double(torch.autograd.Function):
+    """What only the user knows the derivative of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def a_function_of_the_user(net: Net, h: Tensor) -> Tensor:
+    return Double.apply(h).sin()
+
+
+def vmapped(net: Net, h: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.sin() * row.sum())(h)
+
+
+def scripted(net: Net, h: Tensor) -> Tensor:
+    return torch.jit.script(torch_cube)(h)
+
+
+def torch_cube(x: Tensor) -> Tensor:
+    return x * x * x
+
+
+def in_place_on_a_part(net: Net, h: Tensor) -> Tensor:
+    x = h * 2
+    x[:, :2] += 3
+    return x.cos()
+
+
+def in_place_on_what_is_viewed(net: Net, h: Tensor) -> Tensor:
+    x = h * 2
+    part = x[:, :3]
+    x.add_(1)
+    return torch.cat([part.cos(), x[:, 3:]], 1)
+
+
+GAPS = [a_function_of_the_user, vmapped, scripted, in_place_on_a_part, in_place_on_what_is_viewed]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("middle", GAPS, ids=lambda m: m.__name__)
+def test_gaps(middle: Middle) -> None:
+    """Second order is an error; the gradients of each sample are right all the same."""
+    torch.manual_seed(0)
+    model, (X, y) = Net(middle, {}).double(), data()
+    expected = oracle.batch_grad(copy.deepcopy(model), F.cross_entropy, X, y)
+    recorded(model)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, {"grad_batch": expected})
+    with (
+        pytest.raises(ValueError, match="through an operation that is not a module"),
+        backpack(extensions.DiagGGNExact()),
+    ):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+MIXING: dict[str, Middle] = {
+    "mean": lambda net, h: h - h.mean(0),
+    "products": lambda net, h: h @ h.T @ h,
+    "cumulative": lambda net, h: h.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_functions_that_mix_samples(name: str) -> None:
+    torch.manual_seed(0)
+    model, (X, y) = Net(MIXING[name], {}).double(), data()
+    recorded(model)
+    with (
+        pytest.raises(ValueError, match=r"combines different samples|batch axis is not the first"),
+        backpack(extensions.DiagGGNExact()),
+    ):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+def test_random_functions() -> None:
+    torch.manual_seed(0)
+    model, (X, y) = Net(lambda net, h: F.dropout(h, 0.5) * torch.rand_like(h), {}).double(), data()
+    torch.manual_seed(1)
+    expected = oracle.ggn_diag(model, F.cross_entropy, X, y)
+    recorded(model)
+    torch.manual_seed(1)
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, {"diag_ggn_exact": expected})
+
+    model.middle = lambda net, h: torch.rrelu(h, 0.1, 0.9, training=True)
+    with (
+        pytest.raises(ValueError, match=r"rrelu .* combines different samples"),
+        backpack(extensions.DiagGGNExact()),
+    ):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+# ------------------------------------------------------------------ random forwards
+
+
+UNARY: list[Callable[[Tensor], Tensor]] = [
+    torch.sin,
+    torch.tanh,
+    F.gelu,
+    F.silu,
+    lambda x: x.sigmoid() * 2,
+    lambda x: x**2 - 1,
+    lambda x: (x * x + 1).log(),
+    lambda x: x.clone().mul_(0.5).add_(1),
+    lambda x: x - x.mean(-1, keepdim=True),
+    lambda x: x / (1 + x.abs().sum(-1, keepdim=True)),
+    lambda x: x.softmax(-1),
+    lambda x: F.layer_norm(x, x.shape[-1:]),
+    lambda x: x.masked_fill(x.detach() > 1, 0.3),
+    lambda x: x.flip(-1).cumsum(-1),
+    lambda x: 1 - x,
+    lambda x: torch.cat([x[..., 1:].cos(), x[..., :1]], -1),
+    lambda x: torch.stack(x.unbind(-1)[::-1], -1),
+    lambda x: x.clamp(-1, 1.5),
+    lambda x: F.leaky_relu(x, 0.2, inplace=False),
+    lambda x: x.max(-1, keepdim=True).values * x,
+]
+BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
+    operator.add,
+    operator.mul,
+    lambda x, y: x - 2 * y,
+    lambda x, y: x.clone().sub_(y),
+    lambda x, y: torch.maximum(x, y),
+    lambda x, y: torch.where(x.detach() > 0, x, y.sin()),
+    lambda x, y: x * y.sum(-1, keepdim=True),
+    lambda x, y: torch.lerp(x, y, 0.3),
+    lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    lambda x, y: torch.atan2(x, y * y + 1),
+]
+RESHAPES: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.view(-1, 2, 3).transpose(1, 2).reshape(-1, WIDTH),
+    lambda x: x.unflatten(1, (3, 2)).permute(0, 2, 1).flatten(1),
+    lambda x: (
+        torch.einsum("nij,njk->nik", x.view(-1, 2, 3), x.view(-1, 3, 2).sin())
+        .flatten(1)
+        .repeat(1, 2)[:, :WIDTH]
+    ),
+    lambda x: (x.view(-1, 3, 2) @ x.view(-1, 3, 2).mT).sum(1).repeat(1, 2),
+    lambda x: torch.cat(x.split([2, 4], 1)[::-1], 1),
+]
+
+
+class Random(nn.Module):
+    """Linear layers, and random functions between them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = random.Random(seed)
+        self.layers = nn.ModuleList([nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        choices = [(UNARY, False), (UNARY, False), (BINARY, True), (RESHAPES, False)]
+        self.plan = [
+            [
+                (generator.choice(functions), of_two)  # type: ignore[arg-type]
+                for functions, of_two in generator.choices(choices, k=count)
+            ]
+            for count in (3, generator.randint(2, 5))
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x[:, :1] * self.scale
+        for layer, plan in zip(self.layers, self.plan, strict=True):
+            x = layer(x)
+            for function, of_two in plan:
+                x, before = function(*((x, before) if of_two else (x,))), x
+        return self.head(x * self.scale)
+
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("route", ["record", "trace"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_forward(seed: int, route: Any) -> None:
+    torch.manual_seed(seed)
+    model, (X, y) = Random(seed).double(), data()
+    fields = ["grad_batch", "diag_ggn_exact", *(["diag_h"] if seed % 3 else ["hmp"])]
+    check(model, X, y, fields=fields, use_converter=route)
