@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -105,14 +105,15 @@ class CTX:
         cls._extended.clear()
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> AbstractContextManager[Any]:
     """Compute in the precision of the tensors, also inside of ``torch.autocast``."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return nullcontext()
+    stack = ExitStack()
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 class disable:

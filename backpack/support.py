@@ -18,7 +18,6 @@ from torch.nn import Module
 from backpack import extensions
 from backpack.core.derivatives import (
     REGISTRY,
-    AdaptiveLogSoftmaxDerivatives,
     AutomaticDerivatives,
     AutomaticLossDerivatives,
     BaseDerivatives,
@@ -28,6 +27,7 @@ from backpack.core.derivatives import (
     EmbeddingDerivatives,
     FunctionDerivatives,
     ParameterModuleDerivatives,
+    RefusedDerivatives,
     UnknownModuleDerivatives,
     WeightedLossDerivatives,
 )
@@ -170,7 +170,7 @@ def _is_automatic(derivatives: BaseDerivatives) -> bool:
 def _cell(derivatives: BaseDerivatives | None, ext: BackpropExtension, mixing: bool) -> Support:
     if derivatives is None:
         return Support.RECORDED
-    if isinstance(derivatives, AdaptiveLogSoftmaxDerivatives):
+    if isinstance(derivatives, RefusedDerivatives):
         return Support.UNDEFINED
     if isinstance(derivatives, CTCLossDerivatives) and ext.expects_backpropagation_quantities():
         return Support.UNDEFINED

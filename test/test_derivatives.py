@@ -51,7 +51,7 @@ TESTED_ELSEWHERE: dict[type[nn.Module], str] = {
         for cls, rule in REGISTRY.items()
         if isinstance(rule, BaseLossDerivatives)
     },
-    nn.AdaptiveLogSoftmaxWithLoss: "test_torch_nn.py",
+    **dict.fromkeys([nn.AdaptiveLogSoftmaxWithLoss, nn.CrossMapLRN2d], "test_torch_nn.py"),
 }
 
 

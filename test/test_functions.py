@@ -12,12 +12,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import Case, Holder, Problem, network
+from cases import Case, Holder, Problem, network, select
 from test_quantities import TOLERANCE, products, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import extensions
+from backpack.core.derivatives import by_autograd
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.parameter_module import ParameterModule
@@ -349,3 +350,15 @@ def test_attention_with_dropout() -> None:
     with pytest.raises(NotImplementedError, match="eval"):
         run(training, extensions.DiagGGNExact())
     agrees(network("dropout", model, (3, 2), train=False))
+
+
+# --------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", select("unknown"), ids=str)
+def test_samples_are_treated_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time or all at once: the same."""
+    monkeypatch.setattr(by_autograd, "CHUNK_ENTRIES", 1)
+    agrees(case)

@@ -142,6 +142,16 @@ def test_linear_cross_entropy(options: dict[str, Any]) -> None:
 # ------------------------------------------------------------------ refusals
 
 
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.HMP])
+def test_cross_map_normalisation_says_what_to_use(ext: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.CrossMapLRN2d(2), nn.Flatten(), nn.Linear(16, 2))
+    loss = extend(nn.CrossEntropyLoss())(
+        extend(model)(torch.randn(3, 1, 2, 2)), torch.ones(3).long()
+    )
+    with backpack(ext()), pytest.raises(NotImplementedError, match="LocalResponseNorm"):
+        loss.backward()
+
+
 def test_adaptive_softmax_says_what_to_do() -> None:
     model, loss = extend(nn.Linear(3, 4)), extend(nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4], 2.0))
     X, y = torch.randn(5, 3), torch.tensor([0, 1, 3, 5, 2])

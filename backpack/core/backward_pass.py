@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable, without_autocast
 from backpack.core import call_products
-from backpack.core.derivatives.basederivatives import Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
@@ -389,6 +389,8 @@ def refusal(call: Call, names: Iterable[str]) -> str | None:
     unknown = [name for name in names if name not in known]
     if unknown:
         return no_rule(call, *unknown)
+    if type(call.derivatives).refusal is BaseDerivatives.refusal:
+        return None
     with call.bound(check=False) as module:
         return call.derivatives.refusal(module)
 

@@ -79,7 +79,7 @@ class Plan:
             if call.is_unbatched:
                 call.copies = self.base or 1
         self.mixing = any(call.mixes_samples for call in self.calls)
-        dtypes = set().union(*(call.dtypes for call in self.calls))
+        dtypes = {dtype for call in self.calls for dtype in call.dtypes}
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))

@@ -703,7 +703,7 @@ def record(
     """
     if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
         return None
-    if getattr(module, "_is_replica", False):
+    if "_is_replica" in vars(module):
         raise RuntimeError(NO_REPLICAS)
     outputs, apart = flatten_outputs(output), None
     if not any(out.grad_fn is not None for out in outputs):

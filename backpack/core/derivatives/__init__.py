@@ -14,9 +14,9 @@ from backpack.core.derivatives.attention import (
     ScaledDotProductAttentionDerivatives,
 )
 from backpack.core.derivatives.automatic import (
-    AdaptiveLogSoftmaxDerivatives,
     AutomaticDerivatives,
     FunctionDerivatives,
+    RefusedDerivatives,
 )
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives, CTCLossDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -102,7 +102,6 @@ from backpack.core.registry import REGISTRY, derivatives_of, register
 
 __all__ = [
     "REGISTRY",
-    "AdaptiveLogSoftmaxDerivatives",
     "AdaptiveMaxPoolNDDerivatives",
     "AnyFunctionDerivatives",
     "AutomaticDerivatives",
@@ -160,6 +159,7 @@ __all__ = [
     "RNNDerivatives",
     "RandomSlopeDerivatives",
     "ReLUDerivatives",
+    "RefusedDerivatives",
     "ReindexingDerivatives",
     "SELUDerivatives",
     "ScaledDotProductAttentionDerivatives",

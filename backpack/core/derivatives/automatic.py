@@ -12,6 +12,7 @@ from torch import Size, Tensor
 from torch.nn import (
     AdaptiveLogSoftmaxWithLoss,
     CosineSimilarity,
+    CrossMapLRN2d,
     FractionalMaxPool2d,
     FractionalMaxPool3d,
     LocalResponseNorm,
@@ -586,14 +587,19 @@ register(
 )(FunctionDerivatives)
 
 
-@register(AdaptiveLogSoftmaxWithLoss)
-class AdaptiveLogSoftmaxDerivatives(AutomaticDerivatives):
-    """No derivatives: which layers a sample passes depends on its target."""
+@register(AdaptiveLogSoftmaxWithLoss, CrossMapLRN2d)
+class RefusedDerivatives(AutomaticDerivatives):
+    """Modules of torch without derivatives, and what to use instead."""
+
+    advice: ClassVar[dict[type[Module], str]] = {
+        AdaptiveLogSoftmaxWithLoss: "sends each sample through other layers, depending on its "
+        "target. Use its log_prob(input), which passes all of them, and CrossEntropyLoss; extend "
+        "its parts head and tail for that, and the model with use_converter='record'.",
+        CrossMapLRN2d: "has a backward pass in torch that is not the derivative of its forward "
+        "pass. Use LocalResponseNorm.",
+    }
 
     def refusal(self, module: Any) -> str | None:
         """Say what to use instead."""
-        return (
-            f"{describe(module)} sends each sample through other layers, depending on its target. "
-            "Use its log_prob(input), which passes all of them, and CrossEntropyLoss; extend its "
-            "parts head and tail for that, and the model with use_converter='record'."
-        )
+        advice = next(text for cls, text in self.advice.items() if isinstance(module, cls))
+        return f"{describe(module)} {advice}"
