@@ -1216,3 +1216,24 @@ def test_random_forward(seed: int, route: Any) -> None:
     model, (X, y) = Random(seed).double(), data()
     fields = ["grad_batch", "diag_ggn_exact", *(["diag_h"] if seed % 3 else ["hmp"])]
     check(model, X, y, fields=fields, use_converter=route)
+
+
+def test_a_part_of_a_recorded_model_alone() -> None:
+    """Nothing records its functions, so its own parameters are reported as without a rule."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    model = extend(nn.Sequential(Part()), use_converter="record")
+    X, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(X), y).backward()
+    assert model[0].scale.grad_batch.shape == (4, 3)
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="scale"):
+        lossfunc(model[0](X), y).backward()

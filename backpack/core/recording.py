@@ -25,7 +25,7 @@ from backpack.context import CTX, disable
 from backpack.core.backward_pass import BackwardPass
 from backpack.core.hooks import extend_one
 from backpack.core.registry import derivatives_of
-from backpack.core.tape import CLASSES_WITH_RULES, origin, preserve, record
+from backpack.core.tape import CLASSES_WITH_RULES, RECORDERS, origin, preserve, record
 from backpack.custom_module.conversions import (
     ATTRIBUTES_TENSOR,
     FILLS,
@@ -319,10 +319,6 @@ def _place() -> str:
 
 # --- Hooks ----------------------------------------------------------------------------------------
 
-# One entry for each open forward pass of a root, None for those inside of another.
-_running: list[Recorder | None] = []
-
-
 # Modules of torch that consist of modules and functions.
 OPEN = (
     nn.Transformer,
@@ -384,19 +380,19 @@ def _is_leaf(module: Module) -> bool:
 
 
 def _recorder() -> Recorder | None:
-    return next((one for one in reversed(_running) if one is not None), None)
+    return next((one for one in reversed(RECORDERS) if one is not None), None)
 
 
 def _start(module: Module, args: Any) -> None:
     outer = _recorder()
     inner = None if outer is not None or not torch.is_grad_enabled() else Recorder(module)
-    _running.append(inner)
+    RECORDERS.append(inner)
     if inner is not None:
         inner.__enter__()
 
 
 def _stop(module: Module, args: Any, output: Any) -> None:
-    recorder = _running.pop()
+    recorder = RECORDERS.pop()
     if recorder is not None:
         recorder.__exit__(None, None, None)
 

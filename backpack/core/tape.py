@@ -48,6 +48,8 @@ HOOKED = "BackwardHookFunctionBackward"
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own.
 CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
+# One entry for each forward pass whose functions are recorded, None for those inside of another.
+RECORDERS: list[Any] = []
 _index = count()
 _live: WeakSet[Call] = WeakSet()
 _uses: Counter[int] = Counter()
@@ -668,7 +670,7 @@ def positional(
 def is_recorded(module: Module) -> bool:
     """Whether calls of a module matter: leaves, known ones, containers with own parameters."""
     # modules of their own read the parameters of those that were converted or are recorded
-    if isinstance(module, ConvertedModule) or "_backpack_open" in vars(module):
+    if isinstance(module, ConvertedModule) or (RECORDERS and "_backpack_open" in vars(module)):
         return False
     return (
         next(module.children(), None) is None
