@@ -148,6 +148,7 @@ class BackwardPass:
         if call.derivatives is not None:
             self.parameters.update(call.params.values())
         self._check_foreign_uses(call)
+        self._check_mixing(call)
         if self._is_independent(call):
             self._run_first_order(Plan([call]))
             if not self.second_order:
@@ -163,14 +164,27 @@ class BackwardPass:
         alone = len(call.outputs) == 1 and not whole
         return alone and not sampled and call.uses_each_parameter_alone()
 
+    def _check_mixing(self, call: Call) -> None:
+        """Warn of modules without parameters that mix samples, where others have gradients."""
+        rule = call.derivatives
+        if self.first_order and not call.params and rule and rule.mixes_in_secret(call):
+            warn(
+                f"{describe(call.module)} mixes the samples of a batch: individual gradients of "
+                "modules before it are those of the loss as a whole with respect to one sample's "
+                "output.",
+                stacklevel=2,
+            )
+
     def _check_foreign_uses(self, call: Call) -> None:
         """Notice parameters of extended modules that a function above the call uses as well."""
         if not self.first_order:
             return
         for x, mark in zip(call.inputs, call.origins_in, strict=True):
-            if mark is None or mark.is_output:
-                continue
-            for leaf in upstream(x, lambda m: m.is_output)[1]:
+            if mark is not None and not mark.is_output:
+                leaves = upstream(x, lambda m: m.is_output)[1]
+            else:  # a parameter itself, as an argument
+                leaves = [x] if isinstance(x, Parameter) and x.requires_grad else []
+            for leaf in leaves:
                 if leaf in self.parameters or is_used(leaf):
                     for ext in self.first_order:
                         ext.fail(

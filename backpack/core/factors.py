@@ -80,6 +80,13 @@ class Factor:
             )
         return replace(factor, mat=factor.mat.reshape(-1, *shape))
 
+    def on(self, device: torch.device) -> Factor:
+        """Move to where a tensor was computed."""
+        if self.mat.device == device:
+            return self
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(self, mat=self.mat.to(device), weights=weights)
+
     def gathered(self, groups: int) -> Factor:
         """Merge groups of rows and sum the rows of each, for a tensor that all of them share."""
         factor = self.coarsened(groups)

@@ -364,7 +364,8 @@ def deliver(
         shape = plan.shape(producer, samples)
         if producer.call.is_unbatched and factor.mat.shape[1] > shape[0]:
             factor = factor.gathered(shape[0])
-        factor = factor.reshaped(shape)
+        output = producer.call.outputs[producer.slot]
+        factor = factor.reshaped(shape).on(output.device)
         arrived[origin] = arrived[origin] + factor if origin in arrived else factor
 
 

@@ -29,7 +29,8 @@ from backpack.custom_module.parameter_module import is_constant, mark_constant
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives
 
-# Autograd nodes that keep all entries in their (row-major) order: they only change the shape.
+# Autograd nodes that keep all entries in their (row-major) order: they only change the shape, or
+# the precision.
 RESHAPES = {
     "AliasBackward0",
     "CloneBackward0",
@@ -37,6 +38,7 @@ RESHAPES = {
     "SqueezeBackward0",
     "SqueezeBackward1",
     "SqueezeBackward2",
+    "ToCopyBackward0",
     "UnsafeViewBackward0",
     "UnsqueezeBackward0",
     "ViewBackward0",

@@ -41,7 +41,7 @@ from backpack.core.derivatives.by_autograd import (
 )
 from backpack.core.layout import Layout, unbatched
 from backpack.core.registry import register
-from backpack.core.tape import Call, describe
+from backpack.core.tape import Call, describe, upstream
 
 
 class AutomaticDerivatives(BaseDerivatives):
@@ -78,8 +78,17 @@ class AutomaticDerivatives(BaseDerivatives):
     def refusal(self, module: Any) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved = module._backpack_saved
+        if "hidden" not in saved:
+            saved["hidden"] = hidden_parameters(self._evaluation(module))
+        if saved["hidden"]:
+            return (
+                f"{describe(module)} depends on parameters of shapes "
+                f"{[list(p.shape) for p in saved['hidden']]} other than through its arguments and "
+                "its own parameters as they are now (a cache, an attribute, another module's "
+                "parameter). Compute it in each forward pass, from own parameters and arguments."
+            )
         if "repeatable" not in saved:
-            saved["repeatable"] = _is_repeatable(self._evaluation(module))
+            saved["repeatable"] = is_repeatable(self._evaluation(module))
         if saved["repeatable"]:
             return None
         return (
@@ -221,7 +230,26 @@ def _requires_grad(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def _is_repeatable(evaluation: Evaluation) -> bool:
+def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
+    """List the parameters that outputs depend on other than as arguments or own parameters.
+
+    Args:
+        evaluation: The call.
+
+    Returns:
+        Those that are upstream of the outputs while inputs and own parameters are detached.
+    """
+    own = evaluation.rule.own(evaluation.module)
+    values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
+    with torch.enable_grad():
+        outputs = evaluation.outputs(values, inputs)
+    leaves = [leaf for y in outputs for leaf in upstream(y, lambda mark: False)[1]]
+    return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
+
+
+def is_repeatable(evaluation: Evaluation) -> bool:
+    """Return whether a call gives the same when it is evaluated again."""
     stored = evaluation.stored
     with torch.no_grad():
         again = evaluation.outputs({}, evaluation.inputs)
@@ -418,8 +446,34 @@ class FunctionDerivatives(AutomaticDerivatives):
             affine = self._is_affine(evaluate, *points[0])
             if count == 0:
                 return affine, None
-            layouts = self._locate(call, count, evaluate, points)
+            try:
+                layouts = self._locate(call, count, evaluate, points)
+            except Exception:  # the function is not defined there: at its own arguments it is
+                params.clear()
+                layouts = self._at_arguments(call, count, evaluate, varied)
         return None if layouts is None else (affine, layouts)
+
+    def _at_arguments(
+        self, call: Call, count: int, evaluate: Any, varied: Sequence[int]
+    ) -> list[tuple[int, int] | None] | None:
+        """Try with the arguments of the call, and those of a sample replaced by another's."""
+        one = {i: call.inputs[i].detach() for i in varied}
+        other = dict(one)
+        for i, x in one.items():
+            place = call.place_in(i)
+            if place is not None:
+                rows = place.to_canonical(x)
+                per_sample = len(rows) // count
+                rolled = rows.roll(per_sample, 0).unsqueeze(0)
+                other[i] = place.from_canonical(rolled, per_sample).squeeze(0)
+        try:
+            return self._locate(call, count, evaluate, [(one, other)])
+        except Exception as error:
+            raise ValueError(
+                f"{call!r}: where the samples of the batch are in the output cannot be found out "
+                f"({error}). Make it a module with derivatives "
+                "(backpack.core.derivatives.register)."
+            ) from error
 
     @staticmethod
     def _is_affine(evaluate: Any, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
@@ -428,7 +482,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         zero = {i: torch.zeros_like(x) for i, x in one.items()}
         try:
             values = [evaluate(at, torch.float64) for at in (both, one, other, zero)]
-        except (RuntimeError, TypeError):
+        except Exception:  # it is not defined everywhere
             return False
         return all(
             bool(torch.isfinite(z).all())

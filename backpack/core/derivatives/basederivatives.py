@@ -87,6 +87,10 @@ class BaseDerivatives:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None
 
+    def mixes_in_secret(self, call: Call) -> bool:
+        """Return whether a call mixes samples though :meth:`mixes_samples` does not say so."""
+        return False
+
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters that the rule knows."""
         return self.params

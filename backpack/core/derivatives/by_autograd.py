@@ -88,20 +88,34 @@ class Evaluation:
         """Whether the module gives the same for one sample alone."""
         if any(axis is None for axis in self.axes_out):
             return False
-        with torch.no_grad():
-            try:
-                alone = self.outputs({}, self._narrowed([0]))
-            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        # the first alone, and two in another order: what a row is may depend on its number
+        for rows in ([0], [self.num_samples - 1, 0]):
+            with torch.no_grad():
+                try:
+                    alone = self.outputs({}, self._narrowed(rows))
+                except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                    return False
+            expected = [
+                take(y, a or 0, rows) for y, a in zip(self.stored, self.axes_out, strict=True)
+            ]
+            if len(alone) != len(expected) or not all(
+                a.shape == e.shape and close(a, e, self.rounding)
+                for a, e in zip(alone, expected, strict=True)
+            ):
                 return False
-        expected = [take(y, a or 0, [0]) for y, a in zip(self.stored, self.axes_out, strict=True)]
-        return len(alone) == len(expected) and all(
-            a.shape == e.shape and close(a, e, self.rounding)
-            for a, e in zip(alone, expected, strict=True)
-        )
+        return True
 
     def is_independent(self) -> bool:
-        """Whether the first sample's output depends on no other sample."""
-        if self.num_samples == 1 or self.rows([0])[1]:
+        """Whether each sample's output depends on no other sample.
+
+        Whether the first's does, and whether the samples may change places (rotate): then what
+        holds for the first holds for each.
+        """
+        if self.num_samples == 1:
+            return True
+        if not self._is_equivariant():
+            return False
+        if self.rows([0])[1]:
             return True  # it is the same alone
         changed = [
             x if axis is None else _with_other_samples(x, axis)
@@ -113,6 +127,19 @@ class Evaluation:
             torch.equal(take(b, axis, [0]), take(a, axis, [0]))
             for b, a, axis in zip(before, after, self.axes_out, strict=True)
             if axis is not None
+        )
+
+    def _is_equivariant(self) -> bool:
+        """Whether rotated samples have rotated outputs."""
+        rotated = [
+            x if axis is None else x.roll(1, axis)
+            for x, axis in zip(self.inputs, self.axes_in, strict=True)
+        ]
+        with torch.no_grad():
+            found = self.outputs({}, rotated)
+        return all(
+            axis is None or close(f, y.roll(1, axis), self.rounding)
+            for f, y, axis in zip(found, self.stored, self.axes_out, strict=True)
         )
 
     @property

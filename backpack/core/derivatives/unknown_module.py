@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from warnings import warn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Size, Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from backpack.core.derivatives.automatic import FunctionDerivatives, refuse_totals
+from backpack.core.derivatives.automatic import (
+    FunctionDerivatives,
+    is_repeatable,
+    refuse_totals,
+)
 from backpack.core.derivatives.by_autograd import Evaluation
 from backpack.core.layout import Layout, unbatched
 from backpack.core.registry import register_fallback
@@ -28,14 +32,16 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     """
 
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
+    _mixing: ClassVar[WeakKeyDictionary[type[Module], dict[Any, bool]]] = WeakKeyDictionary()
 
     def hessian_is_zero(self, module: Any) -> bool:
         """Return False: whether the function is affine may depend on the state of the module."""
         return False
 
     def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters; buffers do not change."""
-        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
+        """Return the output for other inputs and parameters; neither they nor buffers change."""
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+        args, keywords = vars(module)["_backpack_call"].arguments(leaves)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         return functional_call(module, {**buffers, **params}, args, keywords)
 
@@ -58,12 +64,15 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         main, facts = batched[0], {(layout.before, layout.samples) for layout in batched}
         if len(facts) > 1 or not all(_fits(main, shape) for shape in call.shape_out):
             try:
-                return super().layouts(call)
+                layouts = super().layouts(call)
             except (RuntimeError, TypeError, IndexError, AssertionError) as error:
                 raise ValueError(
                     f"{call!r}: where the samples of the batch are in the output cannot be found "
                     f"out ({error}). Register derivatives (backpack.core.derivatives.register)."
                 ) from error
+            call.saved["one_row"] = all(map(_fits, layouts, call.shape_out))
+            call.kept |= {"one_row"}
+            return layouts
         for layout in batched[1:]:
             main.unify(layout)
         return [main if shape else None for shape in call.shape_out]
@@ -74,10 +83,29 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         known = next((one.samples for one in call.layouts_in if one and one.is_batched), shape[0])
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
+    def mixes_in_secret(self, call: Call) -> bool:
+        """Return whether samples are mixed; found out once for each class and shape."""
+        known = self._mixing.setdefault(type(call.module), {})
+        key = (call.shape_in, call.training)
+        if key not in known:
+            with call.bound(check=False) as module:
+                evaluation = self._evaluation(module)
+                try:
+                    again = is_repeatable(evaluation)
+                    known[key] = again and not evaluation.is_independent()
+                except Exception:  # nobody asks for its derivatives
+                    known[key] = False
+        return known[key]
+
     def refusal(self, module: Any) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved = module._backpack_saved
         reason = super().refusal(module)
+        if reason is None and not saved.get("one_row", True):
+            reason = (
+                f"{describe(module)} returns several rows for each sample. Reshape outside of the "
+                "module, or register derivatives (backpack.core.derivatives.register)."
+            )
         if reason is None and "independent" not in saved:
             evaluation = self._evaluation(module)
             batched = any(axis is not None for axis in evaluation.axes_out)
@@ -108,6 +136,9 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         return evaluation
 
 
-def _fits(layout: Layout, shape: Size) -> bool:
-    place = layout.place(shape) if shape else None
-    return not shape or (place is not None and shape[place.axis] == layout.samples)
+def _fits(layout: Layout | None, shape: Size) -> bool:
+    """Whether a tensor has one row for each sample (or no samples at all)."""
+    if layout is None or not layout.is_batched or not shape:
+        return True
+    place = layout.place(shape)
+    return place is not None and shape[place.axis] == layout.samples

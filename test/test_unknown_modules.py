@@ -1,0 +1,284 @@
+"""Leaves without a rule: what is right, and what is refused because it could be wrong."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core.sweep import slice_bytes
+
+N = 4
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+TRUTHS = {
+    extensions.BatchGrad: oracle.batch_grad,
+    extensions.Variance: oracle.variance,
+    extensions.DiagGGNExact: oracle.ggn_diag,
+    extensions.BatchDiagHessian: oracle.batch_hessian_diag,
+}
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Leaf(nn.Module):
+    """A function of ``[N, 4]`` and two parameters, as a leaf."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.w, self.v = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def around(leaf: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), leaf, nn.Tanh(), nn.Linear(4, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(3, (N,))
+
+
+def run(model: nn.Module, X: Tensor, y: Tensor, *exts: Any) -> None:
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    with backpack(*exts):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ what is right
+
+RIGHT = {
+    "no-sample-axis-in-parameters": lambda m, x: (x * m.w).sin() @ m.v,
+    "nonlinear-in-parameters": lambda m, x: x * m.w.exp() + m.v.det(),
+    "loop-over-samples": lambda m, x: torch.stack([row @ m.v * m.w for row in x]),
+    "control-flow": lambda m, x: x @ m.v if m.training else x * m.w,
+    "zero-parameter": lambda m, x: x + 0 * m.w * x,
+    "own-kernel": lambda m, x: F.prelu(x, m.w) + F.layer_norm(x, (4,), m.w),
+    "unused-parameter": lambda m, x: x * m.w,
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("size", [1, N], ids=["one", "batch"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str, size: int) -> None:
+    model, (X, y) = around(Leaf(RIGHT[name])), data()
+    X, y = X[:size], y[:size]
+    reference = copy.deepcopy(model)
+    run(model, X, y, *(ext() for ext in TRUTHS), extensions.HMP())
+    for ext, truth in TRUTHS.items():
+        expected = truth(reference, nn.CrossEntropyLoss(), X, y)
+        for (key, p), value in zip(model.named_parameters(), expected, strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(
+                    getattr(p, ext().savefield), value, **TOLERANCE, msg=lambda m, k=key: k + m
+                )
+    blocks = oracle.hessian_blocks(reference, nn.CrossEntropyLoss(), X, y)
+    for p, block in zip(model.parameters(), blocks, strict=True):
+        if p.grad is not None:
+            units = torch.eye(p.numel()).reshape(-1, *p.shape)
+            torch.testing.assert_close(p.hmp(units).reshape(block.shape), block, **TOLERANCE)
+
+
+def test_buffers_and_inputs_do_not_change() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(4))
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return x * self.w
+
+    leaf = Counting()
+    run(around(leaf), *data(), extensions.BatchGrad(), extensions.DiagHessian())
+    assert leaf.calls == 1
+    assert leaf.w.grad_batch.shape == (N, 4)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def cached(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "cache"):
+        m.cache = m.w.exp()
+    return x * m.cache
+
+
+class Borrowing(nn.Module):
+    """Reads a parameter of another module, which is not a child."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other, self.w = (other,), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.other[0].weight @ self.other[0].weight.T * self.w
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mean": (lambda: Leaf(lambda m, x: (x - x.mean(0)) * m.w), "mixes the samples"),
+    "causal": (lambda: Leaf(lambda m, x: (x * m.w).cumsum(0)), "mixes the samples"),
+    "swapped": (lambda: Leaf(lambda m, x: x[[0, 2, 1, 3]] * m.w), "mixes the samples"),
+    "graph": (
+        lambda: Leaf(lambda m, x: torch.ones(N, N).tril() @ (x * m.w)),
+        "mixes the samples",
+    ),
+    "random": (lambda: Leaf(lambda m, x: x * m.w + torch.randn_like(x)), "random"),
+    "cache": (lambda: Leaf(cached), "other than through its arguments"),
+    "borrowed": (lambda: Borrowing(nn.Linear(4, 4)), "other than through its arguments"),
+    "in-place": (lambda: Leaf(lambda m, x: x.mul_(2) * m.w), "evaluated again"),
+    "rows": (
+        lambda: Leaf(lambda m, x: torch.cat([x * m.w, x], 1).reshape(-1, 4)),
+        "several rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, reason = REFUSED[name]
+    model, (X, y) = nn.Sequential(nn.Linear(3, 4), make()), data()
+    y = y.repeat_interleave(2) if name == "rows" else y
+    if name == "cache":
+        model(X)  # as it was
+    with pytest.raises(NotImplementedError, match=reason):
+        run(model, X, y, extensions.DiagGGNExact())
+    if name != "cache":  # whose graph is gone
+        with pytest.warns(UserWarning, match=reason):
+            run(model, X, y, extensions.BatchGrad())
+        assert not hasattr(model[1].w, "grad_batch")
+
+
+class Roll(nn.Module):
+    """Mixes samples, and has no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, 0)
+
+
+def test_mixing_between_layers_warns_in_first_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Roll(), nn.Linear(4, 3))
+    with pytest.warns(UserWarning, match="mixes the samples"):
+        run(model, *data(), extensions.BatchGrad())
+
+
+def test_parameter_as_an_argument_warns_in_first_order() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.scale = nn.Linear(3, 4), nn.Linear(4, 3), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.scale(self.one(x), self.one.bias))
+
+    with pytest.warns(UserWarning, match="That use is not counted"):
+        run(Net(), *data(), extensions.BatchGrad())
+    model, reference, (X, y) = Net(), Net(), data()
+    reference.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not counted")
+        run(extend(model, use_converter="record"), X, y, extensions.BatchGrad())
+    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(), X, y)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value)
+
+
+# ------------------------------------------------------------------ functions
+
+ROUTES = ["trace", "record"]
+
+
+class Net(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.function = nn.Linear(3, 4), nn.Linear(4, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.function(self.one(x)))
+
+
+PARTLY_DEFINED = {
+    "cholesky": lambda h: torch.linalg.cholesky(h.unsqueeze(2) * h.unsqueeze(1) + torch.eye(4)).sum(
+        2
+    ),
+    "gaussian": lambda h: F.gaussian_nll_loss(h, h.detach() * 0, h.exp(), reduction="none"),
+    "inverse": lambda h: torch.linalg.inv(h.unsqueeze(2) * h.unsqueeze(1) + torch.eye(4)).sum(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", PARTLY_DEFINED)
+def test_functions_that_are_not_defined_everywhere(name: str, route: Any) -> None:
+    model, (X, y) = Net(PARTLY_DEFINED[name]), data()
+    reference = copy.deepcopy(model)
+    model = extend(model, use_converter=route)
+    run(model, X, y, *(ext() for ext in TRUTHS))
+    for ext, truth in TRUTHS.items():
+        expected = truth(reference, nn.CrossEntropyLoss(), X, y)
+        for p, value in zip(oracle.trainable(model), expected, strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_functions_of_the_row_number(route: Any) -> None:
+    """A triangle of the batch: a row's place decides what becomes of it."""
+    model, (X, y) = Net(lambda h: h.tril() + h), data()
+    reference = copy.deepcopy(model)
+    expected = oracle.batch_ggn_diag(reference, nn.CrossEntropyLoss(), X, y)
+    model = extend(model, use_converter=route)
+    for limit, rows in ((2**28, None), (64, None), (2**28, [2, 0])):
+        with slice_bytes(limit):
+            run(model, X, y, extensions.BatchDiagGGNExact(subsampling=rows))
+        for p, value in zip(oracle.trainable(model), expected, strict=True):
+            value = value if rows is None else value[rows]
+            torch.testing.assert_close(p.diag_ggn_exact_batch, value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_number_from_all_samples(route: Any) -> None:
+    model = extend(Net(lambda h: h / h.norm()), use_converter=route)
+    with pytest.raises(ValueError, match="computed from all samples"):
+        run(model, *data(), extensions.DiagGGNExact())
+
+
+def test_precision_changes_between_model_and_loss() -> None:
+    model, (X, y) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).float(), data()
+    reference = copy.deepcopy(model).double()
+    f = extend(model)(X.float())
+    with backpack(extensions.DiagGGNExact(), extensions.HMP(), extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(f.double(), y).backward()
+    problem = reference, nn.CrossEntropyLoss(), X.float().double(), y
+    for p, value, block in zip(
+        model.parameters(), oracle.ggn_diag(*problem), oracle.hessian_blocks(*problem), strict=True
+    ):
+        assert p.diag_ggn_exact.dtype == torch.float32
+        torch.testing.assert_close(p.diag_ggn_exact.double(), value, rtol=1e-4, atol=1e-6)
+        units = torch.eye(p.numel(), dtype=torch.float32).reshape(-1, *p.shape)
+        product = p.hmp(units).reshape(block.shape).double()
+        torch.testing.assert_close(product, block, rtol=1e-4, atol=1e-6)
