@@ -592,6 +592,33 @@ def test_log_softmax_and_nll_are_cross_entropy(options: dict[str, Any]) -> None:
     same(*values)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_of_raw_scores(weighted: bool) -> None:
+    """They are no log-probabilities: there is no distribution, but a Hessian."""
+    setting = Setting(nn.NLLLoss, label)
+    model, y = network(setting), setting.arguments()[0]
+    inner = nn.NLLLoss(reduction="none", ignore_index=1)
+    loss = WeightedLoss(inner) if weighted else nn.NLLLoss(ignore_index=1)
+    arguments = (y, SOME) if weighted else (y,)
+    for ext in (*GGN, extensions.KFRA, extensions.DiagGGNMC, extensions.KFAC):
+        with pytest.raises(ValueError, match=r"NLLLoss.*log-probabilities.*LogSoftmax"):
+            run(model, loss, arguments, ext())
+    params = run(model, loss, arguments, *(ext() for ext in HESSIAN))
+    check_hessian(params, model, lambda f, _: loss(f, *arguments), data(), y)
+    f = torch.randn(N, D).log_softmax(1)
+    f[y == 1] = 1.0  # padding
+    lossfunc = nn.NLLLoss(ignore_index=1)
+    rule, _out = start(lossfunc, f.requires_grad_(), y)
+    assert (y == 1).any()
+    close(outer(rule.sqrt_hessian(lossfunc, None, None)), fisher_of(f.detach(), y))
+
+
+def fisher_of(f: Tensor, y: Tensor) -> Tensor:
+    p, counts = f.exp(), (y != 1).to(f)
+    own = torch.diag_embed(p) - einsum("na,nb->nab", p, p)
+    return own * (counts / counts.sum())[:, None, None]
+
+
 def test_sigmoid_and_bce() -> None:
     """The Monte-Carlo quantities are those of the loss with logits, and so is the Hessian."""
     setting = Setting(nn.BCELoss, binary, {"weight": WEIGHT}, last=nn.Sigmoid)
@@ -896,6 +923,146 @@ def test_loss_with_parameters_is_refused() -> None:
     for ext in (extensions.DiagGGNExact(), extensions.HMP()):
         with pytest.raises(NotImplementedError, match=r"scale.*Learned"):
             run(network(SETTING), Learned(), real(torch.zeros(N, D)), ext)
+    model, arguments, loss = network(SETTING), real(torch.zeros(N, D)), Learned()
+    with pytest.warns(UserWarning, match=r"BatchGrad.*no rule for the parameters scale of Learned"):
+        params = run(model, loss, arguments, extensions.BatchGrad())
+    same([p.grad_batch.sum(0) for p in params], [p.grad for p in params])
+    loss.requires_grad_(False)
+    params = run(model, loss, arguments, *(ext() for ext in (*GGN, *HESSIAN)))
+    check_ggn(params, model, loss, data(), *arguments)
+    check_hessian(params, model, loss, data(), *arguments)
+
+
+class Noise(nn.Module):
+    """Another number for each call, that matters or that does not."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return ((self.draw(f) - y) ** 4).mean(1).float().sum().to(y)
+
+
+class Samples(nn.Module):
+    """The losses of the samples of one that is not reduced otherwise."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss.forward
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([self.loss(f[n : n + 1], y[n : n + 1]) for n in range(len(f))])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda f: f + 0.1 * torch.randn_like(f), lambda f: F.dropout(f, 0.5)],
+    ids=["randn", "dropout"],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_random_loss_is_refused(draw: Callable[[Tensor], Tensor], weighted: bool) -> None:
+    """Whatever the seed, and without drawing from the user's generator."""
+    loss, arguments = Noise(draw), real(torch.zeros(N, D))
+    if weighted:
+        loss, arguments = WeightedLoss(Samples(loss)), (*arguments, SOME)
+    for ext in (*GGN_ERRORS, *HESSIAN):
+        torch.manual_seed(0)
+        model, lossfunc = extend(network(SETTING)), extend(loss)
+        f = model(data())
+        torch.manual_seed(0)
+        value = lossfunc(f, *arguments)
+        state = torch.get_rng_state()
+        with (
+            backpack(ext()),
+            pytest.raises(NotImplementedError, match=f"{type(loss).__name__}.*evaluated again"),
+        ):
+            value.backward()
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_random_loss_of_low_precision_is_refused() -> None:
+    """Not taken for the rounding of predictions in half precision."""
+    loss = Noise(lambda f: f + 0.1 * torch.randn_like(f))
+    model = extend(nn.Linear(INPUTS, D).bfloat16())
+    value = extend(loss)(model(data().bfloat16()), torch.zeros(N, D))
+    with backpack(extensions.DiagHessian()), pytest.raises(NotImplementedError, match="again"):
+        value.backward()
+
+
+class Stateful(nn.Module):
+    """Keeps the mean of the predictions (in place, or in a new tensor), and counts its calls."""
+
+    def __init__(self, in_place: bool, centred: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(D))
+        self.in_place, self.centred = in_place, centred
+        self.calls, self.last = 0, torch.zeros(())
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        value = ((f - y - (self.mean.clone() if self.centred else 0.0)) ** 4).mean()
+        mean = 0.9 * self.mean + 0.1 * f.detach().mean(0) + 0.1 * torch.rand(D)
+        self.mean = self.mean.copy_(mean) if self.in_place else mean
+        self.calls, self.last = self.calls + 1, value.detach()
+        return value
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("centred", [True, False])
+def test_state_of_a_loss(in_place: bool, centred: bool) -> None:
+    """It does not change; if the loss depends on it, second derivatives are refused."""
+    model, arguments = extend(network(SETTING)), real(torch.zeros(N, D))
+    loss, seen = extend(Stateful(in_place, centred)), []
+    loss.register_forward_hook(lambda *_: seen.append(1))
+    value = loss(model(data()), *arguments)
+    mean, last, state = loss.mean.clone(), loss.last, torch.get_rng_state()
+    with backpack(*(ext() for ext in (*GGN, *HESSIAN))):
+        if centred:
+            with pytest.raises(NotImplementedError, match=r"Stateful.*evaluated again.*state"):
+                value.backward()
+        else:
+            value.backward()
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(loss.mean, mean)
+    assert loss.last is last
+    assert loss.calls == len(seen) == 1
+    if not centred:
+        problem = network(SETTING), Stateful(in_place, centred), data(), *arguments
+        check_ggn(list(model.parameters()), *problem)
+        check_hessian(list(model.parameters()), *problem)
+
+
+class Regularised(nn.Module):
+    """Reads parameters that are not its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.models = (model,)
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.models[0].parameters())
+        return F.cross_entropy(f, y) + 0.1 * penalty
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_hidden_parameters_of_a_loss(weighted: bool) -> None:
+    arguments = label(torch.zeros(N, D))
+    for ext in (*GGN_ERRORS, *HESSIAN):
+        model = extend(network(SETTING))
+        loss: nn.Module = Regularised(model)
+        more = ()
+        if weighted:
+            loss, more = WeightedLoss(Samples(loss)), (SOME,)
+        value = extend(loss)(model(data()), *arguments, *more)
+        with (
+            backpack(ext()),
+            pytest.raises(NotImplementedError, match=r"parameters of shapes.*not among its inputs"),
+        ):
+            value.backward()
+    model, frozen = network(SETTING), network(SETTING).requires_grad_(False)
+    loss = Regularised(frozen)
+    params = run(model, loss, arguments, *(ext() for ext in HESSIAN))
+    check_hessian(params, model, loss, data(), *arguments)
 
 
 def test_ctc() -> None:

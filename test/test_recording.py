@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from backpack import CTX, backpack, disable, extend, extensions
-from backpack.core import tape
+from backpack.core import recording, tape
 from backpack.core.recording import is_recorded
 from backpack.custom_module.permute import Permute
 
@@ -872,6 +872,49 @@ def test_exception_in_forward() -> None:
     is_right(model, X, y)
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("place", ["root", "leaf", "nested"])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy],
+    ids=["", "deepcopy", "pickle", "copy"],
+)
+def test_interrupted_forward(copied: Callable, place: str, interrupt: type[BaseException]) -> None:
+    """Torch calls no hooks of a module then; nothing may be left on its stack of modes."""
+    model, X, y = small()
+    model = copied(recorded(model))
+
+    def stop(*_: Any) -> None:
+        raise interrupt
+
+    outer: nn.Module = nn.Sequential(recorded(model)) if place == "nested" else model
+    hook = (model.last if place == "leaf" else model.first).register_forward_hook(stop)
+    for _ in range(2):
+        # what the interrupt passes on its way takes its own mode from the stack
+        with pytest.raises(interrupt), torch.device("cpu"):
+            recorded(outer)(X)
+        assert not torch.overrides._get_current_function_mode_stack()
+        assert not tape.RECORDERS
+    hook.remove()
+    is_right(model, X, y)
+
+
+class Unguarded(nn.Identity):
+    """A class that no other test extends."""
+
+
+def test_calls_are_as_before_without_hooks() -> None:
+    call = Unguarded._call_impl
+    model = recorded(Unguarded())
+    recorded(Unguarded())
+    assert Unguarded._call_impl is not call
+    pickled = pickle.dumps(model)
+    CTX.remove_hooks()
+    assert Unguarded._call_impl is call
+    assert is_recorded(pickle.loads(pickled))  # as in another process
+    assert Unguarded._call_impl is not call
+
+
 class Failing(nn.Module):
     """A leaf that raises."""
 
@@ -1026,6 +1069,39 @@ def test_nothing_grows(name: str) -> None:
     assert not any(tape.live_calls(m) for m in model.modules())
 
 
+class Changing(Small):
+    """Its options are new in every forward pass, if it is asked to."""
+
+    step, change = 0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += self.change
+        return self.last(self.first(x).sin() * self.scale * (1 + 0.01 * self.step))
+
+
+def test_options_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the modules for functions, a number is kept; those in a living graph are usable."""
+    monkeypatch.setattr(recording, "MAX_APPLICATIONS", 4)
+    torch.manual_seed(0)
+    model, (X, y) = Changing().double(), data()
+    reference = copy.deepcopy(model)
+    reference.step, reference.change = 1, False
+    expected = oracle.hessian_diag(reference, F.cross_entropy, X, y)
+    recorded(model)
+    first = model(X)
+    extended = []
+    for _ in range(3):
+        for _ in range(5):
+            model(X)
+        gc.collect()
+        extended.append(len(CTX._extended))
+    assert len(vars(model)["_backpack_functions"].applications) == 4
+    assert len(set(extended)) == 1
+    with backpack(extensions.DiagHessian()):
+        extend(nn.CrossEntropyLoss())(first, y).backward()
+    compare(model, {"diag_h": expected})
+
+
 # ------------------------------------------------------------------ what cannot be followed
 
 
@@ -1070,7 +1146,22 @@ def in_place_on_what_is_viewed(net: Net, h: Tensor) -> Tensor:
     return torch.cat([part.cos(), x[:, 3:]], 1)
 
 
-GAPS = [a_function_of_the_user, vmapped, scripted, in_place_on_a_part, in_place_on_what_is_viewed]
+def pulled_back(net: Net, h: Tensor) -> Tensor:
+    return torch.func.vjp(torch.tanh, h)[1](h.sin())[0]
+
+
+def pushed_forward(net: Net, h: Tensor) -> Tensor:
+    return torch.func.jvp(torch.tanh, (h,), (h.sin(),))[1]
+
+
+def gradients_of_rows(net: Net, h: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: (row * row).tanh().sum()))(h)
+
+
+GAPS = [
+    *(a_function_of_the_user, vmapped, scripted, pulled_back, pushed_forward, gradients_of_rows),
+    *(in_place_on_a_part, in_place_on_what_is_viewed),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -1089,6 +1180,46 @@ def test_gaps(middle: Middle) -> None:
         backpack(extensions.DiagGGNExact()),
     ):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+class Force(nn.Module):
+    """The (negative) gradient of an energy, with or without a function that follows."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.create_graph = create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = (self.first(x) * self.scale).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
+        return self.last((self.first(x) * self.scale).sin() * force)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_in_forward(inside: bool) -> None:
+    """Without a graph of its own, a gradient is a constant; else it is an error to rely on it."""
+    X, y = data()
+    model = Force(create_graph=False).double()
+    fields = ("grad_batch", "diag_ggn_exact")
+    expected = {f: TRUTHS[f][1](copy.deepcopy(model), F.cross_entropy, X, y) for f in fields}
+    recorded(model)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    out = model(X)
+    with backpack(*(TRUTHS[f][0]() for f in fields)):
+        lossfunc(model(X) if inside else out, y).backward()
+    compare(model, expected)
+
+    model = Force(create_graph=True).double()
+    reference = copy.deepcopy(model)
+    torch.testing.assert_close(recorded(model)(X), reference(X))
+    with (
+        pytest.raises(ValueError, match="that a function has computed"),
+        backpack(extensions.BatchGrad()),
+    ):
+        lossfunc(model(X), y).backward()
 
 
 MIXING: dict[str, Middle] = {

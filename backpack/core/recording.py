@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +57,8 @@ PLAIN = (
 )
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
+# Of the modules for functions, the last ones used are kept: options may change in every run.
+MAX_APPLICATIONS = 512
 # What is not worth a mention as the place of a call.
 LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
 
@@ -65,14 +69,27 @@ class Functions:
     Copies and pickles of the model start with none.
     """
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.applications: dict[Any, Apply] = {}
+    def __init__(self, cls: type[Module]) -> None:
+        """Start with none.
+
+        Args:
+            cls: The class of the model, which has to be guarded where a pickle is loaded, too.
+        """
+        _guard(cls)
+        self.cls = cls
+        self.applications: OrderedDict[Any, Apply] = OrderedDict()
         self.readers: dict[int, ParameterModule] = {}
+
+    def keep(self, key: Any, what: Apply) -> None:
+        """Note what was used last, and drop what has not been used for longest."""
+        self.applications[key] = what
+        self.applications.move_to_end(key)
+        if len(self.applications) > MAX_APPLICATIONS:
+            self.applications.popitem(last=False)
 
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty table."""
-        return Functions, ()
+        return Functions, (self.cls,)
 
 
 class Recorder(TorchFunctionMode):
@@ -102,8 +119,11 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, as a module if a gradient flows through it."""
         kwargs = kwargs or {}
-        if self.silent or not disable.should_store_io():
+        if self.silent or not disable.should_store_io() or _in_transform():
             return func(*args, **kwargs)
+        if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
+            with disable():  # this is no backward pass for extensions
+                return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             result = func(*args, **kwargs)
@@ -205,8 +225,8 @@ class Recorder(TorchFunctionMode):
         what = self.functions.applications.get(key) if plain else None
         if what is None:
             what = self._new_application(function, args, kwargs, len(tensors), at_once)
-            if plain:
-                self.functions.applications[key] = what
+        if plain:
+            self.functions.keep(key, what)
         return what, tensors
 
     def _new_application(
@@ -279,6 +299,11 @@ def resolve(func: Any) -> Function | None:
     if method is None:
         return Function(name, None, in_place=True, on_clone=True)
     return Function(method, INDEX.methods.get(plain), in_place=True)
+
+
+def _in_transform() -> bool:
+    """Whether tensors belong to a transform of ``torch.func``, which hooks cannot follow."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _note(constant: bool, x: Any) -> Any:
@@ -366,7 +391,7 @@ def record_functions(root: Module) -> None:
             CTX.add_hook_handle(hook)
             CTX.add_hook_handle(module.register_forward_hook(_leave_leaf, always_call=True))
     if not is_recorded(root):
-        vars(root)["_backpack_functions"] = Functions()
+        vars(root)["_backpack_functions"] = Functions(type(root))
         CTX.add_hook_handle(root.register_forward_pre_hook(_start, prepend=True))
         CTX.add_hook_handle(root.register_forward_hook(_stop, always_call=True))
 
@@ -391,10 +416,36 @@ def _start(module: Module, args: Any) -> None:
         inner.__enter__()
 
 
-def _stop(module: Module, args: Any, output: Any) -> None:
+def _stop(*_: Any) -> None:
     recorder = RECORDERS.pop()
     if recorder is not None:
         recorder.__exit__(None, None, None)
+
+
+def _guard(cls: type[Module]) -> None:
+    """End the recording after an interrupt, too: torch calls no hooks for it.
+
+    The class is what copies and pickles of a model have in common.
+    """
+    call: Any = cls._call_impl
+    if hasattr(call, "_backpack_guard"):
+        return
+
+    @wraps(call)
+    def _call_impl(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_recorded(self):
+            return call(self, *args, **kwargs)
+        depth = len(RECORDERS)
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            while len(RECORDERS) > depth:
+                _stop()
+
+    _call_impl._backpack_guard = True  # type: ignore[attr-defined]
+    cls._call_impl = _call_impl  # type: ignore[method-assign]
+    handle: Any = SimpleNamespace(remove=partial(setattr, cls, "_call_impl", call))
+    CTX.add_hook_handle(handle)
 
 
 def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:

@@ -438,7 +438,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                 if isinstance(x, Tensor) and x.is_floating_point():
                     x = values.get(i, x)
                     leaves[i] = x.to(call.inputs[i].device, dtype or call.inputs[i].dtype)
-            with _seeded(), torch.no_grad():
+            with seeded(), torch.no_grad():
                 return Evaluation(self, call.module, leaves, [], []).outputs(own, leaves)
 
         with _attached(call):
@@ -611,7 +611,7 @@ def _find_place(
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def seeded() -> Iterator[None]:
     """Repeat the same random numbers, and leave the generators of the user alone."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.nn import (
     CosineEmbeddingLoss,
     CTCLoss,
@@ -18,12 +20,16 @@ from torch.nn import (
     TripletMarginWithDistanceLoss,
 )
 
+from backpack.core.derivatives.automatic import hidden_parameters, seeded
 from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.layout import Layout
 from backpack.core.registry import register, register_fallback
 from backpack.core.tape import Call, describe
 from backpack.utils.subsampling import subsample
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @register_fallback("loss")
@@ -53,6 +59,64 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         leaves = (i for i, x in enumerate(call.inputs) if getattr(x, "requires_grad", False))
         return tuple(computed) or tuple(leaves) or (0,)
 
+    # ------------------------------------------------------------------ evaluating it again
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Return the loss for other inputs and parameters; what the user sees does not change."""
+        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        with _attributes_kept(module):
+            return functional_call(module, {**buffers, **params}, args, keywords)
+
+    def evaluation(self, module: Any) -> Evaluation:
+        """Return how to evaluate the call at hand again: with its own arguments, never moved."""
+        call = module._backpack_call
+        cast = [
+            x.to(call.precision or x.dtype)
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else x
+            for x in call.inputs
+        ]
+        return Evaluation(self, module, cast, [], [])
+
+    def check_call(self, module: Any) -> None:
+        """Refuse a call that is not a function of its inputs.
+
+        Raises:
+            ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
+            NotImplementedError: If it is random, depends on its own state or on hidden parameters.
+        """
+        super().check_call(module)
+        saved = module._backpack_saved
+        if "refusal" not in saved:
+            saved["refusal"] = self._why_no_function(module)
+        if saved["refusal"] is not None:
+            raise NotImplementedError(saved["refusal"])
+
+    def _why_no_function(self, module: Any) -> str | None:
+        """Say why the Hessian at the inputs is not all there is; None if it is."""
+        evaluation, call = self.evaluation(module), module._backpack_call
+        with torch.no_grad(), seeded():
+            # the stored value may be of low precision (autocast): two new ones agree to more
+            again, once_more = (evaluation.outputs({}, evaluation.inputs)[0] for _ in range(2))
+            hidden = hidden_parameters(evaluation)
+        if hidden:
+            return (
+                f"{describe(module)} depends on parameters of shapes "
+                f"{[list(p.shape) for p in hidden]} that are not among its inputs, so its "
+                "derivatives with respect to them are not known. Add a regulariser outside of the "
+                "loss (loss + 0.1 * penalty), and freeze what is not trained "
+                "(requires_grad_(False))."
+            )
+        if close(again, once_more) and close(again, module.output, call.rounding):
+            return None
+        return (
+            f"{describe(module)} returns something else when it is evaluated again (is it random, "
+            "or does it change its own state?), so its second derivatives cannot be computed. Draw "
+            "random numbers outside of the loss and make them inputs, update its state outside, or "
+            "register derivatives (backpack.core.derivatives.register)."
+        )
+
     # ------------------------------------------------------------------ Hessian by autograd
 
     def _products(self, module: Any, mats: Sequence[Tensor]) -> list[Tensor]:
@@ -64,8 +128,9 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             m if p is None else p.from_canonical(m, call.shape_in[i][p.axis] // p.samples)
             for m, p, i in zip(mats, places, numbers, strict=True)
         ]
-        with torch.enable_grad():
-            leaves = list(call.inputs)
+        evaluation = self.evaluation(module)
+        with torch.enable_grad(), seeded():
+            leaves = list(evaluation.inputs)
             for i in numbers:
                 x = leaves[i]
                 # a view: one tensor may be several inputs
@@ -74,9 +139,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                     leaves[i].requires_grad_()
             xs = [leaves[i] for i in numbers]
             try:
-                slopes = torch.autograd.grad(
-                    call.forward(leaves), xs, create_graph=True, materialize_grads=True
-                )
+                (loss,) = evaluation.outputs({}, leaves)
+                slopes = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
                 curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
                 each = [
                     torch.autograd.grad(
@@ -158,6 +222,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def couples_samples(self, module: Any) -> bool:
         """Return whether the Hessian has terms between different samples."""
+        self.check_call(module)
         blocks, between = self._blocks(module)
         return between > _rounding(blocks) * float(blocks.detach().abs().max())
 
@@ -230,6 +295,19 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def _with_none(self, module: Any, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         by_input = dict(zip(self.predictions(module), parts, strict=True))
         return tuple(by_input.get(i) for i in range(len(module._backpack_call.inputs)))
+
+
+@contextmanager
+def _attributes_kept(module: Module) -> Iterator[None]:
+    """Call the module without hooks of users, and undo what its ``forward`` does to attributes."""
+    states = [(vars(m), dict(vars(m))) for m in module.modules()]
+    vars(module).update({name: {} for name in HOOKS})
+    try:
+        yield
+    finally:
+        for own, before in states:
+            own.clear()
+            own.update(before)
 
 
 @register(CTCLoss)

@@ -103,11 +103,25 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     ``CrossEntropyLoss`` without it: ``Jᵀ (diag(p) - p pᵀ) J = diag(p) - p pᵀ`` for the Jacobian
     ``J = I - 1 pᵀ`` (Martens 2020, New insights and perspectives on the natural gradient method,
     section 9). Hessian quantities are those of the loss itself, and agree in both cases anyway.
+    Scores that are no log-probabilities have no such distribution: their GGN is an error.
     """
 
     def log_p(self, module: Any, subsampling: Rows) -> Tensor:
         """Return the prediction."""
         return subsample(module.input0, subsampling=subsampling)
+
+    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+        super()._need_convex(module, subsampling)
+        log_p, counts = self.log_p(module, subsampling), self._scale(module, subsampling) != 0
+        error = (log_p.logsumexp(1, keepdim=True).abs() * counts).detach()
+        # log(p + 1e-8), which is a habit, has to pass
+        tolerance = max(module._backpack_call.rounding**0.5, 1e-5)
+        if not error.is_meta and bool((error > tolerance).any()):
+            raise ValueError(
+                f"{describe(module)} reads log-probabilities, but the exponentials of the "
+                f"prediction do not sum to 1 (their sum has the logarithm {float(error.max()):g} "
+                "in absolute value): put LogSoftmax before it, or use CrossEntropyLoss."
+            )
 
     def _ggn_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
         return super()._hessian_mat_prod(module, mat, subsampling)

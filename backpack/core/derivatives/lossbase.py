@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Mats, Rows
 from backpack.core.tape import bound, describe
 from backpack.utils.subsampling import subsample
@@ -226,7 +227,8 @@ class BaseLossDerivatives(BaseDerivatives):
             others: list[Any] = []
             while f"input{len(others) + 1}" in vars(module):
                 others.append(vars(module)[f"input{len(others) + 1}"])
-            loss = module.forward(x, *others)
+            with disable():
+                loss = self.evaluate(module, {}, x, *others)
             return torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
 
     def _jac_mat_prod(

@@ -42,6 +42,12 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         with self._inside(module) as (rule, loss):
             return rule.couples_samples(loss)
 
+    def check_call(self, module: Any) -> None:
+        """Refuse what the loss inside refuses."""
+        super().check_call(module)
+        with self._inside(module) as (rule, loss):
+            rule.check_call(loss)
+
     def _rule(self, module: Any) -> BaseLossDerivatives:
         rule = derivatives_of(module.loss)
         return rule if isinstance(rule, BaseLossDerivatives) else AutomaticLossDerivatives()
