@@ -181,29 +181,51 @@ def test_mixing_between_layers_warns_in_first_order() -> None:
         run(model, *data(), extensions.BatchGrad())
 
 
-def test_parameter_as_an_argument_warns_in_first_order() -> None:
-    class Scale(nn.Module):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return x * weight
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda p: p,
+    "view": lambda p: p.view(1, -1),
+    "unsqueezed": lambda p: p.unsqueeze(0),
+    "cast": lambda p: p.float(),
+    "function": lambda p: 2 * p,
+}
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.scale = nn.Linear(3, 4), nn.Linear(4, 3), Scale()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.scale(self.one(x), self.one.bias))
+class Scale(nn.Module):
+    """Reads a weight that is no parameter of its own."""
 
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+
+class Lending(nn.Module):
+    """Gives a parameter of one layer to another module."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.scale = nn.Linear(3, 4), nn.Linear(4, 3), Scale()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.scale(self.one(x), self.form(self.one.bias)))
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("form", FORMS)
+def test_parameter_as_an_argument(form: str) -> None:
+    """It is noticed; where functions are recorded, it is right."""
     with pytest.warns(UserWarning, match="That use is not counted"):
-        run(Net(), *data(), extensions.BatchGrad())
-    model, reference, (X, y) = Net(), Net(), data()
+        run(Lending(FORMS[form]), *data(), extensions.BatchGrad())
+    with pytest.raises((ValueError, NotImplementedError)):
+        run(Lending(FORMS[form]), *data(), extensions.DiagGGNExact())
+    model, reference, (X, y) = Lending(FORMS[form]), Lending(FORMS[form]), data()
     reference.load_state_dict(model.state_dict())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not counted")
-        run(extend(model, use_converter="record"), X, y, extensions.BatchGrad())
-    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(), X, y)
-    for p, value in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad_batch, value)
+        run(extend(model, use_converter="record"), X, y, *(ext() for ext in TRUTHS))
+    for ext, truth in TRUTHS.items():
+        expected = truth(reference, nn.CrossEntropyLoss(), X, y)
+        for p, value in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), value)
 
 
 # ------------------------------------------------------------------ functions

@@ -20,7 +20,7 @@ from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
 from backpack.core.propagations import UserRules
 from backpack.core.sweep import call_gradients, separate_samples
-from backpack.core.tape import Call, describe, is_used, origin, upstream
+from backpack.core.tape import Call, describe, is_used, origin, parameter_behind, upstream
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class BackwardPass:
             if mark is not None and not mark.is_output:
                 leaves = upstream(x, lambda m: m.is_output)[1]
             else:  # a parameter itself, as an argument
-                leaves = [x] if isinstance(x, Parameter) and x.requires_grad else []
+                leaves = [p for p in [parameter_behind(x)] if p is not None]
             for leaf in leaves:
                 if leaf in self.parameters or is_used(leaf):
                     for ext in self.first_order:

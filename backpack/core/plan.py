@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from backpack.core.call_products import shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.tape import Call, Origin, upstream
+from backpack.core.tape import Call, Origin, parameter_behind, upstream
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Plan:
             for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
                 if not isinstance(x, Tensor) or origin in self.producers:
                     continue
-                if isinstance(x, Parameter) and x.requires_grad:
+                if parameter_behind(x) is not None:
                     return (
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
                         "to a module with derivatives of its own are supported."

@@ -96,6 +96,22 @@ def origin(tensor: Any) -> Origin | None:
     return _mark(node, slot)
 
 
+def parameter_behind(tensor: Any) -> Parameter | None:
+    """Return the parameter that a tensor is, or is a reshaped (or cast) form of; None for others.
+
+    What a recorded call has returned is its business.
+    """
+    if not (isinstance(tensor, Tensor) and tensor.requires_grad) or origin(tensor) is not None:
+        return None
+    if isinstance(tensor, Parameter):
+        return tensor
+    node: Any = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    leaf = None if node is None else node.variable
+    return leaf if isinstance(leaf, Parameter) else None
+
+
 def _mark(node: Any, slot: int) -> Origin:
     return node.metadata.setdefault(("backpack", slot), Origin())
 
@@ -249,7 +265,7 @@ class Call:
     def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
         """Find where the samples are in an input; None if that is for this module to say."""
         if mark is None:
-            return unbatched() if is_constant(x) or isinstance(x, Parameter) else None
+            return unbatched() if is_constant(x) or parameter_behind(x) is not None else None
         if mark.layout is not None:
             return mark.layout
         above, _ = upstream(x, lambda m: m.layout is not None)
