@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -226,6 +227,110 @@ def test_parameter_as_an_argument(form: str) -> None:
         expected = truth(reference, nn.CrossEntropyLoss(), X, y)
         for p, value in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(getattr(p, ext().savefield), value)
+
+
+def test_what_is_evaluated_again_leaves_no_trace() -> None:
+    """Neither in attributes, nor in collections, nor in random numbers."""
+
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.calls, self.log = nn.Parameter(torch.rand(4)), 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.log.append(len(x))
+            self.last = (x * self.w).sigmoid()
+            return self.last
+
+    leaf = Stateful()
+    run(around(leaf), *data(), extensions.BatchGrad(), extensions.DiagHessian())
+    assert (leaf.calls, leaf.log, leaf.last.shape) == (1, [N], (N, 4))
+
+    model, (X, y) = around(Leaf(lambda m, x: x * m.w + torch.randn_like(x))), data()
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    before = torch.get_rng_state(), random.getstate()
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="random"):
+        loss.backward()
+    assert torch.get_rng_state().equal(before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: torch.rand(()).item()])
+def test_a_draw_that_comes_out_as_before_is_still_random(draw: Any, seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    leaf = Leaf(lambda m, x: x + (x * m.w).tanh() * (draw() < 0.7))
+    with pytest.raises(NotImplementedError, match="random"):
+        run(around(leaf), *data(), extensions.DiagGGNExact())
+
+
+def test_the_answer_is_that_of_the_module() -> None:
+    """Not of its class."""
+
+    class Any_(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    for function, mixes in ((lambda x: 2 * x, False), (lambda x: x - x.mean(0), True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(around(Any_(function)), *data(), extensions.BatchGrad())
+        assert any("mixes the samples" in str(w.message) for w in caught) == mixes
+
+
+class Listed(nn.Module):
+    """Parameters in a list and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.rand(4), torch.rand(4)])
+        self.shifts = nn.ParameterDict({"b": torch.randn(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scales[0]).tanh() * self.scales[1] + self.shifts["b"]
+
+
+class Holding(Listed):
+    """The same, in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("route", [False, "trace", "record"])
+@pytest.mark.parametrize("cls", [Listed, Holding])
+def test_lists_of_parameters(cls: Any, route: Any) -> None:
+    model, (X, y) = around(cls()), data()
+    reference = copy.deepcopy(model)
+    if cls is Holding and not route:
+        with pytest.warns(UserWarning, match=r"scales\.0"):
+            run(model, X, y, extensions.BatchGrad())
+        with pytest.raises((NotImplementedError, ValueError)):
+            run(model, X, y, extensions.DiagGGNExact())
+        return
+    model = extend(model, use_converter=route)
+    run(model, X, y, *(ext() for ext in TRUTHS))
+    for ext, truth in TRUTHS.items():
+        expected = dict(
+            zip(
+                [n for n, _ in reference.named_parameters()],
+                truth(reference, nn.CrossEntropyLoss(), X, y),
+                strict=True,
+            )
+        )
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(getattr(p, ext().savefield), expected[name], **TOLERANCE)
 
 
 # ------------------------------------------------------------------ functions

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, disable
 from backpack.core.backward_pass import BackwardPass
 from backpack.core.hooks import extend_one
-from backpack.core.registry import derivatives_of
+from backpack.core.registry import derivatives_of, is_leaf
 from backpack.core.tape import CLASSES_WITH_RULES, RECORDERS, origin, preserve, record
 from backpack.custom_module.conversions import (
     ATTRIBUTES_TENSOR,
@@ -398,9 +398,7 @@ def record_functions(root: Module) -> None:
 
 def _is_leaf(module: Module) -> bool:
     return (
-        next(module.children(), None) is None
-        or derivatives_of(module) is not None
-        or type(module) in CLASSES_WITH_RULES
+        is_leaf(module) or derivatives_of(module) is not None or type(module) in CLASSES_WITH_RULES
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter, ParameterDict, ParameterList
 
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -103,10 +103,24 @@ def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> BaseDeriva
         None for a container without a registration: its children are what matters.
     """
     registered = derivatives_of(module)
-    if registered is not None or next(module.children(), None) is not None:
+    if registered is not None or not is_leaf(module):
         return registered
     is_loss = all(out.dim() == 0 for out in outputs)
     return FALLBACKS.get("loss" if is_loss else "module")
+
+
+def is_leaf(module: Module) -> bool:
+    """Return whether a module has no children that are called: lists of parameters are not."""
+    return all(isinstance(child, ParameterList | ParameterDict) for child in module.children())
+
+
+def own_parameters(module: Module) -> dict[str, Parameter | None]:
+    """Return the parameters of a module itself, by name, with those in lists of parameters."""
+    lists = [
+        (n, c) for n, c in module.named_children() if isinstance(c, ParameterList | ParameterDict)
+    ]
+    inside = {f"{n}.{key}": p for n, c in lists for key, p in c._parameters.items()}
+    return {**module._parameters, **inside}
 
 
 def _below_module(cls: type[Module]) -> list[type]:

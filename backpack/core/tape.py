@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from backpack.context import CTX, disable
 from backpack.core.layout import Layout, Place, unbatched
-from backpack.core.registry import derivatives_of, derivatives_of_call
+from backpack.core.registry import (
+    derivatives_of,
+    derivatives_of_call,
+    is_leaf,
+    own_parameters,
+)
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.parameter_module import is_constant, mark_constant
 
@@ -219,8 +224,10 @@ class Call:
         self.index = next(_index)
         self.module = module
         self.derivatives: BaseDerivatives | None = derivatives_of_call(module, outputs)
-        self.is_container = self.derivatives is None and next(module.children(), None) is not None
-        own = module._parameters if self.derivatives is None else self.derivatives.own(module)
+        self.is_container = self.derivatives is None and not is_leaf(module)
+        own: Mapping[str, Parameter | None] = own_parameters(module)
+        if self.derivatives is not None:
+            own = self.derivatives.own(module)
         self.params: dict[str, Parameter] = {
             name: p for name, p in own.items() if p is not None and p.requires_grad
         }
@@ -691,8 +698,8 @@ def is_recorded(module: Module) -> bool:
     if isinstance(module, ConvertedModule) or (RECORDERS and "_backpack_open" in vars(module)):
         return False
     return (
-        next(module.children(), None) is None
-        or any(p is not None for p in module._parameters.values())
+        is_leaf(module)
+        or any(p is not None for p in own_parameters(module).values())
         or derivatives_of(module) is not None
         or type(module) in CLASSES_WITH_RULES
     )

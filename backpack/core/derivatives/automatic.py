@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -242,21 +246,39 @@ def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     own = evaluation.rule.own(evaluation.module)
     values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
-    with torch.enable_grad():
+    with torch.enable_grad(), seeded():
         outputs = evaluation.outputs(values, inputs)
     leaves = [leaf for y in outputs for leaf in upstream(y, lambda mark: False)[1]]
     return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
 
 
 def is_repeatable(evaluation: Evaluation) -> bool:
-    """Return whether a call gives the same when it is evaluated again."""
+    """Return whether a call gives the same when it is evaluated again, and draws nothing.
+
+    A draw may come out as before by chance, but the derivatives would draw once more.
+    """
     stored = evaluation.stored
-    with torch.no_grad():
+    with torch.no_grad(), seeded():
+        before = _generators()
         again = evaluation.outputs({}, evaluation.inputs)
+        drawn = _generators() != before
+    if drawn:
+        return False
     return len(again) == len(stored) and all(
         a.shape == s.shape and close(a, s, evaluation.rounding)
         for a, s in zip(again, stored, strict=True)
     )
+
+
+def _generators() -> list[Any]:
+    """Return the states of the generators that a module may draw from."""
+    states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_initialized():
+        states += [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states += [kind, keys.tobytes(), *rest]
+    return states
 
 
 class FunctionDerivatives(AutomaticDerivatives):
@@ -614,9 +636,16 @@ def _find_place(
 def seeded() -> Iterator[None]:
     """Repeat the same random numbers, and leave the generators of the user alone."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        yield
+    numpy: Any = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager
@@ -639,6 +668,32 @@ register(
     CosineSimilarity,
     PairwiseDistance,
 )(FunctionDerivatives)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+COLLECTIONS = (list, deque, dict, set)
+
+
+@contextmanager
+def attributes_kept(module: Module) -> Iterator[None]:
+    """Call the module without hooks of users, and undo what its ``forward`` does to attributes."""
+    states = [(vars(m), dict(vars(m))) for m in module.modules()]
+    held = [
+        (value, copy(value))
+        for _, before in states
+        for name, value in before.items()
+        if isinstance(value, COLLECTIONS) and not name.startswith("_")
+    ]
+    vars(module).update({name: {} for name in HOOKS})
+    try:
+        yield
+    finally:
+        for own, before in states:
+            own.clear()
+            own.update(before)
+        for value, as_it_was in held:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(as_it_was)
 
 
 @register(AdaptiveLogSoftmaxWithLoss, CrossMapLRN2d)

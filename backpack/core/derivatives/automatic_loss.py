@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn import (
     TripletMarginWithDistanceLoss,
 )
 
-from backpack.core.derivatives.automatic import hidden_parameters, seeded
+from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters, seeded
 from backpack.core.derivatives.basederivatives import BatchAxis, Rows
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
@@ -28,8 +27,6 @@ from backpack.core.layout import Layout
 from backpack.core.registry import register, register_fallback
 from backpack.core.tape import Call, describe
 from backpack.utils.subsampling import subsample
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @register_fallback("loss")
@@ -65,7 +62,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Return the loss for other inputs and parameters; what the user sees does not change."""
         args, keywords = vars(module)["_backpack_call"].arguments(inputs)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with _attributes_kept(module):
+        with attributes_kept(module):
             return functional_call(module, {**buffers, **params}, args, keywords)
 
     def evaluation(self, module: Any) -> Evaluation:
@@ -295,19 +292,6 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def _with_none(self, module: Any, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         by_input = dict(zip(self.predictions(module), parts, strict=True))
         return tuple(by_input.get(i) for i in range(len(module._backpack_call.inputs)))
-
-
-@contextmanager
-def _attributes_kept(module: Module) -> Iterator[None]:
-    """Call the module without hooks of users, and undo what its ``forward`` does to attributes."""
-    states = [(vars(m), dict(vars(m))) for m in module.modules()]
-    vars(module).update({name: {} for name in HOOKS})
-    try:
-        yield
-    finally:
-        for own, before in states:
-            own.clear()
-            own.update(before)
 
 
 @register(CTCLoss)

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.automatic import (
     FunctionDerivatives,
+    attributes_kept,
     is_repeatable,
     refuse_totals,
 )
@@ -32,7 +33,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     """
 
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
-    _mixing: ClassVar[WeakKeyDictionary[type[Module], dict[Any, bool]]] = WeakKeyDictionary()
+    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool]]] = WeakKeyDictionary()
 
     def hessian_is_zero(self, module: Any) -> bool:
         """Return False: whether the function is affine may depend on the state of the module."""
@@ -43,7 +44,8 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
         args, keywords = vars(module)["_backpack_call"].arguments(leaves)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        return functional_call(module, {**buffers, **params}, args, keywords)
+        with attributes_kept(module):
+            return functional_call(module, {**buffers, **params}, args, keywords)
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs: in the same place, else by trying.
@@ -84,8 +86,8 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
     def mixes_in_secret(self, call: Call) -> bool:
-        """Return whether samples are mixed; found out once for each class and shape."""
-        known = self._mixing.setdefault(type(call.module), {})
+        """Return whether samples are mixed; found out once for each module and shape."""
+        known = self._mixing.setdefault(call.module, {})
         key = (call.shape_in, call.training)
         if key not in known:
             with call.bound(check=False) as module:
