@@ -208,9 +208,9 @@ def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> l
     hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
     # a dense second derivative is applied to tangents
     forward = isinstance(propagation, Blocks) or bool(hessian and curved and not diagonal)
-    needed = [[f"{name}_jac_t_mat_prod"] for name in params]
+    needed = [[f"{name}_jac_t_mat_prod", "param_jac_t_mat_prod"] for name in params]
     if forward:
-        needed += [[f"{name}_jac_mat_prod"] for name in params]
+        needed += [[f"{name}_jac_mat_prod", "param_jac_mat_prod"] for name in params]
     if propagation is not None and _has_input_jacobian(derivatives):
         needed += [["jac_t_mat_prod"], *([["jac_mat_prod"]] if forward else [])]
     if hessian and curved and diagonal:

@@ -27,6 +27,7 @@ from backpack.core.derivatives.basederivatives import (
 )
 from backpack.core.derivatives.by_autograd import Evaluation
 from backpack.core.derivatives.recurrent import recall
+from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
 from backpack.core.layout import Layout
 from backpack.core.registry import register
 from backpack.core.tape import Call, bound, describe
@@ -473,7 +474,7 @@ def _moved(y: Tensor, x: Tensor, d_weight: Tensor | None, d_bias: Tensor | None)
 
 
 @register(MultiheadAttention)
-class MultiheadAttentionDerivatives(AttentionDerivatives):
+class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivatives):
     """Attention between affine maps, ``q = query W_qᵀ + b_q``, …, ``y = (heads) W_oᵀ + b_o``.
 
     A product runs the forward pass once more to know queries, keys, values and attention weights;
@@ -789,7 +790,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     # ------------------------------------------------------------------ parameters
 
-    def _reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
+    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return what each part of a parameter is multiplied with, ``[N, T, I]``; None: a bias."""
         trace = self._trace(module)
         inputs = [(*trace.inputs, trace.heads)[i] for i in MAKES[param_str]]
@@ -811,7 +812,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             for x in others
         )
 
-    def _pairs(
+    def pairs(
         self, param_str: str, module: Any, mat: Any, rows: Rows
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see ``shared_weight``."""
@@ -819,77 +820,29 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         y, arrived = self._arrived(module, mats, rows)
         trace = self._trace(module)
         parts = [(*arrived, y)[i][..., trace.span(param_str, i), :] for i in MAKES[param_str]]
-        reads = self._reads(param_str, module, rows)
+        reads = self.reads(param_str, module, rows)
         if len(reads) < len(parts):
             parts = [torch.cat(parts, -1)]
         return list(zip(parts, reads, strict=True))
 
-    def _put_together(self, param_str: str, module: Module, parts: Sequence[Tensor]) -> Tensor:
+    def put_together(self, param_str: str, module: Module, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of the parts of a parameter."""
         whole = torch.cat(list(parts), _axis_of_parts(param_str))
         lead = whole.shape[: -2 if param_str.endswith("weight") else -1]
         return whole.reshape(*lead, *self.parameter(module, param_str).shape)
 
-    @or_automatic(AutomaticDerivatives)
-    def _param_jac_t_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        pairs = self._pairs(param_str, module, mat, subsampling)
-        parts = [shared_weight.mjp(s, x, sum_batch) for s, x in pairs]
-        return self._put_together(param_str, module, parts)
-
-    @or_automatic(AutomaticDerivatives)
-    def param_mjp_batch_square(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
-        pairs = self._pairs(param_str, module, mat, subsampling)
-        parts = [shared_weight.batch_square(s, x, weights) for s, x in pairs]
-        return self._put_together(param_str, module, parts)
-
-    @or_automatic(AutomaticDerivatives)
-    def param_mjp_square_sum(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
-        pairs = self._pairs(param_str, module, mat, subsampling)
-        parts = [shared_weight.square_sum(s, x, weights) for s, x in pairs]
-        return self._put_together(param_str, module, parts)
-
-    @or_automatic(AutomaticDerivatives)
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        pairs = self._pairs(param_str, module, mat, subsampling)
-        return torch.stack([shared_weight.square_norm(s, x) for s, x in pairs]).sum(0)
+    _param_jac_t_mat_prod = or_automatic(AutomaticDerivatives)(
+        SharedWeightDerivatives._param_jac_t_mat_prod
+    )
+    param_mjp_batch_square = or_automatic(AutomaticDerivatives)(
+        SharedWeightDerivatives.param_mjp_batch_square
+    )
+    param_mjp_square_sum = or_automatic(AutomaticDerivatives)(
+        SharedWeightDerivatives.param_mjp_square_sum
+    )
+    param_mjp_square_norm = or_automatic(AutomaticDerivatives)(
+        SharedWeightDerivatives.param_mjp_square_norm
+    )
 
     def has_kronecker_factors(self, param_str: str, module: Module) -> bool:
         """Whether all of a parameter is multiplied with the same input."""
@@ -910,7 +863,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         if not self.has_kronecker_factors(param_str, module):
             return super().kronecker_rows(param_str, module, g_inp, g_out, mat, subsampling)
         with bound(module):
-            ((s, _),) = self._pairs(param_str, module, mat, subsampling)
+            ((s, _),) = self.pairs(param_str, module, mat, subsampling)
         return shared_weight.position_rows(s, approximation).unsqueeze(2)
 
     def kronecker_input_factors(
@@ -924,5 +877,5 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         if not self.has_kronecker_factors(param_str, module):
             return []
         with bound(module):
-            (x,) = self._reads(param_str, module, subsampling)
+            (x,) = self.reads(param_str, module, subsampling)
         return [] if x is None else [shared_weight.input_factor(x, approximation)]

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor, einsum
 from torch.nn import Bilinear, Module
 
-from backpack.core.derivatives import shared_weight
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.linear import positions
+from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
 from backpack.core.registry import register
 from backpack.core.tape import bound
 from backpack.utils.subsampling import subsample
 
 
 @register(Bilinear)
-class BilinearDerivatives(BaseDerivatives):
+class BilinearDerivatives(SharedWeightDerivatives):
     """Derivatives of ``torch.nn.Bilinear``.
 
     Letters: n sample, t position, o output, i and j features of the inputs x and z, v vector.
@@ -117,93 +117,26 @@ class BilinearDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ parameters
 
-    def _features(self, param_str: str, module: Any, subsampling: Rows) -> Tensor | None:
+    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return what a parameter is multiplied with: for the weight ``x ⊗ z``, ``[N, T, I·J]``."""
         if param_str != "weight":
-            return None
-        x, z = self._inputs(module, subsampling)
-        return (x.unsqueeze(3) * z.unsqueeze(2)).flatten(2)
+            return [None]
+        x, z = self._inputs(module, rows)
+        return [(x.unsqueeze(3) * z.unsqueeze(2)).flatten(2)]
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return self._jac_p_mat_prod("weight", module, mat.flatten(2), subsampling)
+    def pairs(
+        self, param_str: str, module: Any, mat: Any, rows: Rows
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return ``mat`` at each position, and ``x ⊗ z``."""
+        return [(positions(mat), u) for u in self.reads(param_str, module, rows)]
 
-    def _bias_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return self._jac_p_mat_prod("bias", module, mat, subsampling)
+    def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
+        """Return ``[*, O, I, J]`` for the weight."""
+        whole = super().put_together(param_str, module, parts)
+        return whole.unflatten(-1, module.weight.shape[1:]) if param_str == "weight" else whole
 
-    def _jac_p_mat_prod(
-        self, param_str: str, module: Any, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        out = subsample(module.output, subsampling=subsampling)
-        u, num_t = self._features(param_str, module, subsampling), out.shape[1:-1].numel()
-        return shared_weight.jac_mat_prod(mat, u, len(out), num_t).reshape(-1, *out.shape)
-
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        u = self._features("weight", module, subsampling)
-        product = shared_weight.mjp(positions(mat), u, sum_batch)
-        return product.unflatten(-1, module.weight.shape[1:])
-
-    def _bias_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        return shared_weight.mjp(positions(mat), None, sum_batch)
-
-    def param_mjp_batch_square(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
-        u = self._features(param_str, module, subsampling)
-        squares = shared_weight.batch_square(positions(mat), u, weights)
-        return squares.reshape(-1, *self.parameter(module, param_str).shape)
-
-    def param_mjp_square_sum(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
-        u = self._features(param_str, module, subsampling)
-        squares = shared_weight.square_sum(positions(mat), u, weights)
-        return squares.reshape(self.parameter(module, param_str).shape)
-
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        u = self._features(param_str, module, subsampling)
-        return shared_weight.square_norm(positions(mat), u)
+    def _param_jac_mat_prod(self, param_str: str, *args: Any) -> Any:
+        module, g_inp, g_out, mat, subsampling = args
+        return super()._param_jac_mat_prod(
+            param_str, module, g_inp, g_out, mat.flatten(2) if mat.dim() > 2 else mat, subsampling
+        )

@@ -16,7 +16,6 @@ from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, RNNCell
 
 from backpack.core.derivatives import shared_weight
 from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
     Grads,
     Mats,
     Rows,
@@ -97,7 +96,7 @@ def recall(
     return found.value
 
 
-class RecurrentDerivatives(BaseDerivatives):
+class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
     """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
 
     A subclass says which step a module takes, and where its inputs and outputs have their time.
@@ -330,71 +329,23 @@ class RecurrentDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ parameters
 
-    def _pair(
+    def pairs(
         self, param_str: str, module: Any, mat: Mats, rows: Rows
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of a parameter, see ``shared_weight``."""
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return what arrives at the products of a parameter, and what it is multiplied with."""
         with bound(module):
             mats, _ = self._check_output(module, mat, rows)
             kind, k = self._places(module)[param_str]
             arrived = self._arrived(module, self._network(module), mats, rows)[k]
-            return arrived_at(kind, arrived).transpose(1, 2), self._read(module, kind, k, rows)
+            s = arrived_at(kind, arrived).transpose(1, 2)
+            return [(s, x) for x in self.reads(param_str, module, rows)]
 
-    def _read(self, module: Any, kind: str, k: int, rows: Rows) -> Tensor | None:
+    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return what a parameter is multiplied with, ``[N, T, I]``; None for a bias."""
-        x = read_by(kind, self._traces(module, self._network(module))[k])
-        return None if x is None else subsample(x, 1, rows).transpose(0, 1)
-
-    def _param_jac_t_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        return shared_weight.mjp(*self._pair(param_str, module, mat, subsampling), sum_batch)
-
-    def param_mjp_batch_square(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
-        pair = self._pair(param_str, module, mat, subsampling)
-        return shared_weight.batch_square(*pair, weights)
-
-    def param_mjp_square_sum(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
-        return shared_weight.square_sum(*self._pair(param_str, module, mat, subsampling), weights)
-
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        return shared_weight.square_norm(*self._pair(param_str, module, mat, subsampling))
+        with bound(module):
+            kind, k = self._places(module)[param_str]
+            x = read_by(kind, self._traces(module, self._network(module))[k])
+        return [None if x is None else subsample(x, 1, rows).transpose(0, 1)]
 
     def kronecker_rows(
         self,
@@ -407,7 +358,7 @@ class RecurrentDerivatives(BaseDerivatives):
         approximation: str | None = None,
     ) -> Tensor:
         """Sum what arrives over time, or keep every step: ``[V, *out] -> [V, N', 1, O]``."""
-        s, _ = self._pair(param_str, module, mat, subsampling)
+        ((s, _),) = self.pairs(param_str, module, mat, subsampling)
         return shared_weight.position_rows(s, approximation).unsqueeze(2)
 
     def kronecker_input_factors(
@@ -418,8 +369,7 @@ class RecurrentDerivatives(BaseDerivatives):
         approximation: str | None = None,
     ) -> list[Tensor]:
         """Return A of what a weight is multiplied with, see ``shared_weight``: ``[I, I]``."""
-        with bound(module):
-            x = self._read(module, *self._places(module)[param_str], subsampling)
+        (x,) = self.reads(param_str, module, subsampling)
         return [] if x is None else [shared_weight.input_factor(x, approximation)]
 
 

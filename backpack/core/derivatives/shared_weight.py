@@ -9,12 +9,16 @@ Letters: V columns, n (N) sample, t (T) position, o (O) output, i (I) input feat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, einsum
+from torch.nn import Module
 
 from backpack.core.derivatives import basederivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.utils.subsampling import subsample
 
 
 def jac_mat_prod(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
@@ -118,3 +122,96 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
         x = x.mean(1, keepdim=True)
     factor = einsum("nti,ntj->ij", x, x) / num_n
     return factor / num_t if approximation == "expand" else factor
+
+
+class SharedWeightDerivatives(BaseDerivatives):
+    """Products with the parameters of modules that apply them at several positions of a sample.
+
+    A subclass says what a parameter is multiplied with (:meth:`reads`) and what arrives at its
+    product (:meth:`pairs`). A parameter may have parts with inputs of their own.
+    """
+
+    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
+        """Return x of each part: ``[N, T, I]``, None for a bias."""
+        raise NotImplementedError
+
+    def pairs(
+        self, param_str: str, module: Any, mat: Any, rows: Rows
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return s and x of each part: ``[V, N, T, O]``, ``[N, T, I]``."""
+        raise NotImplementedError
+
+    def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
+        """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each part."""
+        (whole,) = parts
+        return whole
+
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Rows,
+    ) -> Any:
+        out = subsample(module.output, subsampling=subsampling)
+        (x,) = self.reads(param_str, module, subsampling)
+        return jac_mat_prod(mat, x, len(out), out.shape[1:-1].numel()).reshape(-1, *out.shape)
+
+    def _param_jac_t_mat_prod(
+        self,
+        param_str: str,
+        module: Any,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        sum_batch: bool,
+        subsampling: Rows,
+    ) -> Tensor:
+        pairs = self.pairs(param_str, module, mat, subsampling)
+        return self.put_together(param_str, module, [mjp(s, x, sum_batch) for s, x in pairs])
+
+    def param_mjp_batch_square(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
+        pairs = self.pairs(param_str, module, mat, subsampling)
+        parts = [batch_square(s, x, weights) for s, x in pairs]
+        return self.put_together(param_str, module, parts)
+
+    def param_mjp_square_sum(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
+        pairs = self.pairs(param_str, module, mat, subsampling)
+        parts = [square_sum(s, x, weights) for s, x in pairs]
+        return self.put_together(param_str, module, parts)
+
+    def param_mjp_square_norm(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Any,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
+        pairs = self.pairs(param_str, module, mat, subsampling)
+        first, *others = (square_norm(s, x) for s, x in pairs)
+        return sum(others, start=first)
