@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, extend, extensions
-from backpack.core.derivatives import MultiheadAttentionDerivatives, derivatives_of
+from backpack.core.derivatives import MultiheadAttentionDerivatives, derivatives_of, reductions
 from backpack.core.derivatives import ScaledDotProductAttentionDerivatives as FunctionRule
 from backpack.core.tape import bound, flatten_outputs
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -142,9 +142,9 @@ def test_layer(name: str, rows: Any) -> None:
         same("param_jac_mat_prod", p, layer, None, None, mat)
         for sum_batch in (True, False):
             same("param_mjp", p, layer, None, None, at_outputs, sum_batch=sum_batch)
-        for method in ("batch_square", "square_sum"):
-            same(f"param_mjp_{method}", p, layer, None, None, at_outputs, weights=signs)
-        same("param_mjp_square_norm", p, layer, None, None, at_outputs)
+        for wanted in (reductions.NAMES, {"square_norm"}):
+            arguments = (p, layer, None, None, at_outputs, wanted)
+            same("param_mjp_reduced", *arguments, weights=signs)
         if len(outputs) > 1:  # what the output is used for does not matter
             same("param_mjp", p, layer, None, None, [None, at_outputs[1]])
             same("param_mjp", p, layer, None, None, [at_outputs[0], None])

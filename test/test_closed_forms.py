@@ -18,7 +18,12 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core import registry
-from backpack.core.derivatives import AutomaticDerivatives, FunctionDerivatives, derivatives_of
+from backpack.core.derivatives import (
+    AutomaticDerivatives,
+    FunctionDerivatives,
+    derivatives_of,
+    reductions,
+)
 from backpack.core.derivatives import vectors as vectors_of_rules
 from backpack.core.tape import bound
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -174,11 +179,9 @@ def test_parameters(probe: Probe) -> None:
                 ("param_mjp", s, True, rows),
                 ("param_mjp", s, False, rows),
                 ("param_jac_mat_prod", u, rows),
-                ("param_mjp_batch_square", s, rows),
-                ("param_mjp_batch_square", s, rows, weights),
-                ("param_mjp_square_sum", s, rows),
-                ("param_mjp_square_sum", s, rows, weights),
-                ("param_mjp_square_norm", s, rows),
+                ("param_mjp_reduced", s, ["square_norm"], rows),
+                ("param_mjp_reduced", s, reductions.NAMES, rows),
+                ("param_mjp_reduced", s, reductions.NAMES, rows, weights),
                 ("kronecker_rows", s, rows),
             ):
                 close(mine.param(method, name, *args), automatic.param(method, name, *args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,9 +20,10 @@ from backpack.core.derivatives import (
     AutomaticDerivatives,
     BaseDerivatives,
     BaseLossDerivatives,
+    convnd,
     derivatives_of,
+    reductions,
 )
-from backpack.core.derivatives import basederivatives as base
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.tape import bound
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -125,14 +127,20 @@ class Call:
         function = getattr(self.derivatives, method)
         return function(name, self.module, None, self.g_out, *args, **keywords)
 
-    def reduced(self, method: str, *args: Any, generic: bool = False) -> Any:
-        """Call a reduction (its generic body) as extensions do, with the call's tensors bound."""
+    def reduced(self, name: str, s: Tensor, *args: Any, generic: bool = False) -> Any:
+        """Reduce individual products as extensions do, or with the generic body."""
         owner = BaseDerivatives if generic else type(self.derivatives)
-        name, *rest = args
+        wanted, rows, weights = args
         with bound(self.module):
-            return getattr(owner, method)(
-                self.derivatives, name, self.module, None, self.g_out, *rest
+            return owner._param_mjp_reduced(
+                self.derivatives, name, self.module, self.g_out, s, wanted, rows, weights
             )
+
+    def kronecker_rows(self, name: str, s: Tensor, rows: Any = None) -> Any:
+        """Call the method as extensions do, with the call's tensors bound."""
+        with bound(self.module):
+            rule = self.derivatives.kronecker_rows
+            return rule(name, self.module, None, self.g_out, s, rows)
 
     def phi(self) -> Tensor:
         """Return ``<out, g_out>``, whose second derivative modules are asked for."""
@@ -370,34 +378,43 @@ def test_param_jacobians(probe: Probe) -> None:
             close(product(u[0], subsampling=rows), pushed[0])
 
 
-REDUCTIONS = ["param_mjp_batch_square", "param_mjp_square_sum", "param_mjp_square_norm"]
+REDUCTIONS = {
+    "individual": lambda each, squares: each,
+    "gradient": lambda each, squares: each.sum((0, 1)),
+    "batch_square": lambda each, squares: squares.sum(0),
+    "square": lambda each, squares: squares.sum((0, 1)),
+}
 
 
 @each_with_params
 @pytest.mark.parametrize("v", [1, 5])
 def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone and all together, with and without gradients, in slices or at once."""
     call = start(probe)
     for name, p, J in param_jacobians(call):
         for rows in ROWS:
             s = random_mat(call.out, rows, v)
-            each = einsum("vno,nop->vnp", s.flatten(2), subsample(J, subsampling=rows)).square()
-            weights = torch.randn(s.shape[:2]).sign().to(s.dtype)
-            expected = {
-                "param_mjp_batch_square": each.sum(0).reshape(-1, *p.shape),
-                "param_mjp_square_sum": each.sum((0, 1)).reshape(p.shape),
-                "param_mjp_square_norm": each.sum((0, 2)),
-            }
-            signed = einsum("vnp,vn->np", each, weights).reshape(-1, *p.shape)
-            for entries in (2**21, p.numel() * v, 1):
-                monkeypatch.setattr(base, "SLICE_ENTRIES", entries)
-                for generic in (False, True):
-                    for method, value in expected.items():
-                        close(call.reduced(method, name, s, rows, generic=generic), value)
-                    method = "param_mjp_batch_square"
-                    close(call.reduced(method, name, s, rows, weights, generic=generic), signed)
-                    method = "param_mjp_square_sum"
-                    result = call.reduced(method, name, s, rows, weights, generic=generic)
-                    close(result, signed.sum(0))
+            each = einsum("vno,nop->vnp", s.flatten(2), subsample(J, subsampling=rows))
+            each = each.reshape(*each.shape[:2], *p.shape)
+            signs = torch.randn(s.shape[:2]).sign().to(s.dtype)
+            for weights in (None, signs):
+                squares = each.square()
+                if weights is not None:
+                    squares = einsum("vn...,vn->vn...", squares, weights)
+                truths = {key: rule(each, squares) for key, rule in REDUCTIONS.items()}
+                norms = each.square().flatten(2).sum((0, 2))
+                truths["square_norm"] = norms.to(each.dtype)
+                assert truths.keys() == reductions.NAMES
+                together = [{key} for key in truths] + [set(truths), {"square_norm", "gradient"}]
+                for entries in (2**21, p.numel() * v, 1):
+                    monkeypatch.setattr(reductions, "SLICE_ENTRIES", entries)
+                    monkeypatch.setattr(convnd, "patches_are_cheaper", lambda *_, n=entries: n > 1)
+                    for wanted, generic, graph in product(together, (False, True), (False, True)):
+                        with torch.set_grad_enabled(graph):
+                            found = call.reduced(name, s, wanted, rows, weights, generic=generic)
+                        assert found.keys() == wanted
+                        for key, value in found.items():
+                            close(value, truths[key])
 
 
 @each_with_params
@@ -406,14 +423,14 @@ def test_kronecker_rows(probe: Probe) -> None:
     call = start(probe)
     for name in call.params:
         s = random_mat(call.out)
-        whole = call.reduced("kronecker_rows", name, s)
+        whole = call.kronecker_rows(name, s)
         for rows in ROWS[1:]:
-            part = call.reduced("kronecker_rows", name, subsample(s, 1, rows), rows)
+            part = call.kronecker_rows(name, subsample(s, 1, rows), rows)
             close(part, subsample(whole, 1, rows))
-        total = call.reduced("kronecker_rows", name, s[:1] + 2 * s[1:])
+        total = call.kronecker_rows(name, s[:1] + 2 * s[1:])
         close(total, whole[:1] + 2 * whole[1:])
         if call.derivatives.kronecker_rows_are_constant:
-            same = call.reduced("kronecker_rows", name, s[:, :1].expand_as(s))
+            same = call.kronecker_rows(name, s[:, :1].expand_as(s))
             close(same, same[:, :1].expand_as(same))
 
 
@@ -565,10 +582,10 @@ def test_param_products_are_differentiable(probe: Probe) -> None:
         )
         same_derivatives(call, call.param("param_mjp", name, s), each.sum(1), s)
         same_derivatives(call, call.param("param_mjp", name, s, False), each, s)
-        squares = each.square()
-        truths = [squares.sum(0), squares.sum((0, 1)), squares.flatten(2).sum((0, 2))]
-        for method, truth in zip(REDUCTIONS, truths, strict=True):
-            same_derivatives(call, call.reduced(method, name, s), truth, s)
+        truths = {key: rule(each, each.square()) for key, rule in REDUCTIONS.items()}
+        truths["square_norm"] = each.square().flatten(2).sum((0, 2))
+        for key, truth in truths.items():
+            same_derivatives(call, call.reduced(name, s, {key}, None, None)[key], truth, s)
         with weight_jac_t_save_memory():
             same_derivatives(call, call.param("param_mjp", name, s, False), each, s)
 
@@ -795,3 +812,35 @@ def test_without_a_forward_pass() -> None:
     module = extend(nn.Linear(3, 2))
     with pytest.raises(RuntimeError, match="No forward pass"):
         derivatives_of(module).jac_t_mat_prod(module, None, None, torch.zeros(1, 4, 2))
+
+
+PATCHES = [
+    # shape, kernel, stride, dilation
+    ((9, 3, 7), (3,), (1,), (1,)),
+    ((9, 3, 9), (3,), (2,), (2,)),
+    ((9, 3, 12), (4,), (2,), (2,)),
+    ((9, 3, 12), (4,), (3,), (2,)),
+    ((9, 3, 5, 6), (3, 2), (1, 1), (1, 1)),
+    ((9, 2, 8, 7), (3, 3), (2, 2), (1, 1)),
+    ((30, 2, 3, 3), (3, 3), (1, 1), (1, 1)),
+    ((2, 2, 3, 3), (3, 3), (1, 1), (1, 1)),
+    ((3, 2, 4, 5), (1, 3), (1, 2), (1, 1)),
+    ((20, 3, 13, 4), (5, 2), (2, 1), (1, 1)),
+    ((19, 2, 4, 4, 5), (2, 2, 3), (1, 2, 1), (2, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("case", PATCHES, ids=str)
+def test_patch_gram(case: Any) -> None:
+    """The blocks that follow from each other are those of the unfolded input."""
+    shape, kernel, stride, dilation = case
+    axes = zip(shape[2:], kernel, stride, dilation, strict=True)
+    positions = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in axes]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    unfolded = convnd.patches(x, kernel, stride, dilation, positions)
+    unfolded = unfolded.reshape(len(x), shape[1] * math.prod(kernel), -1)
+    truth = einsum("nit,njt->ij", unfolded, unfolded)
+    found = convnd.patch_gram(x, kernel, stride, dilation, positions)
+    close(found, truth)
+    weights = torch.randn_like(truth)
+    close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))

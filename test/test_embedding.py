@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.derivatives import derivatives_of
+from backpack.core.derivatives import derivatives_of, reductions
 from backpack.utils.kroneckers import kfacs_to_mat
 from backpack.utils.subsampling import subsample
 
@@ -144,14 +144,15 @@ def test_products(name: str, rows: Any) -> None:
 def test_reductions(name: str, rows: Any) -> None:
     call = Call(name)
     s = call.cotangents(rows)
-    squares = call.param_mjp(s, sum_batch=False, subsampling=rows).square()
+    each = call.param_mjp(s, sum_batch=False, subsampling=rows)
     signs = torch.randn(s.shape[:2], dtype=torch.float64).sign()
     for weights in (None, signs):
-        signed = squares if weights is None else einsum("vn...,vn->vn...", squares, weights)
         options = {"subsampling": rows, "weights": weights}
-        close(call.param_mjp_batch_square(s, **options), signed.sum(0))
-        close(call.param_mjp_square_sum(s, **options), signed.sum((0, 1)))
-    close(call.param_mjp_square_norm(s, subsampling=rows), squares.sum((0, 2, 3)))
+        for wanted in (reductions.NAMES, *({name} for name in reductions.NAMES)):
+            found = call.param_mjp_reduced(s, wanted, **options)
+            assert found.keys() == wanted
+            for key, truth in reductions.of_products(each, wanted, weights).items():
+                close(found[key], truth)
 
 
 @each
@@ -239,18 +240,14 @@ def test_differentiable(name: str) -> None:
         each = einsum("vntd,ntw->vnwd", s.reshape(V, N, -1, D), x)
     else:
         each = einsum("vno,nowd->vnwd", s.flatten(2), call.jacobian())
-    truths = {
-        "param_mjp": each.sum(1),
-        "param_mjp_batch_square": each.square().sum(0),
-        "param_mjp_square_sum": each.square().sum((0, 1)),
-        "param_mjp_square_norm": each.square().sum((0, 2, 3)),
-    }
-    for method, truth in truths.items():
-        mine, weights = getattr(call, method)(s), torch.randn_like(truth)
+    truths = reductions.of_products(each, reductions.NAMES)
+    found = call.param_mjp_reduced(s, reductions.NAMES)
+    for key, truth in truths.items():
+        mine, weights = found[key], torch.randn_like(truth)
         close(mine, truth)
         expected = torch.autograd.grad(truth, wrt, weights, retain_graph=True)
-        found = torch.autograd.grad(mine, wrt, weights, retain_graph=True)
-        for one, other in zip(found, expected, strict=True):
+        mine = torch.autograd.grad(mine, wrt, weights, retain_graph=True)
+        for one, other in zip(mine, expected, strict=True):
             close(one, other)
 
 

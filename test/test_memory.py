@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
-from backpack.core import tape
+from backpack.core import memory, tape
 from backpack.core.backward_pass import BackwardPass
 from backpack.custom_module.branching import Parallel, SumModule
+from backpack.extensions import BatchGrad
 
 N = 8
 
@@ -405,3 +407,63 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 2**18  # kB
+
+
+# --------------------------------------------------------------------------------------
+# Results that are written over
+# --------------------------------------------------------------------------------------
+
+
+def large_result() -> Parameter:
+    p = Parameter(torch.ones(2))
+    p.quantity = torch.zeros(1024, 1024)
+    assert p.quantity.nbytes >= memory.LARGE
+    return p
+
+
+HOLDERS = {
+    "nobody": lambda x: None,
+    "a view that is gone": lambda x: x.T.sum(),
+    "a name": lambda x: x,
+    "a view": lambda x: x[1:, 0],
+    "detached": lambda x: x.detach(),
+    "its memory": lambda x: x.untyped_storage(),
+    "numpy": lambda x: x.numpy(),
+    "dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "a graph": lambda x: (x[0] * torch.ones(1024, requires_grad=True)).sum(),
+    "a graph of all": lambda x: (x * torch.ones(1024, requires_grad=True)).sum(),
+}
+
+
+@pytest.mark.parametrize("who", HOLDERS)
+def test_memory_that_somebody_has_is_not_used_again(who: str) -> None:
+    p = large_result()
+    holder = HOLDERS[who](p.quantity)
+    memory.recycle(vars(p), "quantity")
+    free = len(memory._spare)
+    memory.forget()
+    assert free == (who in ("nobody", "a view that is gone"))
+    assert hasattr(p, "quantity") == (not free)
+    del holder
+
+
+def test_individual_gradients_are_written_over() -> None:
+    """Those of the backward pass before, unless somebody looks at them still."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(512, 64)), extend(nn.MSELoss())
+    X, y = torch.rand(3, 64, 512), torch.rand(3, 64, 64)
+
+    def step(i: int) -> Tensor:
+        model.zero_grad()
+        with backpack(BatchGrad()):
+            lossfunc(model(X[i]), y[i]).backward()
+        assert model.weight.grad_batch._base is None
+        torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+        return model.weight.grad_batch
+
+    address = step(0).data_ptr()
+    kept = step(1)
+    assert kept.data_ptr() == address
+    before = kept.clone()
+    assert step(2).data_ptr() != address
+    assert torch.equal(kept, before)

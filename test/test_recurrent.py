@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend
-from backpack.core.derivatives import BaseDerivatives, basederivatives, derivatives_of, recurrent
+from backpack.core.derivatives import BaseDerivatives, derivatives_of, recurrent, reductions
 from backpack.core.derivatives.recurrent_cells import GRUStep, LSTMStep, ReLUStep, Step, TanhStep
 from backpack.core.tape import flatten_outputs
 from backpack.extensions import DiagGGNExact
@@ -300,8 +300,8 @@ def test_mat_without_v(kind: str, options: dict[str, Any]) -> None:
         found = probe.rule.jac_t_mat_prod(m, None, None, one)
         expected = probe.back(mats, probe.inputs)
         torch.testing.assert_close(list(found), [e[0] for e in expected], **TOLERANCE)
-        norm = probe.rule.param_mjp_square_norm(next(iter(probe.params)), m, None, None, one)
-        assert norm.shape == (N,)
+        each = probe.rule.param_mjp(next(iter(probe.params)), m, None, None, one, False)
+        assert len(each) == N
 
 
 # ---------------------------------------------------------------------- reductions
@@ -317,7 +317,7 @@ def test_reductions(
     slice_entries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(basederivatives, "SLICE_ENTRIES", slice_entries)
+    monkeypatch.setattr(reductions, "SLICE_ENTRIES", slice_entries)
     probe = Probe(kind, **options)
     mats = probe.argument(probe.at_rows(probe.mats_out(), rows))
     count = len(torch.arange(N)[rows if rows is not None else slice(None)])
@@ -325,16 +325,12 @@ def test_reductions(
     generic: Any = BaseDerivatives
     with probe.bound() as m:
         for name in probe.params:
-            arguments = (name, m, None, None, mats, rows)
-            for method, extra in [
-                ("param_mjp_square_norm", ()),
-                ("param_mjp_square_sum", ()),
-                ("param_mjp_square_sum", (weights,)),
-                ("param_mjp_batch_square", ()),
-                ("param_mjp_batch_square", (weights,)),
-            ]:
-                found = getattr(probe.rule, method)(*arguments, *extra)
-                expected = getattr(generic, method)(probe.rule, *arguments, *extra)
+            for wanted, given in itertools.product(
+                ({"square_norm"}, reductions.NAMES), (None, weights)
+            ):
+                arguments = (name, m, None, mats, wanted, rows, given)
+                found = probe.rule._param_mjp_reduced(*arguments)
+                expected = generic._param_mjp_reduced(probe.rule, *arguments)
                 torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
@@ -348,7 +344,8 @@ def test_square_norm_of_short_and_long_sequences(steps: int) -> None:
     truth = probe.individual(mats)
     with probe.bound() as m:
         for name in probe.params:
-            found = probe.rule.param_mjp_square_norm(name, m, None, None, mats)
+            wanted = ["square_norm"]
+            found = probe.rule.param_mjp_reduced(name, m, None, None, mats, wanted)["square_norm"]
             expected = truth[name].square().transpose(0, 1).flatten(1).sum(1)
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
@@ -541,7 +538,7 @@ def _extract_everything(probe: Probe, m: Any, mats: Any, rows: Any = None) -> No
     probe.rule.jac_t_mat_prod(m, None, None, mats, rows)
     for name in probe.params:
         probe.rule.param_mjp(name, m, None, None, mats, True, rows)
-        probe.rule.param_mjp_square_norm(name, m, None, None, mats, rows)
+        probe.rule.param_mjp_reduced(name, m, None, None, mats, ["square_norm"], rows)
         probe.rule.kronecker_rows(name, m, None, None, mats, rows)
         probe.rule.kronecker_input_factors(name, m, rows)
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable, without_autocast
-from backpack.core import call_products
+from backpack.core import call_products, memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -226,6 +226,13 @@ class BackwardPass:
         else:
             call.release()
 
+    @staticmethod
+    def _recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:
+        """Let the memory of results that are about to be replaced be used again."""
+        if not torch.is_grad_enabled():
+            for ext in exts:
+                memory.recycle(vars(p), ext.savefield)
+
     def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
         if p in self.untrained:
             return
@@ -288,6 +295,7 @@ class BackwardPass:
         subsampling: Sequence[int] | None,
     ) -> None:
         plan.check_one_batch(p)
+        self._recycle(p, exts)
         products = Products(
             p,
             [_gradient_use(plan, call, name, subsampling) for call, name in uses],
@@ -303,6 +311,7 @@ class BackwardPass:
                 )
         for ext in exts:
             self._save(p, ext, ext.extract(products))
+        memory.forget()
 
     # ------------------------------------------------------------------ second order
 

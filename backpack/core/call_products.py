@@ -98,7 +98,7 @@ def param_forward(call: Call, name: str, mat: Tensor, rows: Rows) -> list[Tensor
 
 def param(
     call: Call, method: str, name: str, mats: Columns, rows: Rows, *args: Any, **options: Any
-) -> Tensor:
+) -> Any:
     """Call a method of the rule that takes columns at the outputs and is about a parameter."""
     side = _Border(call, rows)
     side.refuse_folded(name)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core import call_products
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.tape import Call
@@ -45,7 +46,7 @@ class Use(NamedTuple):
         with self.call.bound() as module:
             return self.derivatives.has_kronecker_factors(self.name, module)
 
-    def apply(self, method: str, *arguments: Any, **keywords: Any) -> Tensor:
+    def apply(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of the derivatives for this use."""
         mats = self.mats or [self.factor.mat]
         return call_products.param(
@@ -178,6 +179,9 @@ class Products:
 
     def __getitem__(self, name: str) -> Tensor:
         """Compute a quantity (or recall it)."""
+        if name not in self._values and name in reductions.NAMES and self.direct:
+            wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
+            self._values |= self.uses[0].apply("param_mjp_reduced", wanted, weights=self._weights)
         if name not in self._values:
             self._values[name] = getattr(self, f"_{name}")()
         return self._values[name]
@@ -202,10 +206,9 @@ class Products:
     @property
     def direct(self) -> bool:
         """Whether the derivatives can reduce on their own: one use, every row a sample."""
-        if len(self.uses) > 1 or self.terms is not None or "individual" in self._values:
-            return False
         factor = self.uses[0].factor
-        return factor.groups == factor.mat.shape[1] and "individual" not in self.wanted
+        alone = len(self.uses) == 1 and self.terms is None and "individual" not in self._values
+        return alone and factor.groups == factor.mat.shape[1]
 
     @property
     def _weights(self) -> Tensor | None:
@@ -238,31 +241,18 @@ class Products:
         sums = [use.apply("param_mjp", sum_batch=True).sum(0) for use in self.uses]
         return reduce(_add, sums)
 
-    def _signed(self, squares: Tensor) -> Tensor:
-        """Weigh ``[V, N, *p]`` with the weights."""
-        weights = self._weights
-        if weights is None:
-            return squares
-        return squares * weights.reshape(*weights.shape, *(1,) * (squares.dim() - 2))
-
     def _batch_square(self) -> Tensor:
-        if self.direct:
-            return self.uses[0].apply("param_mjp_batch_square", weights=self._weights)
-        return self._signed(self["individual"].square()).sum(0)
+        return reductions.squared(self["individual"], self._weights).sum(0)
 
     def _square(self) -> Tensor:
         if "batch_square" in self.wanted:
             return self["batch_square"].sum(0)
-        if self.direct:
-            return self.uses[0].apply("param_mjp_square_sum", weights=self._weights)
-        return self._signed(self["individual"].square()).sum((0, 1))
+        return reductions.squared(self["individual"], self._weights).sum((0, 1))
 
     def _square_norm(self) -> Tensor:
         if "batch_square" in self.wanted:
             squares = self["batch_square"]
             return squares.reshape(len(squares), -1).sum(1)
-        if self.direct:
-            return self.uses[0].apply("param_mjp_square_norm")
         squares = self["individual"].square()
         return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
 

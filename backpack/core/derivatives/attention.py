@@ -834,14 +834,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
     _param_jac_t_mat_prod = or_automatic(AutomaticDerivatives)(
         SharedWeightDerivatives._param_jac_t_mat_prod
     )
-    param_mjp_batch_square = or_automatic(AutomaticDerivatives)(
-        SharedWeightDerivatives.param_mjp_batch_square
-    )
-    param_mjp_square_sum = or_automatic(AutomaticDerivatives)(
-        SharedWeightDerivatives.param_mjp_square_sum
-    )
-    param_mjp_square_norm = or_automatic(AutomaticDerivatives)(
-        SharedWeightDerivatives.param_mjp_square_norm
+    _param_mjp_reduced = or_automatic(AutomaticDerivatives)(
+        SharedWeightDerivatives._param_mjp_reduced
     )
 
     def has_kronecker_factors(self, param_str: str, module: Module) -> bool:

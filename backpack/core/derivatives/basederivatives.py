@@ -8,7 +8,7 @@ with respect to a parameter. A ``mat`` without the ``V`` axis is accepted, the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Size, Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import Evaluation, second_products
 from backpack.core.layout import Layout, unbatched
 from backpack.core.tape import Call, bound, describe
@@ -26,10 +27,6 @@ Rows = Sequence[int] | slice | None
 Grads = Sequence[Tensor | None] | None
 # One tensor, or one (None for zero) for each of a module's several inputs or outputs.
 Mats = Tensor | Sequence[Tensor | None]
-
-# Per-sample products of a parameter are squared and summed in slices of about this many entries,
-# so that the intermediate tensor stays small (and on a CPU, in the cache).
-SLICE_ENTRIES = 2**21
 
 
 class BatchAxis(Enum):
@@ -475,56 +472,71 @@ class BaseDerivatives:
         """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
         return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
 
-    def param_mjp_batch_square(
+    def param_mjp_reduced(
         self,
         param_str: str,
         module: Module,
         g_inp: Grads,
         g_out: Grads,
         mat: Mats,
+        wanted: Iterable[str],
         subsampling: Rows = None,
         weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with ``weights`` (``[V, N]``): ``[N, *p]``."""
-        squares = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling).square()
-        return (
-            squares.sum(0) if weights is None else torch.einsum("vn...,vn->n...", squares, weights)
-        )
+    ) -> dict[str, Tensor]:
+        """Reduce ``J_pᵀ mat`` of each sample in several ways at once.
 
-    def param_mjp_square_sum(
+        Args:
+            param_str: Name of the parameter.
+            module: Module whose call is at hand.
+            g_inp: Gradients with respect to the inputs (not used).
+            g_out: Gradients with respect to the outputs.
+            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
+            wanted: Names of the table in :mod:`backpack.core.derivatives.reductions`.
+            subsampling: Rows of the batch that ``mat`` holds. Default: all.
+            weights: Weights of squares, ``[V, N]``. Default: 1.
+
+        Returns:
+            What is wanted, by name.
+        """
+        self._check_name(module, param_str)
+        with bound(module):
+            return self._param_mjp_reduced(
+                param_str, module, g_out, mat, frozenset(wanted), subsampling, weights
+            )
+
+    def _param_mjp_reduced(
         self,
         param_str: str,
-        module: Module,
-        g_inp: Grads,
+        module: Any,
         g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with ``weights`` (``[V, N]``): ``[*p]``."""
-        total: Tensor | int = 0
-        for part, rows, span in self._in_slices(param_str, module, mat, subsampling):
-            part_weights = None if weights is None else weights[:, span]
-            total = total + self.param_mjp_batch_square(
-                param_str, module, g_inp, g_out, part, rows, part_weights
-            ).sum(0)
-        return total  # type: ignore[return-value]
+        mat: Any,
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        mats = [mat] if isinstance(mat, Tensor) else list(mat)
+        axes = [1 + self.batch_axis_out(module, i) for i in range(len(mats))]
+        given = [(m, axis) for m, axis in zip(mats, axes, strict=True) if m is not None]
+        like, axis = given[0]
+        num_v, count = like.shape[0], like.shape[axis]
+        p = self.parameter(module, param_str)
+        first = module.output if isinstance(module.output, Tensor) else module.output[0]
+        rows = row_numbers(first.shape[axes[0] - 1], subsampling)
 
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        norms = []
-        for part, rows, _ in self._in_slices(param_str, module, mat, subsampling):
-            squares = self.param_mjp(param_str, module, g_inp, g_out, part, False, rows).square()
-            norms.append(squares.reshape(*squares.shape[:2], -1).sum((0, 2)))
-        return torch.cat(norms)
+        def product(span: slice, out: Tensor | None) -> Tensor:
+            if span.stop - span.start >= count:
+                return self.param_mjp(param_str, module, None, g_out, mat, False, subsampling)
+            part = [
+                m if m is None else m.narrow(axis, span.start, span.stop - span.start)
+                for m, axis in zip(mats, axes, strict=True)
+            ]
+            one: Any = part[0] if isinstance(mat, Tensor) else part
+            taken = take_rows(rows, span)
+            return self.param_mjp(param_str, module, None, g_out, one, False, taken)
+
+        shape = (num_v, count, *p.shape)
+        size = reductions.slice_size(num_v * p.numel())
+        return reductions.in_slices(product, shape, size, like, wanted, weights)
 
     def kronecker_rows(
         self,
@@ -773,34 +785,6 @@ class BaseDerivatives:
                 f"{describe(module)}: second derivatives need g_out, the gradient of the loss with "
                 "respect to the module's output."
             )
-
-    def _in_slices(
-        self, param_str: str, module: Any, mat: Mats, subsampling: Rows
-    ) -> list[tuple[Mats, Rows, slice]]:
-        """Split the samples so that ``[V, slice, *p]`` has about SLICE_ENTRIES entries."""
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        axes = [1 + self.batch_axis_out(module, i) for i in range(len(mats))]
-        num_v, count = next(
-            (m.shape[0], m.shape[axis]) for m, axis in zip(mats, axes, strict=True) if m is not None
-        )
-        per_sample = num_v * self.parameter(module, param_str).numel()
-        size = max(1, SLICE_ENTRIES // max(1, per_sample))
-        if size >= count:
-            return [(mat, subsampling, slice(None))]
-        with bound(module) as m:
-            first = m.output if isinstance(m.output, Tensor) else m.output[0]
-            rows = row_numbers(first.shape[axes[0] - 1], subsampling)
-        parts: list[tuple[Mats, Rows, slice]] = []
-        for i in range(0, count, size):
-            span = slice(i, i + size)
-            part = [
-                None if m is None else m.narrow(axis, i, min(size, count - i))
-                for m, axis in zip(mats, axes, strict=True)
-            ]
-            one = part[0] if isinstance(mat, Tensor) else part
-            assert one is not None
-            parts.append((one, take_rows(rows, span), span))
-        return parts
 
 
 def _without_v(result: Any) -> Any:

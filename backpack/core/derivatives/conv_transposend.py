@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
     crop,
+    gram_is_cheaper,
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import fold, unfold_like
@@ -141,25 +143,27 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         unfolded = PerSampleConvolution.unfolded(padded, module, module.input0.shape[2:])
         return unfold_like(unfolded, mat)
 
-    def param_mjp_square_norm(
+    def _param_mjp_reduced(
         self,
         param_str: str,
         module: Any,
-        g_inp: Grads,
         g_out: Grads,
         mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, N, *out] -> [N]``."""
-        if param_str == "weight":
-            x = subsample(module.input0, subsampling=subsampling).flatten(2).unsqueeze(0)
-            norms = [
-                PerSampleConvolution.square_norm(big, x, module.groups)
-                for big in self._unfold(module, mat)
-            ]
-            if norms[0] is not None:
-                return sum(norms)  # type: ignore[arg-type, return-value]
-        return super().param_mjp_square_norm(param_str, module, g_inp, g_out, mat, subsampling)
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        if param_str == "weight" and wanted == {"square_norm"}:
+            x = subsample(module.input0, subsampling=subsampling).flatten(2)
+            x = x.unflatten(1, (module.groups, -1)).unsqueeze(0)
+            big = self._unfold(module, mat)
+            # for each column, the roles of input and gradient are those of a convolution, exchanged
+            if gram_is_cheaper(x.shape, big.shape[3]):
+                norms = torch.stack([PerSampleConvolution.square_norm(of_v, x) for of_v in big])
+                return {"square_norm": norms.sum(0)}
+        return super()._param_mjp_reduced(
+            param_str, module, g_out, mat, wanted, subsampling, weights
+        )
 
     def kronecker_rows(
         self,

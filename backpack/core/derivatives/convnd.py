@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import reduce
+from itertools import combinations_with_replacement
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, einsum
+from torch import Size, Tensor, einsum
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
 from backpack.core.derivatives.shared_weight import input_factor, position_rows
@@ -62,6 +66,58 @@ def patches(
     )
 
 
+def patch_gram(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    positions: Sequence[int],
+) -> Tensor:
+    """Sum the outer products of all patches: padded ``[N, C, *in]`` to ``[C·k, C·k]``.
+
+    Patches are made along all axes but the first; let ``Z_u`` be those with row u of the input. The
+    block of the taps i and j of the first axis is ``sum_t Z_u Z_vᵀ`` over T positions,
+    ``u = d i + s t`` and ``v = d j + s t``, with stride s and dilation d. One stride further, the
+    window of the sum loses its first term and gains a last one: of the k² blocks, only those that
+    no shift reaches are summed in full.
+    """
+    num_n, channels, size = x.shape[:3]
+    features = channels * prod(kernel)
+    if num_n * prod(positions) < features or kernel[0] == 1:
+        unfolded = patches(x, kernel, stride, dilation, positions)
+        flat = unfolded.movedim(0, 1 + len(kernel)).reshape(features, -1)
+        return flat @ flat.T
+    (k, *others), s, d, num_t = kernel, stride[0], dilation[0], positions[0]
+    z = patches(x, (1, *others), (1, *stride[1:]), (1, *dilation[1:]), (size, *positions[1:]))
+    rest = prod(others)
+    z = z.movedim(0, 1 + len(kernel)).reshape(channels * rest, num_n, size, -1)
+    # row u is (u % s, u // s), so that the rows of a tap are next to each other in memory
+    z = pad(z, (0, 0, 0, -size % s)).unflatten(2, (-1, s)).permute(0, 3, 2, 1, 4)
+    per_row = z.shape[3] * z.shape[4]
+    z = z.flatten(2)
+
+    def rows(tap: int, start: int, count: int) -> Tensor:
+        first = (d * tap // s + start) * per_row
+        return z[:, d * tap % s, first : first + count * per_row]
+
+    blocks: dict[tuple[int, int], Tensor] = {}
+    for i, j in combinations_with_replacement(range(k), 2):
+        before = (i - s // d, j - s // d)
+        if s % d == 0 and before in blocks:
+            p, q = before
+            block = torch.addmm(blocks[before], rows(p, 0, 1), rows(q, 0, 1).T, alpha=-1)
+            blocks[i, j] = torch.addmm(block, rows(p, num_t, 1), rows(q, num_t, 1).T)
+        else:
+            blocks[i, j] = rows(i, 0, num_t) @ rows(j, 0, num_t).T
+    every = [blocks[i, j] if i <= j else blocks[j, i].T for i in range(k) for j in range(k)]
+    gram = torch.stack(every).reshape(k, k, channels, rest, channels, rest)
+    return gram.permute(2, 0, 3, 4, 1, 5).reshape(features, features)
+
+
+# About how many entries the patches (along all axes but one) of a slice of samples have.
+GRAM_ENTRIES = 2**24
+
+
 class PerSampleConvolution:
     """Weight gradients of a convolution for each sample: what both kinds of convolution share.
 
@@ -73,7 +129,7 @@ class PerSampleConvolution:
     def unfolded(x: Tensor, module: Any, positions: Sequence[int]) -> Tensor:
         """Return patches by group: padded ``[N, C, *in] -> [N, G, C/G·k, T]``."""
         view = patches(x, module.kernel_size, module.stride, module.dilation, positions)
-        return view.reshape(x.shape[0], module.groups, -1, torch.Size(positions).numel())
+        return view.reshape(x.shape[0], module.groups, -1, Size(positions).numel())
 
     @staticmethod
     def correlate(
@@ -119,24 +175,45 @@ class PerSampleConvolution:
         return result.squeeze(1) if sum_batch else result
 
     @staticmethod
-    def square_norm(unfolded: Tensor, small: Tensor, groups: int) -> Tensor | None:
-        """Squared norms from Gram matrices of the positions, if that is the cheaper way.
+    def square_norm(unfolded: Tensor, s: Tensor) -> Tensor:
+        """Squared norms from Gram matrices of the positions.
 
         Args:
             unfolded: ``[N, G, C/G·k, T]``.
-            small: ``[V, N, K, T]``.
-            groups: G.
+            s: ``[V, N, G, K/G, T]``.
 
         Returns:
-            ``[N]``, summed over V; None if materialising the products is cheaper.
+            ``[N]``, summed over V.
         """
-        num_v, _, k, t = small.shape
-        features = unfolded.shape[2]
-        if t * (num_v * k + groups * features) > num_v * k * features:
-            return None
-        small = small.reshape(num_v, -1, groups, k // groups, t)
-        gram = einsum("vngot,vngou->ngtu", small, small)
-        return (gram * einsum("ngit,ngiu->ngtu", unfolded, unfolded)).sum((1, 2, 3))
+        gram = einsum("vngot,vngou->ngtu", s, s)
+        return (gram * (unfolded.mT @ unfolded)).sum((1, 2, 3))
+
+
+def gram_is_cheaper(shape: Sequence[int], features: int) -> bool:
+    """Whether norms take fewer multiplications by Gram matrices than by the products.
+
+    Args:
+        shape: ``[V, N, G, K/G, T]``, of what is multiplied with the patches.
+        features: Entries of a patch in a group.
+    """
+    num_v, _, _, k, t = shape
+    return t * (num_v * k + features) <= num_v * k * features
+
+
+def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -> bool:
+    """Whether unfolding the input and multiplying is faster than a convolution for each sample.
+
+    Unfolding costs time for each entry of the patches. A convolution for each sample costs a fixed
+    time (as much as unfolding some 2^16 entries), and has to copy the product. Measured on a CPU.
+
+    Args:
+        module: The convolution.
+        patch_entries: Entries of a sample's patches.
+        product_entries: Entries of a sample's product.
+    """
+    taps = Size(module.kernel_size).numel()
+    is_view = taps == 1 and not any(module.padding) and set(module.stride) == {1}
+    return is_view or patch_entries < 2**16 + product_entries // 2
 
 
 def crop(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -287,15 +364,14 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         sum_batch: bool,
         subsampling: Rows,
     ) -> Tensor:
-        x = subsample(module.input0, subsampling=subsampling)
-        if sum_batch or weight_jac_t_save_memory.active:
-            padding = self._native_padding(module)
-            return PerSampleConvolution.correlate(
-                self._pad(module, x), mat, module, padding, sum_batch
-            )
-        s = mat.reshape(*mat.shape[:2], module.groups, -1, mat.shape[3:].numel())
-        product = einsum("vngot,ngit->vngoi", s, self._unfold(module, x))
-        return product.reshape(*mat.shape[:2], *module.weight.shape)
+        if not sum_batch and not weight_jac_t_save_memory.active:
+            name = "individual"
+            return self._param_mjp_reduced("weight", module, g_out, mat, {name}, subsampling, None)[
+                name
+            ]
+        x = self._pad(module, subsample(module.input0, subsampling=subsampling))
+        padding = self._native_padding(module)
+        return PerSampleConvolution.correlate(x, mat, module, padding, sum_batch)
 
     def _unfold(self, module: Any, x: Tensor) -> Tensor:
         """Return the patches of the input: ``[N, I, *in] -> [N, G, I/G·k, T]``."""
@@ -303,23 +379,58 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             self._pad(module, x, explicit=True), module, module.output.shape[2:]
         )
 
-    def param_mjp_square_norm(
+    def _param_mjp_reduced(
         self,
         param_str: str,
         module: Any,
-        g_inp: Grads,
         g_out: Grads,
         mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, N, *out] -> [N]``."""
-        if param_str == "weight":
-            x = subsample(module.input0, subsampling=subsampling)
-            unfolded = self._unfold(module, x)
-            norms = PerSampleConvolution.square_norm(unfolded, mat.flatten(3), module.groups)
-            if norms is not None:
-                return norms
-        return super().param_mjp_square_norm(param_str, module, g_inp, g_out, mat, subsampling)
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        if param_str != "weight":
+            return super()._param_mjp_reduced(
+                param_str, module, g_out, mat, wanted, subsampling, weights
+            )
+        x, p = subsample(module.input0, subsampling=subsampling), module.weight
+        num_v, num_n, num_o, *out = mat.shape
+        groups, positions = module.groups, Size(out).numel()
+        s = mat.reshape(num_v, num_n, groups, -1, positions)
+        features = p[0].numel()
+        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s.shape, features):
+            values = {}
+            if "square_norm" in wanted:
+                values["square_norm"] = PerSampleConvolution.square_norm(self._unfold(module, x), s)
+            if "gradient" in wanted:
+                values["gradient"] = self._weight_jac_t_mat_prod(
+                    module, None, g_out, mat, True, subsampling
+                ).sum(0)
+            return values
+
+        def by_patches(span: slice, whole: Tensor | None) -> Tensor:
+            patches = self._unfold(module, x[span]).mT
+            if whole is None or num_v > 1:
+                return (s[:, span] @ patches).reshape(num_v, -1, *p.shape)
+            shape = (-1, num_o // groups, features)
+            torch.bmm(s[0, span].flatten(0, 1), patches.flatten(0, 1), out=whole.view(shape))
+            return whole
+
+        def by_convolution(span: slice, whole: Tensor | None) -> Tensor:
+            padding, padded = self._native_padding(module), self._pad(module, x[span])
+            correlate = PerSampleConvolution.correlate
+            return correlate(padded, mat[:, span], module, padding, True).unsqueeze(1)
+
+        patch_entries = groups * features * positions
+        if mat.device.type != "cpu" or patches_are_cheaper(
+            module, patch_entries, num_v * p.numel()
+        ):
+            size = reductions.slice_size(max(num_v * p.numel(), patch_entries))
+            product = by_patches
+        else:
+            size, product = 1, by_convolution
+        shape = (num_v, num_n, *p.shape)
+        return reductions.in_slices(product, shape, size, mat, wanted, weights)
 
     def kronecker_rows(
         self,
@@ -344,5 +455,15 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         """Return A of the patches, see :func:`input_factor`: ``[I/G·k, I/G·k]``, mean over G."""
         if param_str != "weight":
             return []
-        x = self._unfold(module, subsample(module.input0, subsampling=subsampling))
-        return [input_factor(x.flatten(0, 1).transpose(1, 2), approximation)]
+        x = subsample(module.input0, subsampling=subsampling)
+        if approximation == "reduce":
+            unfolded = self._unfold(module, x)
+            return [input_factor(unfolded.flatten(0, 1).transpose(1, 2), approximation)]
+        positions = module.output.shape[2:]
+        each = self._pad(module, x, explicit=True).unflatten(1, (module.groups, -1)).flatten(0, 1)
+        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        per_sample = each[0, :, 0].numel() * prod(kernel[1:]) * each.shape[2]
+        parts = each.split(max(1, GRAM_ENTRIES // per_sample))
+        grams = (patch_gram(part, kernel, stride, dilation, positions) for part in parts)
+        factor = reduce(torch.add, grams) / len(each)
+        return [factor / positions.numel() if approximation == "expand" else factor]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, einsum
 from torch.nn import Embedding, EmbeddingBag, Module
 
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BatchAxis,
@@ -153,60 +155,37 @@ class EmbeddingDerivatives(BaseDerivatives):
         where = looked_up.sample * size + looked_up.token
         return sum_at(products, where, mat.shape[1] * size).unflatten(1, (-1, size))
 
-    def _squares(
-        self, module: Any, mat: Tensor, subsampling: Rows, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the squares of :meth:`_by_pair` over V, with weights ``[V, N]``: ``[1, P, D]``."""
-        products, sample, token = self._by_pair(module, mat, subsampling)
-        squares = products.square()
-        if weights is not None:
-            squares = squares * weights[:, sample].unsqueeze(-1)
-        return squares.sum(0, keepdim=True), sample, token
-
-    def param_mjp_batch_square(
+    def _param_mjp_reduced(
         self,
         param_str: str,
         module: Any,
-        g_inp: Grads,
         g_out: Grads,
         mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, W, D]``."""
-        squares, sample, token = self._squares(module, mat, subsampling, weights)
-        size = module.num_embeddings
-        total = sum_at(squares, sample * size + token, mat.shape[1] * size)
-        return total.reshape(-1, size, mat.shape[-1])
-
-    def param_mjp_square_sum(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [W, D]``."""
-        squares, _, token = self._squares(module, mat, subsampling, weights)
-        return sum_at(squares, token, module.num_embeddings).squeeze(0)
-
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        squares, sample, _ = self._squares(module, mat, subsampling, None)
-        return sum_at(squares.sum(2, keepdim=True), sample, mat.shape[1]).flatten()
-
-    # ------------------------------------------------------------------ Kronecker factors
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        products, sample, token = self._by_pair(module, mat, subsampling)  # [V, P, D]
+        size, count = module.num_embeddings, mat.shape[1]
+        values = {}
+        if "individual" in wanted:
+            values["individual"] = self.param_mjp(
+                param_str, module, None, g_out, mat, False, subsampling
+            )
+        if "gradient" in wanted:
+            values["gradient"] = sum_at(products.sum(0, keepdim=True), token, size).squeeze(0)
+        if "square_norm" in wanted:
+            norms = products.square().sum((0, 2)).reshape(1, -1, 1)
+            values["square_norm"] = sum_at(norms, sample, count).flatten()
+        if "batch_square" in wanted or "square" in wanted:
+            weight = None if weights is None else weights[:, sample]
+            squares = reductions.squared(products, weight).sum(0, keepdim=True)
+            if "batch_square" in wanted:
+                total = sum_at(squares, sample * size + token, count * size)
+                values["batch_square"] = total.reshape(-1, size, mat.shape[-1])
+            if "square" in wanted:
+                values["square"] = sum_at(squares, token, size).squeeze(0)
+        return values
 
     def kronecker_rows(
         self,

@@ -9,14 +9,14 @@ Letters: V columns, n (N) sample, t (T) position, o (O) output, i (I) input feat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, einsum
-from torch.nn import Module
 
-from backpack.core.derivatives import basederivatives
+from backpack.core import memory
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.utils.subsampling import subsample
 
@@ -46,60 +46,79 @@ def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
             s, x = s.transpose(1, 2), x.transpose(0, 1)
         return s.flatten(1, 2).mT @ x.flatten(0, 1)
     if x.shape[1] == 1:
-        return s.squeeze(2).unsqueeze(-1) * x  # outer products: [V, N, O, 1] * [N, 1, I]
+        return memory.product(s.squeeze(2).unsqueeze(-1), x)  # [V, N, O, 1] * [N, 1, I]
     return s.mT @ x
 
 
-def batch_square(s: Tensor, x: Tensor | None, weights: Tensor | None) -> Tensor:
-    """Sum the squares of individual products over V, with ``weights`` ``[V, N]``: ``[N, *p]``."""
-    if x is None:
-        return _sum_of_squares(s.sum(2), weights)
-    if x.shape[1] == 1:  # an outer product s xᵀ: its square is s² x²ᵀ
-        return _sum_of_squares(s.squeeze(2), weights).unsqueeze(-1) * x.square()
-    return torch.cat(list(_squares(s, x, weights)))
+def reduced(
+    s: Tensor, x: Tensor | None, wanted: Set[str], weights: Tensor | None
+) -> dict[str, Tensor]:
+    """Reduce the individual products, see :mod:`backpack.core.derivatives.reductions`.
 
-
-def square_sum(s: Tensor, x: Tensor | None, weights: Tensor | None) -> Tensor:
-    """Sum the squares of individual products over V and N, with ``weights``: ``[*p]``."""
-    if x is None:
-        return _sum_of_squares(s.sum(2), weights).sum(0)
-    if x.shape[1] == 1:
-        return _sum_of_squares(s.squeeze(2), weights).T @ x.squeeze(1).square()
-    first, *others = (squares.sum(0) for squares in _squares(s, x, weights))
-    return sum(others, start=first)
-
-
-def square_norm(s: Tensor, x: Tensor | None) -> Tensor:
-    """Squared norm of each sample's product, summed over V: ``[N]``.
-
-    For a weight, ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)`` where that takes fewer
-    multiplications than the products themselves.
+    Args:
+        s: ``[V, N, T, O]``.
+        x: ``[N, T, I]``, or None.
+        wanted: Names of what is wanted.
+        weights: Weights of squares, ``[V, N]``.
     """
     if x is None:
-        return s.sum(2).square().sum((0, 2))
-    num_v, _, num_t, num_o = s.shape
+        return reductions.of_products(s.sum(2), wanted, weights)
+    num_v, num_n, num_t, num_o = s.shape
     num_i = x.shape[2]
-    if num_t * (num_v * num_o + num_i) > num_v * num_o * num_i:
-        return torch.cat([squares.sum((1, 2)) for squares in _squares(s, x, None)])
+    if num_t == 1:
+        return _of_outer_products(s.squeeze(2), x.squeeze(1), wanted, weights)
+    values = {}
+    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s.shape, num_i):
+        if "gradient" in wanted:
+            values["gradient"] = mjp(s, x, sum_batch=True).sum(0)
+        if "square_norm" in wanted:
+            values["square_norm"] = square_norm(s, x)
+        return values
+
+    def product(span: slice, out: Tensor | None) -> Tensor:
+        if out is None or num_v > 1:
+            return s[:, span].mT @ x[span]
+        torch.bmm(s[0, span].mT, x[span], out=out[0])
+        return out
+
+    shape = (num_v, num_n, num_o, num_i)
+    size = reductions.slice_size(num_v * num_o * num_i)
+    return reductions.in_slices(product, shape, size, s, wanted, weights)
+
+
+def _of_outer_products(
+    s: Tensor, x: Tensor, wanted: Set[str], weights: Tensor | None
+) -> dict[str, Tensor]:
+    """Reduce outer products of ``[V, N, O]`` and ``[N, I]``: the square of s xᵀ is s² x²ᵀ."""
+    values = {}
+    if "individual" in wanted:
+        values["individual"] = memory.product(s.unsqueeze(-1), x.unsqueeze(1))
+    if "gradient" in wanted:
+        values["gradient"] = s.sum(0).T @ x
+    if "square_norm" in wanted:
+        values["square_norm"] = s.square().sum((0, 2)) * x.square().sum(1)
+    if "batch_square" in wanted or "square" in wanted:
+        squares, x_squares = reductions.squared(s, weights).sum(0), x.square()
+        if "batch_square" in wanted:
+            values["batch_square"] = memory.product(squares.unsqueeze(-1), x_squares.unsqueeze(1))
+        if "square" in wanted:
+            values["square"] = squares.T @ x_squares
+    return values
+
+
+def gram_is_cheaper(shape: Sequence[int], num_i: int) -> bool:
+    """Whether norms take fewer multiplications by Gram matrices (``shape = [V, N, T, O]``)."""
+    num_v, _, num_t, num_o = shape
+    return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
+
+
+def square_norm(s: Tensor, x: Tensor) -> Tensor:
+    """Squared norm of each sample's product, summed over V, by Gram matrices: ``[N]``.
+
+    ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``.
+    """
     first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
-    gram_s = sum(others, start=first)
-    return (gram_s * torch.bmm(x, x.mT)).sum((1, 2))
-
-
-def _sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum the squares of ``[V, N, *]`` over V: ``[N, *]``."""
-    squares = values.square()
-    return squares.sum(0) if weights is None else einsum("vn...,vn->n...", squares, weights)
-
-
-def _squares(s: Tensor, x: Tensor, weights: Tensor | None) -> Iterator[Tensor]:
-    """Yield :func:`batch_square` of some samples, ``[n, O, I]``, with bounded memory."""
-    per_sample = s.shape[0] * s.shape[3] * x.shape[2]
-    size = max(1, basederivatives.SLICE_ENTRIES // max(1, per_sample))
-    for start in range(0, len(x), size):
-        span = slice(start, start + size)
-        part = None if weights is None else weights[:, span]
-        yield _sum_of_squares(mjp(s[:, span], x[span], sum_batch=False), part)
+    return (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
 
 
 def position_rows(s: Tensor, approximation: str | None) -> Tensor:
@@ -172,46 +191,18 @@ class SharedWeightDerivatives(BaseDerivatives):
         pairs = self.pairs(param_str, module, mat, subsampling)
         return self.put_together(param_str, module, [mjp(s, x, sum_batch) for s, x in pairs])
 
-    def param_mjp_batch_square(
+    def _param_mjp_reduced(
         self,
         param_str: str,
-        module: Module,
-        g_inp: Grads,
+        module: Any,
         g_out: Grads,
         mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V, with weights: ``[V, *out] -> [N, *p]``."""
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
         pairs = self.pairs(param_str, module, mat, subsampling)
-        parts = [batch_square(s, x, weights) for s, x in pairs]
-        return self.put_together(param_str, module, parts)
-
-    def param_mjp_square_sum(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Sum the squares of ``J_pᵀ mat`` over V and N, with weights: ``[V, *out] -> [*p]``."""
-        pairs = self.pairs(param_str, module, mat, subsampling)
-        parts = [square_sum(s, x, weights) for s, x in pairs]
-        return self.put_together(param_str, module, parts)
-
-    def param_mjp_square_norm(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Squared norms of each sample's ``J_pᵀ mat``, summed over V: ``[V, *out] -> [N]``."""
-        pairs = self.pairs(param_str, module, mat, subsampling)
-        first, *others = (square_norm(s, x) for s, x in pairs)
-        return sum(others, start=first)
+        return reductions.put_together(
+            [reduced(s, x, wanted, weights) for s, x in pairs],
+            lambda parts: self.put_together(param_str, module, parts),
+        )

@@ -1,0 +1,137 @@
+"""Reductions of individual products, in slices of samples: each is used up while it is cached.
+
+``P = [V, N, *p]`` are the products ``J_pᵀ s`` of V columns s with each of N samples.
+
+============  ==============  =========================================
+individual    ``[V, N, *p]``  P
+gradient      ``[*p]``        sum over v and n of P
+batch_square  ``[N, *p]``     sum over v of P², weighted
+square        ``[*p]``        sum over v and n of P², weighted
+square_norm   ``[N]``         sum over v of the squared norms
+============  ==============  =========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from backpack.core import memory
+
+# About how many entries a slice of P has: few enough that it stays in the cache of a CPU.
+SLICE_ENTRIES = 2**21
+# Rows with more entries than this are added one by one: nothing is written in between.
+LONG_ROW = 2**13
+
+NAMES = frozenset({"individual", "gradient", "batch_square", "square", "square_norm"})
+PER_SAMPLE = frozenset({"batch_square", "square_norm"})
+SUMS = frozenset({"gradient", "square"})
+
+# Computes P for a slice of samples; may write it to a tensor that is given and return that.
+Product = Callable[[slice, Tensor | None], Tensor]
+
+
+def squared(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Square ``[V, N, *]``, with weights ``[V, N]``."""
+    squares = values.square()
+    if weights is None:
+        return squares
+    return squares * weights.reshape(*weights.shape, *(1,) * (values.dim() - 2))
+
+
+def of_products(
+    products: Tensor, wanted: Set[str], weights: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Reduce products that are there, ``[V, N, *p]``."""
+    values = {}
+    if "individual" in wanted:
+        values["individual"] = products
+    if "gradient" in wanted:
+        values["gradient"] = products.sum((0, 1))
+    if "square_norm" in wanted:
+        flat = products.reshape(*products.shape[:2], -1)
+        values["square_norm"] = torch.einsum("vnp,vnp->n", flat, flat)
+    if "batch_square" in wanted or "square" in wanted:
+        squares = squared(products, weights)
+        if "batch_square" in wanted:
+            values["batch_square"] = squares.sum(0)
+        if "square" in wanted:
+            values["square"] = squares.sum((0, 1))
+    return values
+
+
+def slice_size(entries: int) -> int:
+    """Return how many samples a slice has, if each takes so many entries."""
+    return max(1, SLICE_ENTRIES // max(1, entries))
+
+
+def in_slices(
+    product: Product,
+    shape: Sequence[int],
+    size: int,
+    like: Tensor,
+    wanted: Set[str],
+    weights: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Compute products and reduce them, slice by slice.
+
+    Args:
+        product: Computes them for a slice of samples.
+        shape: ``[V, N, *p]``, of all products.
+        size: Number of samples of a slice.
+        like: Tensor of their precision and device.
+        wanted: Names of what is wanted.
+        weights: Weights of squares, ``[V, N]``. Default: 1.
+
+    Returns:
+        What is wanted, by name.
+    """
+    count = shape[1]
+    if count <= size or torch.is_grad_enabled():
+        spans = [slice(i, i + size) for i in range(0, count, size)]
+        blocks = [product(span, None) for span in spans]
+        products = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+        return of_products(products, wanted, weights)
+    whole = memory.empty(shape, like) if "individual" in wanted else None
+    sums = {name: like.new_zeros(shape[2:]) for name in wanted & SUMS}
+    each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
+    for start in range(0, count, size):
+        span = slice(start, min(start + size, count))
+        out = None if whole is None else whole[:, span]
+        block = product(span, out)
+        if out is not None and block is not out:
+            out.copy_(block)
+        part = None if weights is None else weights[:, span]
+        for name, value in of_products(block, wanted & PER_SAMPLE, part).items():
+            each[name].append(value)
+        _accumulate(sums, block.flatten(0, 1), None if part is None else part.flatten())
+    found = {name: torch.cat(values) for name, values in each.items()} | sums
+    return found if whole is None else {"individual": whole, **found}
+
+
+def _accumulate(sums: Mapping[str, Tensor], rows: Tensor, weights: Tensor | None) -> None:
+    """Add rows ``[R, *p]`` and their squares: one by one, unless they are short."""
+    if rows[0].numel() < LONG_ROW or weights is not None:
+        for name, value in of_products(
+            rows[None], sums.keys(), None if weights is None else weights[None]
+        ).items():
+            sums[name].add_(value)
+        return
+    for row in rows:
+        if "gradient" in sums:
+            sums["gradient"].add_(row)
+        if "square" in sums:
+            sums["square"].addcmul_(row, row)
+
+
+def put_together(
+    parts: Sequence[Mapping[str, Tensor]], assemble: Callable[[list[Tensor]], Tensor]
+) -> dict[str, Tensor]:
+    """Put reductions of the parts of a parameter together: norms add up, all else is assembled."""
+    values = {name: [part[name] for part in parts] for name in parts[0]}
+    return {
+        name: sum(each[1:], start=each[0]) if name == "square_norm" else assemble(each)
+        for name, each in values.items()
+    }

@@ -1,0 +1,86 @@
+"""Memory for large results on a CPU.
+
+The system hands out fresh memory page by page, at the first access. For large tensors that takes
+longer than computing their entries. Two things help: to write over the result of the backward pass
+before, which is about to be replaced, where nobody else has it; else, to ask for huge pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import MutableMapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bytes. Below this size, the allocator has memory at hand that was used before.
+LARGE = 2**22
+
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_spare: list[Tensor] = []
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Allocate a tensor of the precision and device of ``like``, to be written as a whole."""
+    for i, tensor in enumerate(_spare):
+        same = tensor.dtype == like.dtype and tensor.device == like.device
+        if same and tensor.numel() == prod(shape):
+            return _spare.pop(i).view(shape)
+    tensor = like.new_empty(shape)
+    if tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
+        page = mmap.PAGESIZE
+        start = -(-tensor.data_ptr() // page) * page
+        end = (tensor.data_ptr() + tensor.nbytes) // page * page
+        # an advice: where it is not taken (no such pages), nothing changes
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def product(one: Tensor, other: Tensor) -> Tensor:
+    """Multiply entries (with broadcasting), for a large result."""
+    if torch.is_grad_enabled():
+        return one * other
+    shape = torch.broadcast_shapes(one.shape, other.shape)
+    return torch.mul(one, other, out=empty(shape, one))
+
+
+def recycle(attributes: MutableMapping[str, Any], name: str) -> None:
+    """Take a result that will be replaced, for :func:`empty`, if it is large and nobody else's."""
+    value = attributes.get(name)
+    if type(value) is not Tensor or not value.is_cpu or value.nbytes < LARGE:
+        return
+    del value
+    if _is_alone(attributes, name):
+        _spare.append(attributes.pop(name))
+
+
+def forget() -> None:
+    """Free what was taken and not used."""
+    _spare.clear()
+
+
+def _references(attributes: MutableMapping[str, Any], name: str) -> tuple[int, ...]:
+    """Count who has a tensor and its memory, in Python and in C++ (such as an autograd graph)."""
+    tensor = attributes[name]
+    storage = tensor.untyped_storage()
+    in_cpp: Any = torch._C
+    return (
+        sys.getrefcount(tensor),
+        sys.getrefcount(storage),
+        tensor._use_count(),
+        in_cpp._storage_Use_Count(storage._cdata),
+    )
+
+
+_NOBODY_ELSE = _references({"name": torch.empty(1)}, "name")
+
+
+def _is_alone(attributes: MutableMapping[str, Any], name: str) -> bool:
+    tensor = attributes[name]
+    fresh = tensor.grad_fn is None and not tensor.requires_grad and tensor.is_contiguous()
+    del tensor
+    return fresh and _references(attributes, name) == _NOBODY_ELSE
