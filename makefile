@@ -3,18 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# e.g. BENCHMARK_ARGS="--problems mlp --quantities KFAC", see python -m benchmark --help
+BENCHMARK_ARGS ?=
 
 BIN := $(VENV)/bin
 # The stamps stand for "installed from this setup.cfg".
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_BENCHMARK := $(VENV)/.ready-benchmark
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test install-dev lint format clean
+.PHONY: help demo test install-dev lint format clean benchmark benchmark-quick benchmark-guard
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictures to demo/
 	$(BIN)/python docs_src/examples/demo_digits.py --out demo
@@ -24,6 +27,15 @@ test: $(READY) ## Run all tests, slow ones included, and the examples in README.
 		--doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) test README.md backpack
 
 install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, benchmarks
+
+benchmark: $(READY_BENCHMARK) ## Measure everything against the peers (hours), write benchmark/results/
+	$(BIN)/python -m benchmark $(BENCHMARK_ARGS)
+
+benchmark-quick: $(READY_BENCHMARK) ## The same for a selection, in less than five minutes
+	$(BIN)/python -m benchmark --quick $(BENCHMARK_ARGS)
+
+benchmark-guard: $(READY_BENCHMARK) ## Check that no quantity has become slower, relative to a plain pass
+	$(BIN)/python -m pytest benchmark/test_regression.py $(PYTEST_ARGS)
 
 lint: $(READY) ## Check style, format and types; changes nothing
 	$(BIN)/ruff check .
@@ -48,4 +60,8 @@ $(READY): setup.cfg | $(BIN)/python
 
 $(READY_DEV): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[test,examples,docs,benchmark]"
-	@touch $@ $(READY)
+	@touch $@ $(READY) $(READY_BENCHMARK)
+
+$(READY_BENCHMARK): setup.cfg | $(BIN)/python
+	$(BIN)/python -m pip install -e ".[benchmark]"
+	@touch $@

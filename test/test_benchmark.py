@@ -1,0 +1,223 @@
+"""The benchmark measures, compares and reports; what it finds on a tiny problem means nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark.__main__ import main
+from benchmark.figures import Data, goals
+from benchmark.floor import Floor, Rates, layers_of
+from benchmark.libraries import Backpack, Loop, NotOffered, VMap
+from benchmark.measure import deviation
+from benchmark.plots import plot
+from benchmark.problems import ALL, PROBLEMS, TINY
+from benchmark.quantities import EVERY, FIRST, NONE, QUANTITIES, SETS
+from benchmark.report import markdown
+from benchmark.worker import fingerprint
+
+LIGHT = [name for name in PROBLEMS if not name.startswith(("allcnnc", "wrn", "resnet"))]
+RATES = Rates(operations=1e11, bytes=1e10)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the command line; the released library and others need not be installed."""
+    out = tmp_path_factory.mktemp("results") / "cpu.json"
+    quantities = [NONE, "BatchGrad", "Variance", "KFAC", SETS[0]]
+    arguments = ["--problems", "tiny", "tiny-lstm", "--quantities", *quantities]
+    libraries = ["--libraries", "backpack", "vmap", "loop"]
+    assert main([*arguments, *libraries, "--rounds", "2", "--threads", "1", "--out", str(out)]) == 0
+    return out
+
+
+def contents(results: Path) -> dict[str, Any]:
+    return json.loads(results.read_text())
+
+
+@pytest.mark.slow
+def test_every_cell_has_figures_or_a_reason(results: Path) -> None:
+    cells = contents(results)["cells"]
+    assert len(cells) == 2 * 5 * 3
+    for cell in cells:
+        if cell["status"] == "ok":
+            assert len(cell["seconds"]) == len(cell["plain"]) == 2
+            assert min(cell["seconds"] + cell["plain"]) > 0
+            assert cell["bytes"] >= 0
+        else:
+            assert cell["status"] == "absent" and cell["reason"] == "not offered"
+    ours = [cell["status"] for cell in cells if cell["library"] == "backpack"]
+    assert ours == 10 * ["ok"]
+
+
+@pytest.mark.slow
+def test_peers_find_the_same_values(results: Path) -> None:
+    errors = [cell["error"] for cell in contents(results)["cells"] if cell["error"] is not None]
+    assert len(errors) == 2 * 3 * 2
+    assert max(errors) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_environment_names_no_place(results: Path) -> None:
+    environment = contents(results)["environment"]
+    assert environment["torch"] == torch.__version__
+    assert environment["operations_per_second"] > 0 and environment["bytes_per_second"] > 0
+    assert str(Path.cwd()) not in results.read_text()
+
+
+@pytest.mark.slow
+def test_the_report_is_a_function_of_the_file(results: Path) -> None:
+    report = results.with_name("README.md").read_text()
+    assert markdown(contents(results), "cpu.json", []) == markdown(
+        contents(results), "cpu.json", []
+    )
+    assert "## MLP 8-6-3, N=5" in report
+    assert main(["report", "--out", str(results)]) == 0
+    assert results.with_name("README.md").read_text() == report
+
+
+@pytest.mark.slow
+def test_merging_keeps_the_other_cells(results: Path) -> None:
+    before = contents(results)
+    copy = results.with_name("merged.json")
+    copy.write_text(json.dumps(before))
+    chosen = ["--problems", "tiny", "--quantities", "KFAC", "--libraries", "backpack"]
+    main([*chosen, "--rounds", "1", "--threads", "1", "--out", str(copy), "--merge"])
+    after = contents(copy)
+    assert len(after["cells"]) == len(before["cells"])
+    changed = [b for a, b in zip(before["cells"], after["cells"], strict=True) if a != b]
+    assert [(cell["quantity"], len(cell["seconds"])) for cell in changed] == [("KFAC", 1)]
+    assert len(after["environment"]["earlier"]) == 1
+
+
+@pytest.mark.parametrize("name", [*TINY])
+def test_libraries_agree(name: str) -> None:
+    problem = TINY[name]
+    quantity = QUANTITIES[SETS[0]]
+    values = []
+    for library in (Backpack, VMap, Loop):
+        step = library(problem, "cpu").prepare(quantity)
+        values.append({key: fingerprint(value) for key, value in step().items()})
+    assert deviation(values[0], values[1]) < 1e-4
+    assert deviation(values[0], values[2]) < 1e-4
+
+
+@pytest.mark.parametrize("quantity", EVERY)
+def test_every_quantity_runs(quantity: str) -> None:
+    library = Backpack(TINY["tiny-cnn"], "cpu")
+    results = library.prepare(QUANTITIES[quantity])()
+    assert tuple(results) == QUANTITIES[quantity].extensions
+    library.release()
+    assert all(parameter.grad is None for parameter in library.touched)
+
+
+def test_what_is_not_offered_is_said() -> None:
+    with pytest.raises(NotOffered):
+        VMap(TINY["tiny"], "cpu").prepare(QUANTITIES["KFAC"])
+
+
+def test_deviation_is_relative_and_sees_shapes() -> None:
+    def values(*tensors: torch.Tensor) -> dict[str, Any]:
+        return {"x": fingerprint([*tensors])}
+
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.2])
+    assert deviation(values(one), values(one)) == 0
+    assert deviation(values(one), values(two)) == pytest.approx(0.1)
+    # zero up to rounding, beside something large
+    assert deviation(values(one, 1e-9 * one), values(one, 2e-9 * one)) < 1e-5
+    assert deviation(values(one), values(one[None])) == math.inf
+    assert deviation({}, {}) is None
+
+
+@pytest.mark.parametrize("name", [*LIGHT, *TINY])
+def test_floors_lie_above_the_plain_pass(name: str) -> None:
+    problem = ALL[name]
+    floor = Floor(problem)
+    parameters = sum(p.numel() for p in problem.make().parameters())
+    assert sum(layer.parameters for layer in floor.layers) == parameters
+    for quantity in QUANTITIES.values():
+        seconds = floor.seconds(quantity, 1.0, RATES)
+        assert seconds == 1.0 if quantity.name == NONE else seconds > 1.0
+        assert floor.result_bytes(quantity) >= 4 * parameters * len(quantity.extensions)
+
+
+def test_floor_of_a_linear_layer() -> None:
+    """Counted by hand: 128 samples, 784 inputs, 10 outputs."""
+    floor = Floor(PROBLEMS["logreg"])
+    operations, size = floor.extra(QUANTITIES["BatchGrad"])
+    assert operations == 128 * 7840
+    assert size == 4 * (128 * 7850 + 128 * (784 + 10))
+    operations, _ = floor.extra(QUANTITIES["SumGradSquared"])
+    assert operations == 2 * 128 * 7840
+
+
+def test_a_set_costs_less_than_its_members() -> None:
+    floor = Floor(PROBLEMS["3c3d"])
+    each = [floor.seconds(QUANTITIES[name], 0.0, RATES) for name in FIRST]
+    assert max(each) <= floor.seconds(QUANTITIES[SETS[0]], 0.0, RATES) < sum(each)
+
+
+def test_layers_of_a_convolution() -> None:
+    first, *_ = layers_of(PROBLEMS["3c3d"])
+    assert (first.T, first.K, first.O) == (28 * 28, 75, 64)
+    # (2·5 − 1)² differences of offsets instead of 5⁴ pairs
+    assert first.offsets == pytest.approx(81 / 625)
+
+
+def made_up(ratio: float) -> dict[str, Any]:
+    """Return figures as if this library took ``ratio`` times what the released one takes."""
+    cells = [
+        {
+            "problem": problem,
+            "quantity": quantity,
+            "library": library,
+            "status": "ok",
+            "reason": "",
+            "seconds": [seconds, seconds, seconds],
+            "plain": [1.0, 1.0, 1.0],
+            "bytes": 2000,
+            "plain_bytes": 1000,
+            "error": None,
+            "operations": 1e9,
+            "floor_bytes": 1e9,
+        }
+        for problem in PROBLEMS
+        for quantity in PROBLEMS[problem].quantities
+        for library, seconds in (("backpack", 4 * ratio), ("upstream", 4.0))
+    ]
+    names = ("cpu", "gpu", "threads", "torch", "python", "date", "commit", "clock")
+    return {
+        "environment": dict.fromkeys(names)
+        | {"libraries": {"backpack": "ours", "upstream": "release"}}
+        | {"operations_per_second": 1e11, "bytes_per_second": 1e10},
+        "problems": {
+            name: {"title": name, "batch": p.batch, "classes": p.classes, "parameters": 10**6}
+            for name, p in PROBLEMS.items()
+        },
+        "cells": cells,
+    }
+
+
+def test_goals_are_evaluated() -> None:
+    good, bad = goals(Data(made_up(0.2))), goals(Data(made_up(2.0)))
+    assert [goal.title for goal in good] == [goal.title for goal in bad]
+    verdicts = {a.title: (a.verdict, b.verdict) for a, b in zip(good, bad, strict=True)}
+    [fastest] = [v for title, v in verdicts.items() if "fastest peer" in title]
+    assert fastest == ("met", "not met")
+    [first] = [v for title, v in verdicts.items() if title.startswith("first order")]
+    assert first == ("met", "not met")
+    assert goals(Data(made_up(0.2) | {"cells": []}))[0].verdict == "not measured"
+
+
+def test_report_and_pictures_of_made_up_figures(tmp_path: Path) -> None:
+    data = made_up(0.3)
+    data["cells"][0] |= {"status": "error", "reason": "ValueError: a | b", "seconds": []}
+    text = markdown(data, "cpu.json", plot(Data(data), tmp_path, "cpu"))
+    assert "ValueError: a \\| b" in text
+    assert "![cpu-overhead.png](cpu-overhead.png)" in text
+    assert (tmp_path / "cpu-overhead.png").stat().st_size > 10_000
