@@ -15,8 +15,9 @@ torch.Size([5, 2, 3])
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from torch.nn import DataParallel, Module
 
@@ -64,7 +65,7 @@ class backpack:
             )
             raise ValueError(f"backpack expects instances of extensions, got {ext!r}.{hint}")
         self._configuration = Configuration(tuple(exts), debug, extension_hook, retain_graph)
-        self._outer: list[tuple[Configuration, WatchBackward]] = []
+        self._outer: list[tuple[Configuration, AbstractContextManager[Any]]] = []
         self.exts = self._configuration.exts
         self.debug = debug
         self.extension_hook = extension_hook
@@ -72,7 +73,9 @@ class backpack:
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
-        watch = WatchBackward()
+        # first-order extensions do not ask what backward() was called on
+        second_order = any(ext.expects_backpropagation_quantities() for ext in self.exts)
+        watch: AbstractContextManager[Any] = WatchBackward() if second_order else nullcontext()
         self._outer.append((CTX.configuration, watch))
         CTX.configuration = self._configuration
         watch.__enter__()

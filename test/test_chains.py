@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from cases import Case, Residual, network, real, soft_binary
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
+from backpack.core.sweep import slice_bytes
 from backpack.hessianfree.ggnvp import ggn_vector_product
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.utils.kroneckers import kfacs_to_mat
@@ -128,6 +130,21 @@ def test_ggn(case: Case) -> None:
         v = vectors(p)
         flat = root.flatten(2).flatten(0, 1)
         close(product.ggnmp(v), (v.flatten(1) @ flat.T @ flat).reshape(v.shape))
+
+
+@pytest.mark.parametrize("limit", [None, 2**8, 2**12])
+def test_more_columns_than_entries(limit: int | None) -> None:
+    case = large("bottleneck", lambda: mlp(nn.Tanh, 12, 6, 12, 20), (20,))
+    exts = [extensions.BatchDiagGGNExact(), extensions.DiagGGNExact(), extensions.KFLR()]
+    with nullcontext() if limit is None else slice_bytes(limit):
+        found = run(case, *exts)
+    for p, q in zip(run(case, extensions.SqrtGGNExact()), found, strict=True):
+        root = p.sqrt_ggn_exact
+        close(q.diag_ggn_exact_batch, root.square().sum(0))
+        close(q.diag_ggn_exact, root.square().sum((0, 1)))
+        if p.dim() == 1:
+            rows = root.flatten(0, 1)
+            close(q.kflr[0], rows.T @ rows)
 
 
 @each_case

@@ -406,7 +406,7 @@ def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> No
                 truths["square_norm"] = norms.to(each.dtype)
                 assert truths.keys() == reductions.NAMES
                 together = [{key} for key in truths] + [set(truths), {"square_norm", "gradient"}]
-                for entries in (2**21, p.numel() * v, 1):
+                for entries in (2**21, p.numel() * v, 2 * p.numel(), 1):
                     monkeypatch.setattr(reductions, "SLICE_ENTRIES", entries)
                     monkeypatch.setattr(convnd, "patches_are_cheaper", lambda *_, n=entries: n > 1)
                     for wanted, generic, graph in product(together, (False, True), (False, True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,10 @@ import backpack as package
 from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
 from backpack.core import tape
+from backpack.core.derivatives import derivatives_of
+from backpack.core.factors import Factor
 from backpack.core.registry import REGISTRY
+from backpack.core.sweep import slice_bytes
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -1146,7 +1150,7 @@ def test_keyword_arguments() -> None:
 class Counts:
     """Counts calls of public methods of all registered derivatives, by class and method."""
 
-    METHODS = ("jac_t_mat_prod", "param_mjp", "sqrt_hessian", "sqrt_hessian_sampled")
+    METHODS = ("jac_t_mat_prod", "param_mjp_reduced", "sqrt_hessian", "sqrt_hessian_sampled")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
@@ -1173,7 +1177,7 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
     alone = counts.of(model, extensions.SqrtGGNExact())
     assert alone["LinearDerivatives.jac_t_mat_prod"] == 1
     assert alone["SigmoidDerivatives.jac_t_mat_prod"] == 1
-    assert alone["LinearDerivatives.param_mjp"] == 4
+    assert alone["LinearDerivatives.param_mjp_reduced"] == 4
     together = counts.of(
         model,
         extensions.DiagGGNExact(),
@@ -1187,7 +1191,7 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
         together["CrossEntropyLossDerivatives.sqrt_hessian"]
         == (alone["CrossEntropyLossDerivatives.sqrt_hessian"])
     )
-    assert together["LinearDerivatives.param_mjp"] == 4
+    assert together["LinearDerivatives.param_mjp_reduced"] == 4
 
 
 def test_extensions_share_monte_carlo_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1214,7 +1218,7 @@ def test_first_order_shares_individual_gradients(monkeypatch: pytest.MonkeyPatch
         extensions.SumGradSquared(),
         extensions.Variance(),
     )
-    assert counts == {"LinearDerivatives.param_mjp": 4}
+    assert counts == {"LinearDerivatives.param_mjp_reduced": 4}
 
 
 def test_different_subsampling_is_not_shared() -> None:
@@ -1369,3 +1373,81 @@ def test_linear_with_extra_axes(axes: tuple[int, ...]) -> None:
     plain = copy.deepcopy(model)
     check_all(model, plain, nn.MSELoss(), X, y)
     check(model, "batch_l2", oracle.batch_l2(plain, nn.MSELoss(), X, y))
+
+
+# ------------------------------------------------------------------ fewer columns
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 1), (3, 4, 2), (2, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"reduction": "sum"}], ids=str)
+def test_thin_factor(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """The loss Hessian from one column less, also where probabilities vanish."""
+    lossfunc = extend(nn.CrossEntropyLoss(**options))
+    x = torch.randn(shape, dtype=torch.float64)
+    x[0, :-1] -= 1e4  # p is 0 for these classes, to machine precision
+    x.requires_grad_()
+    y = torch.randint(shape[1], (shape[0], *shape[2:]))
+    loss = lossfunc(x, y)
+    rule: Any = derivatives_of(lossfunc)
+    whole = rule.sqrt_hessian(lossfunc, None, None)
+    thin = rule.thin_factor(lossfunc, None, None)
+    positions = math.prod(shape[2:])
+    assert len(whole) == shape[1] * positions
+    assert len(thin) == max(1, shape[1] - 1) * positions
+    products = [torch.einsum("vnc,vnd->ncd", s.flatten(2), s.flatten(2)) for s in (thin, whole)]
+    torch.testing.assert_close(*products, **TOLERANCE)
+    assert torch.isfinite(torch.autograd.grad(thin.square().sum(), x)[0]).all()
+    del loss
+
+
+def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns than a sample has entries are replaced, unless somebody wants the columns."""
+    reduced: list[int] = []
+    original = Factor.reduced
+
+    def counted(factor: Factor) -> Factor:
+        reduced.append(len(factor.mat))
+        return original(factor)
+
+    monkeypatch.setattr(Factor, "reduced", counted)
+    layers = [nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2), nn.Sigmoid(), nn.Linear(2, 9)]
+    model, batch = nn.Sequential(*layers).double(), (torch.randn(4, 5).double(), torch.arange(4))
+    narrow = [
+        extensions.DiagGGNExact(),
+        extensions.BatchDiagGGNExact(),
+        extensions.KFLR(),
+        extensions.KFLR(approximation="expand"),
+    ]
+    for ext in narrow:
+        reduced.clear()
+        run(model, ext, batch=batch)
+        assert reduced == [8]
+        found = values(model, ext.savefield)
+        run(model, ext, extensions.SqrtGGNExact(), batch=batch)
+        assert reduced == [8]  # the columns are wanted
+        torch.testing.assert_close(found, values(model, ext.savefield), **TOLERANCE)
+
+
+@pytest.mark.parametrize("limit", [1, 200, 3000])
+def test_slices_of_samples_and_columns(limit: int) -> None:
+    """Whatever the size of a slice, the result is that of everything at once."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(8, 3)]
+    model, batch = (
+        nn.Sequential(*layers).double(),
+        (torch.randn(5, 1, 4, 4).double(), torch.arange(5) % 3),
+    )
+    exts = [
+        extensions.SqrtGGNExact(),
+        extensions.DiagGGNExact(subsampling=[0, 3, 4]),
+        extensions.BatchDiagGGNExact(),
+        extensions.KFLR(),
+        extensions.DiagHessian(),
+        extensions.BatchDiagHessian(),
+    ]
+    found = []
+    for size in (2**40, limit):
+        with slice_bytes(size):
+            run(model, *exts, batch=batch)
+        found.append([values(model, ext.savefield) for ext in exts])
+    torch.testing.assert_close(*found, **TOLERANCE)

@@ -416,8 +416,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def large_result() -> Parameter:
     p = Parameter(torch.ones(2))
-    p.quantity = torch.zeros(1024, 1024)
-    assert p.quantity.nbytes >= memory.LARGE
+    p.grad_batch = torch.zeros(1024, 1024)
+    assert p.grad_batch.nbytes >= memory.LARGE
     return p
 
 
@@ -438,12 +438,13 @@ HOLDERS = {
 @pytest.mark.parametrize("who", HOLDERS)
 def test_memory_that_somebody_has_is_not_used_again(who: str) -> None:
     p = large_result()
-    holder = HOLDERS[who](p.quantity)
-    memory.recycle(vars(p), "quantity")
+    holder = HOLDERS[who](p.grad_batch)
+    with torch.no_grad():
+        memory.recycle(p, [BatchGrad()])
     free = len(memory._spare)
     memory.forget()
     assert free == (who in ("nobody", "a view that is gone"))
-    assert hasattr(p, "quantity") == (not free)
+    assert hasattr(p, "grad_batch") == (not free)
     del holder
 
 

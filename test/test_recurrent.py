@@ -14,10 +14,27 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend
-from backpack.core.derivatives import BaseDerivatives, derivatives_of, recurrent, reductions
-from backpack.core.derivatives.recurrent_cells import GRUStep, LSTMStep, ReLUStep, Step, TanhStep
+from backpack.core.derivatives import (
+    BaseDerivatives,
+    derivatives_of,
+    recurrent,
+    recurrent_network,
+    reductions,
+    shared_weight,
+)
+from backpack.core.derivatives.recurrent_cells import (
+    GRUStep,
+    LSTMStep,
+    Path,
+    ReLUStep,
+    Step,
+    TanhStep,
+    Weights,
+)
 from backpack.core.tape import flatten_outputs
-from backpack.extensions import DiagGGNExact
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.extensions import KFLR, DiagGGNExact
 from backpack.utils.subsampling import subsample
 
 V, N, T, I, H, P = 2, 3, 4, 2, 3, 2  # noqa: E741
@@ -173,22 +190,30 @@ somewhere = pytest.mark.parametrize("kind, options", SOME)
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: type(s).__name__)
 def test_step_agrees_with_autograd_and_its_adjoint(step: Step) -> None:
     torch.manual_seed(0)
-    sizes = [step.num_gates * H] * 2 + [H] * step.num_states
-    p, q, *state = (torch.randn(N, size, dtype=torch.float64) for size in sizes)
-    _, values = step.advance(p, q, tuple(state))
-    slopes = step.slopes(values, state)
-    tangents = [torch.randn(V, N, size, dtype=torch.float64) for size in sizes]
+    size = step.num_gates * H
+    shapes = [(size, I), (size, H), (size,), (size,)]
+    w = Weights(*(torch.randn(*d, dtype=torch.float64) for d in shapes), None)
+    x, *state = (torch.randn(N, size, dtype=torch.float64) for size in [I] + [H] * step.num_states)
+    p, q = w.p(x), w.q(state[0])
+    moving = (p, q, *state)
+    after, *_ = step.advance(p, q, tuple(state))
+    path = Path(x[None], state[0][None], after[None], tuple(state), False)
+    slopes = step.slopes(w, path)[0].at(0)
+    tangents = [torch.randn(V, *m.shape, dtype=torch.float64) for m in moving]
     moved = step.tangent(slopes, tangents[0], tangents[1], tuple(tangents[2:]))
 
-    def after(*variables: Tensor) -> tuple[Tensor, ...]:
-        return step.advance(variables[0], variables[1], tuple(variables[2:]))[0]
+    def states_after(*variables: Tensor) -> tuple[Tensor, ...]:
+        return step.advance(variables[0], variables[1], tuple(variables[2:]))
 
     for v in range(V):
         along = tuple(t[v] for t in tangents)
-        _, expected = torch.autograd.functional.jvp(after, (p, q, *state), along)
+        _, expected = torch.autograd.functional.jvp(states_after, moving, along)
         torch.testing.assert_close(tuple(m[v] for m in moved), tuple(expected), **TOLERANCE)
     mats = tuple(torch.randn_like(m) for m in moved)
-    to_p, to_q, to_h, others = step.cotangent(slopes, mats)
+    arrived = step.gather(slopes.states, mats)
+    at_gates = torch.cat([arrived[k] for k in step.sources], -1)
+    to_p, to_q = at_gates * slopes.p, at_gates * slopes.q
+    to_h, others = step.hand_on(slopes.states, arrived)
     back = [to_p, to_q, torch.zeros_like(mats[0]) if to_h is None else to_h, *others]
     one = sum((m * u).sum() for m, u in zip(moved, mats, strict=True))
     other = sum((t * b).sum() for t, b in zip(tangents, back, strict=True))
@@ -571,8 +596,11 @@ def test_what_changes_is_computed_again(counted: dict[str, int]) -> None:
         assert counted == {"trace": 2, "pull_back": 3}
         with torch.no_grad():
             probe.module.weight_hh_l0.mul_(0.5)
-            found = probe.rule.param_mjp("bias_hh_l0", m, None, None, mats)
         probe.outputs = probe.call(*probe.inputs)
+        for given, out in zip(m.output, probe.outputs, strict=True):
+            given.copy_(out.detach())  # the same memory, new values
+        with torch.no_grad():
+            found = probe.rule.param_mjp("bias_hh_l0", m, None, None, mats)
         truth = probe.back(mats, [probe.module.bias_hh_l0])
         torch.testing.assert_close(found, truth[0], **TOLERANCE)
 
@@ -678,3 +706,107 @@ def test_without_batch_axis(module: Any) -> None:
     x = torch.randn(T, I) if isinstance(module, nn.RNN) else torch.randn(I)
     with pytest.raises(ValueError, match="without a batch axis"):
         derivatives_of(module).evaluate(module, {}, x)  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------- many columns
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count how often what arrives is factored, however few columns there are."""
+    taken: list[int] = []
+
+    def always(network: Any, slopes: Any, like: Tensor) -> bool:
+        taken.append(len(like))
+        return network.weights[0].weight_hr is None
+
+    monkeypatch.setattr(recurrent_network, "prefers_factors", always)
+    return taken
+
+
+@everywhere
+def test_many_columns(kind: str, options: dict[str, Any], many: list[int]) -> None:
+    """Columns that reach some of the steps, against autograd."""
+    probe = Probe(kind, **options)
+    mats = probe.mats_out()
+    for v, mat in enumerate(m for m in mats if m is not None):
+        mat[:, v % 2 :] *= torch.arange(2).repeat(V)[:V].reshape(-1, *(1,) * (mat.dim() - 1))
+    back, truth = probe.back(mats, probe.inputs), probe.individual(mats)
+    weights = torch.randn(V, N, dtype=torch.float64)
+    for rows in ROWS:
+        given = probe.argument(probe.at_rows(mats, rows))
+        own = subsample(weights, 1, rows)
+        with torch.no_grad(), probe.bound() as m:
+            found = probe.rule.jac_t_mat_prod(m, None, None, given, rows)
+            found = (found,) if isinstance(found, Tensor) else found
+            expected = probe.at_rows(back, rows, out=False)
+            torch.testing.assert_close(list(found), expected, **TOLERANCE)
+            for name in probe.params:
+                arguments = (name, m, None, None, given)
+                each = subsample(truth[name], 1, rows)
+                found = probe.rule.param_mjp(*arguments, False, rows)
+                torch.testing.assert_close(found, each, **TOLERANCE)
+                for w in (None, own):
+                    expected = reductions.of_products(each, reductions.NAMES, w)
+                    names = reductions.NAMES
+                    found = probe.rule.param_mjp_reduced(*arguments, names, rows, w)
+                    torch.testing.assert_close(found, expected, **TOLERANCE)
+                summed = probe.rule.kronecker_rows(*arguments, rows)
+                apart = probe.rule.kronecker_rows(*arguments, rows, "expand")
+                apart = apart.unflatten(1, (summed.shape[1], -1)).sum(2)
+                torch.testing.assert_close(summed, apart, **TOLERANCE)
+    assert many
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["tanh", "lstm", "gru"])
+def test_loss_at_every_step(
+    kind: str, bidirectional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of early positions reach few steps: as many as there are, and as few columns."""
+    cls, fixed = KINDS[kind]
+    torch.manual_seed(0)
+    rnn = cls(I, H, 2, batch_first=True, bidirectional=bidirectional, **fixed)
+    width = H * (2 if bidirectional else 1)
+    model = extend(
+        nn.Sequential(rnn, ReduceTuple(0), nn.Linear(width, 3), Permute(0, 2, 1)).double()
+    )
+    loss = extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(N, T, I, dtype=torch.float64), torch.randint(3, (N, T))
+    results = []
+    for factored in (True, False):
+        monkeypatch.setattr(recurrent_network, "prefers_factors", lambda *_, f=factored: f)
+        with backpack(DiagGGNExact(), KFLR()):
+            loss(model(x), y).backward()
+        results.append([t for p in model.parameters() for t in (p.diag_ggn_exact, *p.kflr)])
+    torch.testing.assert_close(*results, **TOLERANCE)
+
+
+def test_many_columns_pay_off() -> None:
+    """The choice counts multiplications; few columns, or a graph, are not factored."""
+    with torch.no_grad():
+        for columns, expected in [(1, False), (64, False), (400, True)]:
+            probe = Probe("lstm", num_layers=1)
+            network = probe.rule._network(probe.module)
+            w = network.weights[0]._replace(weight_ih=torch.randn(4 * H, 100))
+            slopes = [recurrent_network.Slopes(torch.empty(5), torch.empty(5), ())]
+            found = recurrent_network.prefers_factors(
+                network._replace(weights=[w]), slopes, torch.empty(columns)
+            )
+            assert found is expected
+    assert not recurrent_network.prefers_factors(network, slopes, torch.empty(10**6))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_squares_of_columns_at_one_position(bias: bool) -> None:
+    """More columns than positions, each at one of them: as for any columns."""
+    torch.manual_seed(0)
+    s = torch.zeros(8, N, T, 3).double()
+    s[range(8), :, [0, 0, 1, 1, 2, 2, 3, 3]] = torch.randn(8, N, 3).double()
+    x = None if bias else torch.randn(N, T, I).double()
+    for w in (None, torch.randn(8, N).double()):
+        wanted = reductions.NAMES - {"individual"}
+        with torch.no_grad():
+            found = shared_weight.reduced(s, x, wanted, w)
+        expected = reductions.of_products(shared_weight.mjp(s, x, False), wanted, w)
+        torch.testing.assert_close(found, expected, **TOLERANCE)

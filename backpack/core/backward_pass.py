@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
@@ -74,6 +74,8 @@ class BackwardPass:
         first = [ext for ext in self.exts if not ext.expects_backpropagation_quantities()]
         self.first_order = first
         self.second_order = [ext for ext in self.exts if ext not in first]
+        self.first_order_groups = _grouped(first, lambda ext: ext.get_subsampling())
+        self.whole_batch = all(subsampling is None for subsampling, _ in self.first_order_groups)
         self.reached_calls: list[Call] = []
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
@@ -90,7 +92,7 @@ class BackwardPass:
     @classmethod
     def reached(cls, call: Call, slot: int, grad: Tensor | None) -> None:
         """Take note that a backward pass has the gradient of one of a call's outputs."""
-        active = CTX.get_active_exts() or CTX.get_extension_hook()
+        active = CTX.configuration.exts or CTX.configuration.extension_hook
         if grad is None or not active or not disable.should_store_io():
             return
         task = torch._C._current_graph_task_id()
@@ -98,14 +100,12 @@ class BackwardPass:
         if current is None:
             current = cls._running[task] = cls()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
-        with current._undone_on_error(task):
-            current._reach(call, slot, grad)
+        current._undone_on_error(task, partial(current._reach, call, slot, grad))
 
     @classmethod
     def _finish(cls, task: int) -> None:
         current = cls._running[task]
-        with current._undone_on_error(task):
-            current._run()
+        current._undone_on_error(task, current._run)
         del cls._running[task]
 
     @classmethod
@@ -116,13 +116,13 @@ class BackwardPass:
                 current._undo()
                 del cls._running[task]
 
-    @contextmanager
-    def _undone_on_error(self, task: int) -> Iterator[None]:
+    def _undone_on_error(self, task: int, work: Callable[[], None]) -> None:
         try:
             with without_autocast():
-                yield
+                work()
         except BaseException:
             self._undo()
+            memory.forget()
             BackwardPass._running.pop(task, None)
             raise
 
@@ -141,7 +141,7 @@ class BackwardPass:
         call.check_parameters(trained_only=not self.second_order)
         if all(g is None for g in call.g_out):
             call.trained = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
-            self.untrained.update(set(call.params.values()) - set(call.trained.values()))
+            self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
             self.reached_calls.append(call)
             self.calls.append(call)
         call.g_out[slot] = grad
@@ -159,10 +159,9 @@ class BackwardPass:
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
-        sampled = any(ext.get_subsampling() is not None for ext in self.first_order)
-        whole = call.is_unbatched or call.unbatched_inputs()  # samples are told apart later
-        alone = len(call.outputs) == 1 and not whole
-        return alone and not sampled and call.uses_each_parameter_alone()
+        shared = call.is_unbatched or call.unbatched_inputs()  # samples are told apart later
+        alone = len(call.outputs) == 1 and not shared
+        return alone and self.whole_batch and call.uses_each_parameter_alone()
 
     def _check_mixing(self, call: Call) -> None:
         """Warn of modules without parameters that mix samples, where others have gradients."""
@@ -180,10 +179,13 @@ class BackwardPass:
         if not self.first_order:
             return
         for x, mark in zip(call.inputs, call.origins_in, strict=True):
-            if mark is not None and not mark.is_output:
-                leaves = upstream(x, lambda m: m.is_output)[1]
-            else:  # a parameter itself, as an argument
+            leaves: Sequence[Tensor]
+            if mark is None:  # perhaps a parameter itself, as an argument
                 leaves = [p for p in [parameter_behind(x)] if p is not None]
+            elif mark.is_output:
+                continue
+            else:
+                _, leaves = upstream(x, lambda m: m.is_output)
             for leaf in leaves:
                 if leaf in self.parameters or is_used(leaf):
                     for ext in self.first_order:
@@ -226,13 +228,6 @@ class BackwardPass:
         else:
             call.release()
 
-    @staticmethod
-    def _recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:
-        """Let the memory of results that are about to be replaced be used again."""
-        if not torch.is_grad_enabled():
-            for ext in exts:
-                memory.recycle(vars(p), ext.savefield)
-
     def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
         if p in self.untrained:
             return
@@ -250,7 +245,7 @@ class BackwardPass:
     def _run_first_order(self, plan: Plan) -> None:
         if self.first_order:
             separate_samples(plan)
-        for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
+        for subsampling, exts in self.first_order_groups:
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
                 self._run_rules(plan, ext)
@@ -295,7 +290,7 @@ class BackwardPass:
         subsampling: Sequence[int] | None,
     ) -> None:
         plan.check_one_batch(p)
-        self._recycle(p, exts)
+        memory.recycle(p, exts)
         products = Products(
             p,
             [_gradient_use(plan, call, name, subsampling) for call, name in uses],
@@ -330,7 +325,10 @@ class BackwardPass:
         )
         for (propagation, subsampling, _), exts in groups:
             plan.check_subsampling(subsampling, exts)
+            for p in plan.uses:
+                memory.recycle(p, exts)
             propagation.run(plan, exts, subsampling, self._save)
+            memory.forget()
 
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""

@@ -177,10 +177,13 @@ class _Border:
         call = self.call
         if self.follows:
             return call.g_out
-        return [
-            g if g is None else g.movedim(0, self.rule.batch_axis_out(call.module, i))
-            for i, g in enumerate(gradients(call))
-        ]
+        axis = self.rule.batch_axis_out
+        return [self._behind(g, 0, axis(call.module, i)) for i, g in enumerate(gradients(call))]
+
+    @staticmethod
+    def _behind(mat: Tensor | None, first: int, axis: int) -> Tensor | None:
+        """Move the samples from the axis ``first`` behind ``axis`` others."""
+        return mat if mat is None or not axis else mat.movedim(first, first + axis)
 
     # ------------------------------------------------------------------ columns
 
@@ -235,7 +238,7 @@ class _Border:
         if mat is None:
             return None
         if axis is not None:
-            return mat.movedim(1, 1 + axis) if axis else mat
+            return self._behind(mat, 1, axis)
         if place is None:
             return mat
         if self.whole:

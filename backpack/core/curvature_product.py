@@ -191,17 +191,15 @@ class CurvatureBlock:
                 backs = [None] * len(inputs)
                 if any(t is not None for t in inputs) and any(c is not None for c in columns):
                     backs = call_products.transposed(call, columns, rows)
-                products: list[Tensor] = []
                 if name is not None and any(c is not None for c in columns):
-                    products.append(
-                        call_products.param(call, "param_mjp", name, columns, rows, sum_batch=False)
+                    product = call_products.param(
+                        call, "param_mjp", name, columns, rows, sum_batch=not per_sample
                     )
+                    result = result + (self._of_samples(product) if per_sample else product)
                 seconds, second = self._second(call, name, mat, inputs, rows)
                 backs = [_sum(one, other) for one, other in zip(backs, seconds, strict=True)]
                 if second is not None:
-                    products.append(second)
-                for product in products:
-                    result = result + self._by_sample(product, per_sample)
+                    result = result + (self._of_samples(second) if per_sample else second.sum(1))
             for i, (tangent, back) in enumerate(zip(inputs, backs, strict=False)):
                 o = call.origins_in[i]
                 if tangent is None or back is None or o is None:
@@ -314,10 +312,8 @@ class CurvatureBlock:
             product = counted
         return product * loss_scale(call)
 
-    def _by_sample(self, product: Tensor, per_sample: bool) -> Tensor:
-        """Sum ``[V, R, *p]`` over the rows, or over the rows of each sample."""
-        if not per_sample:
-            return product.sum(1)
+    def _of_samples(self, product: Tensor) -> Tensor:
+        """Sum ``[V, R, *p]`` over the rows of each sample."""
         base = len(row_numbers(self.plan.base, self.subsampling))
         return product.unflatten(1, (base, -1)).sum(2)
 

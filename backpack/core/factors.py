@@ -92,6 +92,15 @@ class Factor:
         factor = self.coarsened(groups)
         return replace(factor, mat=factor.mat.unflatten(1, (groups, -1)).sum(2))
 
+    def reduced(self) -> Factor:
+        """Return as many columns as a sample has entries: S = Rᵀ Qᵀ has the S Sᵀ of Rᵀ."""
+        num_v, rows, *shape = self.mat.shape
+        stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
+        precision = torch.promote_types(stacked.dtype, torch.float32)
+        triangles = torch.linalg.qr(stacked.to(precision), mode="r").R  # [R, D, D]
+        mat = triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape)
+        return replace(self, mat=mat)
+
     def __add__(self, other: Factor) -> Factor:
         """Add what arrives over two branches, column by column."""
         groups = min(self.groups, other.groups)

@@ -11,8 +11,9 @@ sample next to each other, then the other axes in their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -63,9 +64,12 @@ class Layout:
         samples: Number of samples, 0 if the tensor has none.
         assumed: Whether this may be corrected.
         dims: Number of axes of the data that the assumption was made for.
+        corrections: How often the place of the samples in any layout was corrected: what was found
+            out before then has to be found out again.
     """
 
     __slots__ = ("_facts", "_same", "_sources")
+    corrections: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -119,12 +123,13 @@ class Layout:
     @property
     def is_batched(self) -> bool:
         """Whether there are samples at all."""
-        return self.samples > 0
+        return self._root._facts[1] > 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the samples come first."""
-        return self.before == 1 and self.samples > 0
+        before, samples, *_ = self._root._facts
+        return before == 1 and samples > 0
 
     def is_first(self, shape: Sequence[int]) -> bool:
         """Whether the samples are along the first axis of a tensor of this shape."""
@@ -135,7 +140,9 @@ class Layout:
     def confirm(self) -> None:
         """Take what was assumed for certain."""
         root = self._root
-        root._facts = (*root._facts[:2], False, root._facts[3])
+        before, samples, assumed, dims = root._facts
+        if assumed:
+            root._facts = (before, samples, False, dims)
 
     def correct(self, shape: Sequence[int], axis: int) -> None:
         """Replace what was assumed.
@@ -151,11 +158,13 @@ class Layout:
                 "samples along the first axis. Give the network data with the batch axis first"
             )
         root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
+        Layout.corrections += 1
 
     def demote(self) -> None:
         """Say that there are no samples, here and in what this was derived from."""
         root = self._root
         root._facts = (1, 0, False, root._facts[3])
+        Layout.corrections += 1
         for source in root._sources:
             source.demote()
 
@@ -171,21 +180,27 @@ class Layout:
 
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits."""
-        for axis, size in enumerate(shape):
-            if prod(shape[:axis]) == self.before and size == self.samples:
-                return Place(axis, 1, self.samples)
-        for axis, size in enumerate(shape):
-            before = prod(shape[:axis])
-            outer, rest = divmod(self.before, before or 1)
-            if rest or outer == 0:
-                break
-            if size > 0 and size % (outer * self.samples) == 0:
-                merged = size > outer * self.samples
-                # samples merged with what follows them, behind another axis: no rows of samples
-                return None if merged and before > 1 else Place(axis, outer, self.samples)
-        if self.before == 1 and shape:  # a batch that was split: the number of samples is smaller
-            return Place(0, 1, shape[0])
-        return None
+        before, samples, *_ = self._root._facts
+        return _place(before, samples, tuple(shape))
+
+
+@lru_cache
+def _place(start: int, samples: int, shape: tuple[int, ...]) -> Place | None:
+    for axis, size in enumerate(shape):
+        if prod(shape[:axis]) == start and size == samples:
+            return Place(axis, 1, samples)
+    for axis, size in enumerate(shape):
+        before = prod(shape[:axis])
+        outer, rest = divmod(start, before or 1)
+        if rest or outer == 0:
+            break
+        if size > 0 and size % (outer * samples) == 0:
+            merged = size > outer * samples
+            # samples merged with what follows them, behind another axis: no rows of samples
+            return None if merged and before > 1 else Place(axis, outer, samples)
+    if start == 1 and shape:  # a batch that was split: the number of samples is smaller
+        return Place(0, 1, shape[0])
+    return None
 
 
 def unbatched() -> Layout:

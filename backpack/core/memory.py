@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
 
 # Bytes. Below this size, the allocator has memory at hand that was used before.
 LARGE = 2**22
@@ -48,14 +52,22 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     return torch.mul(one, other, out=empty(shape, one))
 
 
-def recycle(attributes: MutableMapping[str, Any], name: str) -> None:
-    """Take a result that will be replaced, for :func:`empty`, if it is large and nobody else's."""
-    value = attributes.get(name)
-    if type(value) is not Tensor or not value.is_cpu or value.nbytes < LARGE:
+def recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:
+    """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
+
+    Args:
+        p: Who has them.
+        exts: Whose results they are.
+    """
+    if torch.is_grad_enabled():
         return
-    del value
-    if _is_alone(attributes, name):
-        _spare.append(attributes.pop(name))
+    for ext in exts:
+        name, attributes = ext.savefield, vars(p)
+        value = attributes.get(name)
+        large = type(value) is Tensor and value.is_cpu and value.nbytes >= LARGE
+        del value
+        if large and _is_alone(attributes, name):
+            _spare.append(attributes.pop(name))
 
 
 def forget() -> None:

@@ -35,12 +35,7 @@ class Plan:
         everything: All reached calls.
         users: Calls whose parameters matter.
         calls: Calls whose derivatives are needed: no containers, nothing that only reshapes.
-        losses: Those that are losses.
-        producers: Who computed the tensor of an origin.
-        after_loss: The losses, and calls that depend on the value of one.
         uses: For each parameter the calls that use it, with its name there.
-        base: Number of samples; the number of rows of every call is a multiple.
-        mixing: Whether a module mixes the samples of the batch.
     """
 
     def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
@@ -52,37 +47,57 @@ class Plan:
         """
         self.everything = sorted(calls, key=lambda call: call.index)
         self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
-        self.losses = [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
-        self.producers: dict[Origin, Producer] = {
-            origin: Producer(call, slot)
-            for call in self.calls
-            for slot, origin in enumerate(call.origins_out)
-            if origin is not None
-        }
-        # the losses themselves, and modules that combine their values
-        self.after_loss: set[Call] = set()
-        for call in self.calls:
-            producers = [self.producers.get(o) for o in call.origins_in if o is not None]
-            if call in self.losses or any(p and p.call in self.after_loss for p in producers):
-                self.after_loss.add(call)
         self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
         self.users = self.everything if users is None else list(users)
         for call in self.users:
             for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
-        batched = [call for call in self.calls if not call.is_unbatched]
-        rows = [self.num_rows(call) for call in batched if self.num_rows(call)]
-        self.base = gcd(*rows) if rows else 0
-        if self.base < min(rows, default=0):
-            self.base = 0  # no common batch: neither slices of samples nor subsampling
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
-        self.mixing = any(call.mixes_samples for call in self.calls)
-        dtypes = {dtype for call in self.calls for dtype in call.dtypes}
+        dtypes = set().union(*(call.dtypes for call in self.calls))
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))
+
+    @cached_property
+    def losses(self) -> list[Call]:
+        """The calls that are losses."""
+        return [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
+
+    @cached_property
+    def producers(self) -> dict[Origin, Producer]:
+        """Who computed the tensor of an origin."""
+        return {
+            origin: Producer(call, slot)
+            for call in self.calls
+            for slot, origin in enumerate(call.origins_out)
+            if origin is not None
+        }
+
+    @cached_property
+    def after_loss(self) -> set[Call]:
+        """The losses themselves, and modules that combine their values."""
+        found = set(self.losses)
+        for call in self.calls:
+            producers = [self.producers.get(o) for o in call.origins_in if o is not None]
+            if any(p and p.call in found for p in producers):
+                found.add(call)
+        return found
+
+    @cached_property
+    def base(self) -> int:
+        """Number of samples; the number of rows of every call is a multiple. 0 if there is none."""
+        found = [self.num_rows(call) for call in self.calls if not call.is_unbatched]
+        rows = [count for count in found if count]
+        base = gcd(*rows)
+        # without a common batch, there are neither slices of samples nor subsampling
+        return base if base == min(rows, default=0) else 0
+
+    @cached_property
+    def mixing(self) -> bool:
+        """Whether a module mixes the samples of the batch."""
+        return any(call.mixes_samples for call in self.calls)
 
     def check_one_batch(self, p: Parameter) -> None:
         """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
@@ -93,6 +108,8 @@ class Plan:
         Raises:
             ValueError: If the batches differ.
         """
+        if len(self.uses[p]) == 1:
+            return
         sizes = {self._batches[call][1] for call, _ in self.uses[p]}
         if len(sizes) > 1:
             uses = ", ".join(repr(call) for call, _ in self.uses[p])

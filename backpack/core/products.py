@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -65,11 +65,8 @@ class Use(NamedTuple):
         return factors
 
 
-def _cat(axis: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda one, other: torch.cat([one, other], axis)
-
-
-def _add(one: Any, other: Any) -> Any:
+def add(one: Any, other: Any) -> Any:
+    """Add two tensors, or two lists of tensors."""
     if isinstance(one, list):
         return [a + b for a, b in zip(one, other, strict=True)]
     return one + other
@@ -110,41 +107,43 @@ class Reduction(NamedTuple):
     """How values are put together: those of slices of columns and of samples, and of sources.
 
     Attributes:
-        columns: Over slices of columns, and over sources of columns.
-        samples: Over slices of samples.
         sample_axis: Where the samples are, None if they are summed.
-        adds_up: Whether samples that merge add up, else they get columns of their own.
+        column_axis: Where the columns are, None if they are summed. Else, samples that merge get
+            columns of their own.
     """
 
-    columns: Callable[[Tensor, Tensor], Tensor]
-    samples: Callable[[Tensor, Tensor], Tensor]
     sample_axis: int | None = None
-    adds_up: bool = True
+    column_axis: int | None = None
 
-    def merged(self, *values: Tensor) -> list[Tensor]:
-        """Merge samples where one source has more of them (positions) than another.
+    def joined(self, one: Any, other: Any) -> Any:
+        """Join the values of two sources of columns.
+
+        If one has more samples (positions) than the other, they are merged.
 
         Raises:
             ValueError: If the numbers of samples are not multiples.
         """
         axis = self.sample_axis
-        if axis is None:
-            return list(values)
-        counts = [value.shape[axis] for value in values]
-        if any(count % min(counts) for count in counts):
-            raise ValueError(f"Losses with different numbers of samples: {counts}.")
-        return [merge_groups(value, axis, min(counts), self.adds_up) for value in values]
+        if axis is not None:
+            counts = [one.shape[axis], other.shape[axis]]
+            if any(count % min(counts) for count in counts):
+                raise ValueError(f"Losses with different numbers of samples: {counts}.")
+            adds_up = self.column_axis is None
+            one, other = (merge_groups(v, axis, min(counts), adds_up) for v in (one, other))
+        if self.column_axis is None:
+            return add(one, other)
+        return torch.cat([one, other], self.column_axis)
 
 
 # Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
 REDUCTIONS = {
-    "individual": Reduction(_cat(0), _cat(1), 1, adds_up=False),  # [V, N, *p]  Jᵀ s
-    "gradient": Reduction(_add, _add),  # [*p]  sum_vn Jᵀ s
-    "batch_square": Reduction(_add, _cat(0), 0),  # [N, *p]  sum_v (Jᵀ s)²
-    "square": Reduction(_add, _add),  # [*p]  sum_vn (Jᵀ s)²
-    "square_norm": Reduction(_add, _cat(0), 0),  # [N]  sum_v |Jᵀ s|²
-    "gram": Reduction(_add, _add),  # [O, O]  sum_vn of the outer products of Kronecker rows
-    "gram_expand": Reduction(_add, _add),  # the same, with every position a row of its own
+    "individual": Reduction(sample_axis=1, column_axis=0),  # [V, N, *p]  Jᵀ s
+    "gradient": Reduction(),  # [*p]  sum_vn Jᵀ s
+    "batch_square": Reduction(sample_axis=0),  # [N, *p]  sum_v (Jᵀ s)²
+    "square": Reduction(),  # [*p]  sum_vn (Jᵀ s)²
+    "square_norm": Reduction(sample_axis=0),  # [N]  sum_v |Jᵀ s|²
+    "gram": Reduction(),  # [O, O]  sum_vn of the outer products of Kronecker rows
+    "gram_expand": Reduction(),  # the same, with every position a row of its own
 }
 
 
@@ -217,7 +216,7 @@ class Products:
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
         fewest = min(use.factor.groups for _, use in values)
-        return reduce(_add, [merge_groups(v, 1, fewest, use.factor.adds_up) for v, use in values])
+        return reduce(add, [merge_groups(v, 1, fewest, use.factor.adds_up) for v, use in values])
 
     def _individual(self) -> Tensor:
         values = []
@@ -239,15 +238,13 @@ class Products:
         if "individual" in self._values or "individual" in self.wanted:
             return self["individual"].sum((0, 1))
         sums = [use.apply("param_mjp", sum_batch=True).sum(0) for use in self.uses]
-        return reduce(_add, sums)
+        return reduce(add, sums)
 
     def _batch_square(self) -> Tensor:
-        return reductions.squared(self["individual"], self._weights).sum(0)
+        return reductions.sum_of_squares(self["individual"], self._weights)
 
     def _square(self) -> Tensor:
-        if "batch_square" in self.wanted:
-            return self["batch_square"].sum(0)
-        return reductions.squared(self["individual"], self._weights).sum((0, 1))
+        return self["batch_square"].sum(0)
 
     def _square_norm(self) -> Tensor:
         if "batch_square" in self.wanted:
@@ -301,7 +298,7 @@ class Products:
         if not self._have_one_structure:
             return self._block()
         each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
-        return reduce(_add, [r.flatten(0, 2).T @ r.flatten(0, 2) / r.shape[2] for r in each])
+        return reduce(add, [r.flatten(0, 2).T @ r.flatten(0, 2) / r.shape[2] for r in each])
 
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
@@ -346,4 +343,4 @@ class Products:
         if self.terms is not None:  # undo: the rows are samples
             rows = self.uses[0].factor.mat.shape[1]
             each = [[f / rows for f in factors] for factors in each]
-        return [reduce(_add, factors) for factors in zip(*each, strict=True)]
+        return [reduce(add, factors) for factors in zip(*each, strict=True)]

@@ -106,10 +106,14 @@ class ExactFactor(Propagation):
 
     def _source(self, call: Call, sweep: Sweep) -> Source:
         scale = nonnegative_scale(call, sweep.savefields)
+        thin = sweep.sliced and "individual" not in sweep.wanted  # nobody sees the columns
 
         def factor(rows: Rows) -> tuple[Columns, None]:
             with call.bound() as module:
-                columns = loss_rule(call).sqrt_hessian(module, None, None, rows)
+                rule = loss_rule(call)
+                columns = (rule.thin_factor if thin else rule.sqrt_hessian)(
+                    module, None, None, rows
+                )
             return scaled(columns, scale), None
 
         return LossSource(call, user_loss_rule(call, sweep.exts) or factor)

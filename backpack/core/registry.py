@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 Rule = TypeVar("Rule", bound="type[BaseDerivatives]")
 
+# Containers of parameters, which nobody calls.
+LISTS = (ParameterList, ParameterDict)
+
 REGISTRY: dict[type[Module], BaseDerivatives] = {}
 _CACHE: dict[type[Module], BaseDerivatives | None] = {}
 # Classes of other libraries, by their qualified names.
@@ -111,14 +114,14 @@ def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> BaseDeriva
 
 def is_leaf(module: Module) -> bool:
     """Return whether a module has no children that are called: lists of parameters are not."""
-    return all(isinstance(child, ParameterList | ParameterDict) for child in module.children())
+    return all(isinstance(child, LISTS) for child in module._modules.values() if child is not None)
 
 
 def own_parameters(module: Module) -> dict[str, Parameter | None]:
     """Return the parameters of a module itself, by name, with those in lists of parameters."""
-    lists = [
-        (n, c) for n, c in module.named_children() if isinstance(c, ParameterList | ParameterDict)
-    ]
+    if not module._modules:
+        return module._parameters
+    lists = [(n, c) for n, c in module.named_children() if isinstance(c, LISTS)]
     inside = {f"{n}.{key}": p for n, c in lists for key, p in c._parameters.items()}
     return {**module._parameters, **inside}
 

@@ -7,9 +7,10 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,13 +19,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.context import disable
-from backpack.core import call_products
-from backpack.core.derivatives.basederivatives import Rows, row_numbers
+from backpack.core import call_products, memory
+from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
 from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
-from backpack.core.products import REDUCTIONS, Products, Use
+from backpack.core.products import REDUCTIONS, Products, Reduction, Use, add
 from backpack.core.tape import Call, Origin, describe, flatten_outputs
 
 if TYPE_CHECKING:
@@ -33,19 +34,35 @@ if TYPE_CHECKING:
 Save = Callable[[Parameter, "BackpropExtension", Any], None]
 
 
+# On a CPU, a slice is several times faster if it stays in the caches, and if the allocator keeps
+# its memory (fresh memory costs page faults). Elsewhere, many small operations are slow.
+BYTES_PER_CORE = 2**22
+BYTES_OF_HEAP = 2**24
+BYTES_ELSEWHERE = 2**28
+
+
 class slice_bytes:
     """Context manager: about how many bytes a slice of propagated columns may take.
 
     Args:
-        limit: Bytes of the largest tensor that travels through the network. Default at start:
-            256 MiB. Smaller slices need less memory and more time.
+        limit: Bytes of the largest tensor that travels through the network. Default at start: on
+            a CPU 4 MiB for each thread, at most 16 MiB; elsewhere 256 MiB.
     """
 
-    limit = 2**28
+    limit: int | None = None
 
     def __init__(self, limit: int):
         """Remember the limit."""
         self._limit = limit
+
+    @classmethod
+    def on(cls, device: torch.device) -> int:
+        """Return the limit on a device."""
+        if cls.limit is not None:
+            return cls.limit
+        if device.type == "cpu":
+            return min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
+        return BYTES_ELSEWHERE
 
     def __enter__(self) -> None:
         """Set the limit."""
@@ -123,10 +140,143 @@ class ResidualSource:
             grads = call_products.gradients(self.call)
             residual = self.call.derivatives.hessian_diagonal(module, None, grads, rows)
         flat = residual.reshape(len(residual), -1)
-        entries = range(flat.shape[1])[part]
-        mat = flat.new_zeros(len(entries), *flat.shape)
-        mat[range(len(entries)), :, list(entries)] = 1
-        return [Factor(mat.reshape(-1, *residual.shape), len(flat), weights=flat[:, part].T)]
+        count, size = flat.shape
+        # the unit vectors, last one first, the same for all samples, in the memory of two of them
+        one = flat.new_zeros(2 * size - 1)
+        one[size - 1] = 1
+        units = one.as_strided((size, count, size), (1, 0, 1))[part]
+        return [Factor(units.reshape(-1, *residual.shape), count, weights=flat.flip(1)[:, part].T)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice: which samples and columns, of how many. Empty ranges: everything at once."""
+
+    samples: range = range(0)
+    of_samples: range = range(0)
+    columns: range = range(0)
+    of_columns: range = range(0)
+
+    def split(self, samples: int, columns: int) -> list[Part]:
+        """Split in slices of about so many samples and columns."""
+        if samples >= len(self.samples) and columns >= len(self.columns):
+            return [self]
+        return [
+            replace(self, samples=ns, columns=vs)
+            for ns in _chunks(self.samples, samples)
+            for vs in _chunks(self.columns, columns)
+        ]
+
+
+def _chunks(numbers: range, size: int) -> list[range]:
+    """Split in chunks of nearly equal length."""
+    count = -(-len(numbers) // size)
+    bounds = [i * len(numbers) // count for i in range(count + 1)]
+    return [numbers[a:b] for a, b in pairwise(bounds)]
+
+
+def _narrow(tensor: Tensor, axis: int, numbers: range, of: range) -> Tensor:
+    """Restrict an axis, whose length is a multiple of that of ``of``, to some of ``of``."""
+    if numbers == of:
+        return tensor
+    ratio = tensor.shape[axis] // len(of)
+    return tensor.narrow(axis, (numbers.start - of.start) * ratio, len(numbers) * ratio)
+
+
+@dataclass
+class State:
+    """What travels: the columns that have arrived, and uses that wait for others.
+
+    Attributes:
+        part: Which samples and columns.
+        arrived: Columns at tensors.
+        pending: Uses of parameters that are used several times.
+    """
+
+    part: Part
+    arrived: dict[Origin, Factor] = field(default_factory=dict)
+    pending: dict[Parameter, list[Use]] = field(default_factory=dict)
+
+    def restricted(self, part: Part, rows: Callable[[Call], Rows]) -> State:
+        """Return a slice; ``rows`` says which rows of a call belong to it."""
+
+        def cut(tensor: Any) -> Any:
+            if tensor is None:
+                return None
+            tensor = _narrow(tensor, 0, part.columns, self.part.columns)
+            return _narrow(tensor, 1, part.samples, self.part.samples)
+
+        def cut_factor(factor: Factor) -> Factor:
+            groups = factor.groups * len(part.samples) // len(self.part.samples)
+            return replace(factor, mat=cut(factor.mat), groups=groups, weights=cut(factor.weights))
+
+        def cut_use(use: Use) -> Use:
+            mats = [cut(mat) for mat in use.mats]
+            return use._replace(factor=cut_factor(use.factor), rows=rows(use.call), mats=mats)
+
+        arrived = {origin: cut_factor(factor) for origin, factor in self.arrived.items()}
+        pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
+        return State(part, arrived, pending)
+
+
+class Gathered:
+    """A quantity of all samples and columns, put together from slices: each is written once.
+
+    Args:
+        reduction: How slices are put together.
+        before: The quantity of other sources of columns, None if there are none.
+    """
+
+    def __init__(self, reduction: Reduction, before: Any = None):
+        """Start with what other sources have."""
+        self.reduction = reduction
+        self.before = before
+        self.continues = False
+        self.value: Any = None
+
+    def add(self, value: Any, part: Part) -> None:
+        """Add the quantity of a slice."""
+        places = [
+            (self.reduction.sample_axis, part.samples, part.of_samples),
+            (self.reduction.column_axis, part.columns, part.of_columns),
+        ]
+        axes = [(axis, some, all_) for axis, some, all_ in places if axis is not None]
+        if all(some == all_ for _, some, all_ in axes):
+            self.value = value if self.value is None else add(self.value, value)
+            return
+        if self.value is None:
+            self._allocate(value, axes)
+        view = self.value
+        for axis, some, all_ in axes:
+            view = _narrow(view, axis, some, all_)
+        first = self.reduction.column_axis is not None or not part.columns.start
+        if first and not self.continues:
+            view.copy_(value)
+        else:
+            view += value
+
+    def _allocate(self, value: Tensor, axes: Sequence[tuple[int, range, range]]) -> None:
+        """Find memory for all slices: that of the other sources, where values are summed."""
+        shape = list(value.shape)
+        for axis, some, all_ in axes:
+            shape[axis] = shape[axis] // len(some) * len(all_)
+        before, summed = self.before, self.reduction.column_axis is None
+        self.continues = (
+            summed
+            and before is not None
+            and list(before.shape) == shape
+            and not before.requires_grad
+        )
+        if self.continues:
+            self.value, self.before = before, None
+        else:
+            self.value = memory.empty(shape, value)
+
+    def total(self) -> Any:
+        """Return the quantity of all sources so far."""
+        if self.before is None:
+            return self.value
+        return self.reduction.joined(self.before, self.value)
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -177,30 +327,30 @@ class Sweep:
         self.savefields = ", ".join(ext.savefield for ext in exts)
         # user-written rules see the whole batch at once
         self.sliced = not any(ext.rules for ext in exts)
+        self.mixing = plan.mixing and self.sliced
+        self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
         self.rule_values: dict[tuple[Parameter, BackpropExtension], Any] = {}
 
     def run(self, sources: Sequence[Source]) -> None:
         """Sweep from every source, put the slices together, and save."""
-        totals: dict[Parameter, dict[str, Tensor]] = {}
+        totals: dict[Parameter, dict[str, Any]] = {}
         for source in sources:
-            of_source: dict[Parameter, dict[str, Tensor]] = {}
-            for samples, parts, terms in self._slices(source):
-                of_samples: dict[Parameter, dict[str, Tensor]] = {}
-                for part in parts:
-                    for products in self._sweep(source, samples, part, terms):
-                        values = {name: products[name] for name in self.wanted}
-                        p = products.parameter
-                        if p in of_samples:
-                            values = _combined(of_samples[p], values, "columns")
-                        of_samples[p] = values
-                for p, values in of_samples.items():
-                    of_source[p] = _combined(of_source.get(p), values, "samples")
-            for p, values in of_source.items():
-                if p in totals and _are_per_sample(values):
-                    self.plan.check_one_batch(p)
-                totals[p] = _combined(totals.get(p), values, "sources")
+            of_source: dict[Parameter, dict[str, Gathered]] = {}
+            for products, part in self._sweep(source):
+                p = products.parameter
+                if p not in of_source:
+                    if p in totals and _are_per_sample(self.wanted):
+                        self.plan.check_one_batch(p)
+                    before = totals.get(p, {})
+                    of_source[p] = {
+                        name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.wanted
+                    }
+                for name, gathered in of_source[p].items():
+                    gathered.add(products[name], part)
+            for p, whole in of_source.items():
+                totals[p] = {name: gathered.total() for name, gathered in whole.items()}
         for p, values in totals.items():
             products = Products(
                 p, self._whole_uses(p), self.wanted, 1 if self.plan.mixing else None
@@ -226,39 +376,71 @@ class Sweep:
 
     # ------------------------------------------------------------------ slices
 
-    def _slices(self, source: Source) -> Iterator[tuple[Rows, list[slice], int | None]]:
-        """Plan slices: which samples, which columns, how many terms of the loss (if mixed)."""
-        if not self.sliced:
-            yield self.subsampling, [slice(None)], None
-            return
-        num_v, plan = source.num_columns(), self.plan
-        per_column = (
-            max(
-                max((s.numel() for s in call.shape_in + call.shape_out if s is not None), default=1)
-                * (call.copies if call.is_unbatched else 1)
-                for call in plan.calls
-            )
-            * plan.calls[0].outputs[0].element_size()
-        )
-        rows = max(1, plan.base)
-        if not plan.mixing:
-            per_column = -(-per_column // rows)
-        columns = max(1, slice_bytes.limit // per_column)
-        at_once = max(1, columns // num_v)
-        width = num_v if at_once > 1 or columns >= num_v else columns
-        parts = [slice(i, i + width) for i in range(0, num_v, width)]
-        parts = [slice(None)] if len(parts) == 1 else parts
-        for samples in plan.sample_slices(self.subsampling, at_once):
-            terms = len(row_numbers(plan.base, samples)) if plan.mixing else None
-            yield samples, parts, terms
+    def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
+        """Return the entries of a call's largest tensor, of all samples."""
+        largest = max((s.numel() for s in shapes if s is not None), default=1)
+        return largest * (call.copies if call.is_unbatched else 1)
 
-    def _start(
-        self, source: Source, samples: Rows, part: slice, terms: int | None
-    ) -> list[Factor | None]:
+    def _first_parts(self, source: Source) -> list[Part]:
+        """Slice what a source emits (where samples mix: what travels)."""
+        plan = self.plan
+        if not self.sliced:
+            return [Part()]
+        call, num_v, limit = source.call, source.num_columns(), self.limit
+        size = call.outputs[0].element_size()
+        if self.mixing:
+            calls = [c for c in plan.calls if c is call or c not in plan.losses]
+            per_column = size * max(self._entries(c, c.shape_in + c.shape_out) for c in calls)
+        else:
+            per_column = -(-size * self._entries(call, call.shape_in) // max(1, plan.base))
+        samples = max(1, limit // (per_column * num_v))
+        columns = max(1, limit // per_column) if samples == 1 else num_v
+        count = len(row_numbers(plan.base, self.subsampling)) if plan.base else 1
+        return Part(range(count), range(count), range(num_v), range(num_v)).split(samples, columns)
+
+    def _samples(self, part: Part) -> Rows:
+        """Return the samples of a slice."""
+        if part.samples == part.of_samples:
+            return self.subsampling
+        rows = row_numbers(self.plan.base, self.subsampling)
+        return take_rows(rows, slice(part.samples.start, part.samples.stop))
+
+    def _split(self, state: State, call: Call) -> list[State]:
+        """Slice what has arrived so that a call's columns at its input are small."""
+        outs = [state.arrived[o] for o in call.origins_out if o in state.arrived]
+        ins = [
+            shape
+            for shape, o in zip(call.shape_in, call.origins_in, strict=True)
+            if o in self.plan.producers
+        ]
+        if not (self.sliced and outs and ins) or self.mixing:
+            return [state]
+        num_v = max(len(factor.mat) for factor in outs)
+        size = outs[0].mat.element_size()
+        per_column = -(-size * self._entries(call, ins) // max(1, self.plan.base))
+        samples = max(1, self.limit // (per_column * num_v))
+        columns = len(state.part.columns)
+        if samples == 1:
+            columns = max(1, columns * self.limit // (per_column * num_v))
+        parts = state.part.split(samples, columns)
+        if parts == [state.part]:
+            return [state]
+
+        def rows(part: Part) -> Callable[[Call], Rows]:
+            return lambda other: self.plan.rows(other, self._samples(part))
+
+        return [state.restricted(part, rows(part)) for part in parts]
+
+    def _start(self, source: Source, part: Part) -> list[Factor | None]:
+        samples = self._samples(part)
         rows = self.plan.rows(source.call, samples)
-        factors = source.columns(rows, part)
-        if terms is None:
+        columns = part.columns
+        factors = source.columns(
+            rows, slice(columns.start, columns.stop) if columns else slice(None)
+        )
+        if not self.mixing:
             return factors
+        terms = len(row_numbers(self.plan.base, samples))
         return [
             None if factor is None else self._spread(source.call, i, factor, rows, terms)
             for i, factor in enumerate(factors)
@@ -275,18 +457,30 @@ class Sweep:
 
     # ------------------------------------------------------------------ one sweep
 
-    def _sweep(
-        self, source: Source, samples: Rows, part: slice, terms: int | None
-    ) -> Iterator[Products]:
-        """Carry columns back; yield the products of each parameter that they reach."""
-        travelling = None if self.plan.mixing else samples
-        arrived: dict[Origin, Factor] = {}
-        pending: dict[Parameter, list[Use]] = {}
-        starts = self._start(source, samples, part, terms)
-        deliver(self.plan, source.call, starts, arrived, travelling)
-        for call in reversed(self.plan.calls):
-            if call.index >= source.call.index:
-                continue
+    def _sweep(self, source: Source) -> Iterator[tuple[Products, Part]]:
+        """Carry columns back; yield the products of each parameter that they reach, in slices."""
+        calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
+        for part in self._first_parts(source):
+            state = State(part)
+            starts = self._start(source, part)
+            deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
+            yield from self._carry(state, calls)
+
+    def _travelling(self, state: State) -> Rows:
+        """Return the samples whose rows travel."""
+        return None if self.plan.mixing else self._samples(state.part)
+
+    def _carry(self, state: State, calls: Sequence[Call]) -> Iterator[tuple[Products, Part]]:
+        """Carry columns back through calls. Slices become thinner where tensors become larger."""
+        travelling = self._travelling(state)
+        terms = len(state.part.samples) if self.mixing else None
+        arrived, pending = state.arrived, state.pending
+        for i, call in enumerate(calls):
+            slices = self._split(state, call)
+            if len(slices) > 1:
+                for thinner in slices:
+                    yield from self._carry(thinner, calls[i:])
+                return
             factors = fetch(call, arrived)
             if factors is None:
                 continue
@@ -299,12 +493,35 @@ class Sweep:
             for name, p in call.trained.items():
                 use = Use(call, name, factor, rows, mats)
                 if len(self.plan.uses[p]) == 1:
-                    yield Products(p, [use], self.wanted, terms)
+                    yield Products(p, [use], self.wanted, terms), state.part
                 else:
                     pending.setdefault(p, []).append(use)
+            if len(mats) == 1 and not arrived and not pending and self._is_reducible(state, factor):
+                factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
+                mats = [factor.mat]
+                state.part = replace(state.part, columns=everything, of_columns=everything)
             self._propagate(call, factor, mats, arrived, travelling)
         for p, uses in pending.items():
-            yield Products(p, uses, self.wanted, terms)
+            yield Products(p, uses, self.wanted, terms), state.part
+
+    def _is_reducible(self, state: State, factor: Factor) -> bool:
+        """Whether fewer columns stand for the same matrices, and nobody sees the columns.
+
+        With V columns of D entries, the triangles take as many operations as V columns in a linear
+        layer of D outputs: that pays if a third of the columns is saved from there on.
+        """
+        num_v, rows, *shape = factor.mat.shape
+        return (
+            2 * num_v > 3 * prod(shape)
+            and self.sliced
+            and not self.mixing
+            and "individual" not in self.wanted
+            and factor.weights is None
+            and not factor.adds_up
+            and factor.groups == rows
+            and state.part.columns == state.part.of_columns
+            and not torch.is_grad_enabled()
+        )
 
     def _propagate(
         self,
@@ -316,9 +533,27 @@ class Sweep:
     ) -> None:
         if not any(origin in self.plan.producers for origin in call.origins_in):
             return
-        backs = call_products.transposed(call, mats, self.plan.rows(call, samples))
+        backs = self._transposed(call, mats, self.plan.rows(call, samples))
         factors = [None if m is None else replace(factor, mat=m) for m in backs]
         deliver(self.plan, call, factors, arrived, samples)
+
+    def _transposed(
+        self, call: Call, mats: Sequence[Tensor | None], rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
+        known = [m for m in mats if m is not None]
+        alike = len(known[0][0]) > 1 and all(m.stride(1) == 0 for m in known)
+        assert call.derivatives is not None
+        if alike and call.is_plain and not call.mixes_samples:
+            with call.bound() as module:
+                alike = call.derivatives.jacobian_is_constant(module)
+            if alike:
+                first = take_rows(row_numbers(self.plan.num_rows(call), rows), slice(0, 1))
+                one = [None if m is None else m[:, :1] for m in mats]
+                backs = call_products.transposed(call, one, first)
+                count = known[0].shape[1]
+                return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
+        return call_products.transposed(call, mats, rows)
 
     def _run_user_rules(
         self, call: Call, factor: Factor, arrived: dict[Origin, Factor], samples: Rows
@@ -470,21 +705,5 @@ class InputGradients(Sequence[Any]):
         return tuple(by_index.get(i) for i in range(len(xs)))
 
 
-def _are_per_sample(values: dict[str, Tensor]) -> bool:
-    return any(REDUCTIONS[name].sample_axis is not None for name in values)
-
-
-def _combined(
-    one: dict[str, Tensor] | None, other: dict[str, Tensor], over: str
-) -> dict[str, Tensor]:
-    """Put two slices (of "columns" or "samples") or the parts of two "sources" together."""
-    if one is None:
-        return other
-    combined = {}
-    for name, value in other.items():
-        reduction = REDUCTIONS[name]
-        if over == "sources":
-            combined[name] = reduction.columns(*reduction.merged(one[name], value))
-        else:
-            combined[name] = getattr(reduction, over)(one[name], value)
-    return combined
+def _are_per_sample(names: Iterable[str]) -> bool:
+    return any(REDUCTIONS[name].sample_axis is not None for name in names)

@@ -6,13 +6,12 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from inspect import signature
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -59,7 +58,7 @@ CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 RECORDERS: list[Any] = []
 _index = count()
 _live: WeakSet[Call] = WeakSet()
-_uses: Counter[int] = Counter()
+_uses: dict[int, int] = {}  # number of live calls that use a parameter, by its id
 
 
 class Origin:
@@ -118,7 +117,11 @@ def parameter_behind(tensor: Any) -> Parameter | None:
 
 
 def _mark(node: Any, slot: int) -> Origin:
-    return node.metadata.setdefault(("backpack", slot), Origin())
+    marks, key = node.metadata, ("backpack", slot)
+    mark = marks.get(key)
+    if mark is None:
+        mark = marks[key] = Origin()
+    return mark
 
 
 def _origin_of_output(out: Tensor) -> Origin | None:
@@ -152,6 +155,27 @@ def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origi
     return found, leaves
 
 
+class Places(NamedTuple):
+    """Where the samples of a call are, as far as is known now: see :class:`Layout`.
+
+    Attributes:
+        inputs: Batch axis of each input. None if it has none, ``NOWHERE`` if no axis fits.
+        outputs: Batch axis of each output.
+        is_plain: Whether all tensors have their samples first, and the rule sees them so.
+        is_unbatched: Whether the output has no samples: it depends on parameters alone.
+        corrections: ``Layout.corrections`` when this was found.
+    """
+
+    inputs: tuple[Place | None, ...]
+    outputs: tuple[Place | None, ...]
+    is_plain: bool
+    is_unbatched: bool
+    corrections: int
+
+
+NOWHERE = Place(-1)
+
+
 class Call:
     """One call of a module: its inputs, its output, and where they come from.
 
@@ -164,6 +188,7 @@ class Call:
         origins_out: Identity of each output.
         layouts_in: Where the samples are in each input; None for data and for what is no tensor.
         layouts_out: Where the samples are in each output; None for a scalar loss.
+        is_transparent: Whether the output has the entries of the input: nothing to differentiate.
         misplaced: What is wrong with the place of the batch axis, if anything.
         computed: Which inputs a function has computed from what recorded calls returned.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
@@ -179,6 +204,7 @@ class Call:
 
     __slots__ = (
         "__weakref__",
+        "_found",
         "computed",
         "copies",
         "counts_uses",
@@ -188,6 +214,7 @@ class Call:
         "index",
         "inputs",
         "is_container",
+        "is_transparent",
         "kept",
         "layouts_in",
         "layouts_out",
@@ -223,51 +250,54 @@ class Call:
             leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
         self.module = module
-        self.derivatives: BaseDerivatives | None = derivatives_of_call(module, outputs)
-        self.is_container = self.derivatives is None and not is_leaf(module)
-        own: Mapping[str, Parameter | None] = own_parameters(module)
-        if self.derivatives is not None:
-            own = self.derivatives.own(module)
+        rule = derivatives_of_call(module, outputs)
+        self.derivatives: BaseDerivatives | None = rule
+        self.is_container = rule is None and not is_leaf(module)
+        own: Mapping[str, Parameter | None]
+        own = own_parameters(module) if rule is None else rule.own(module)
         self.params: dict[str, Parameter] = {
             name: p for name, p in own.items() if p is not None and p.requires_grad
         }
         self.trained = self.params
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
-        self.mixes_samples = self.derivatives is not None and self.derivatives.mixes_samples(module)
-        self.outputs = tuple(out.detach() for out in outputs)
-        self.origins_in = tuple(origin(x) for x in leaves)
-        self.origins_out = tuple(_origin_of_output(out) for out in outputs)
-        # A module that returns its own input would own its own graph: a leak.
-        owned = {id(out) for out in outputs}
-        self.inputs = tuple(
-            x.detach() if isinstance(x, Tensor) and (id(x) in owned or self.is_transparent) else x
-            for x in leaves
+        self.mixes_samples = rule is not None and rule.mixes_samples(module)
+        self.outputs = tuple([out.detach() for out in outputs])
+        self.origins_in = tuple(map(origin, leaves))
+        self.origins_out = tuple(map(_origin_of_output, outputs))
+        self.is_transparent = None not in self.origins_out and set(self.origins_out).issubset(
+            self.origins_in
         )
-        self.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
-        self.shape_out = tuple(out.shape for out in outputs)
-        self.versions = tuple(_version(t) for t in self.inputs + self.outputs)
+        # A module that returns its own input would own its own graph: a leak.
+        owned = leaves if self.is_transparent else outputs
+        self.inputs = tuple([x.detach() if _is_one_of(x, owned) else x for x in leaves])
+        self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
+        self.shape_out = tuple([out.shape for out in outputs])
+        self.versions = tuple(map(_version, self.inputs + self.outputs))
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
-        if self.derivatives is not None:
+        if rule is not None:
             with disable():  # if they differentiate, that is no backward pass of the user
-                self.saved = self.derivatives.saved(module, tuple(leaves), outputs)
+                self.saved = rule.saved(module, tuple(leaves), outputs)
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
         self.kept = frozenset(self.saved)
         self.computed = [False] * len(leaves)
+        self._found: Places | None = None
         self.layouts_in = tuple(map(self._layout_in, range(len(leaves)), leaves, self.origins_in))
+        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.copies = 1
         self.g_samples: list[Tensor | None] | None = None
         self.precision: torch.dtype | None = None
-        self.layouts_out: tuple[Layout | None, ...] = self._laid_out()
+        self.layouts_out = self._laid_out()
         for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
             if mark is not None:
                 mark.is_output = True
                 mark.layout = mark.layout or layout
-        self.counts_uses = True
         _live.add(self)
-        _uses.update(map(id, self.params.values()))
+        for key in map(id, self.params.values()):
+            _uses[key] = _uses.get(key, 0) + 1
+        self.counts_uses = True
 
     def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
         """Find where the samples are in an input; None if that is for this module to say."""
@@ -288,10 +318,10 @@ class Call:
 
     def _laid_out(self) -> tuple[Layout | None, ...]:
         """Find where the samples are in the outputs."""
-        known = next((layout for layout in self.layouts_in if layout is not None), None)
         if self.is_transparent:  # such as the choice of one tensor of several
             return tuple(o.layout for o in self.origins_out if o is not None)
         if self.derivatives is None:
+            known = next((layout for layout in self.layouts_in if layout is not None), None)
             assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
             return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
         try:
@@ -299,8 +329,11 @@ class Call:
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
             return (None,) * len(self.outputs)
-        # what a rule has found out from layouts that are corrected later is void
-        self.relied_on = tuple(map(_facts, self.layouts_in))
+        finally:
+            self._found = None  # the rule may have changed the layouts of the inputs
+        if self.derivatives.depends_on_layouts:
+            # what a rule has found out from layouts that are corrected later is void
+            self.relied_on = tuple(map(_facts, self.layouts_in))
         return found
 
     def __repr__(self) -> str:
@@ -316,15 +349,10 @@ class Call:
     def _forget_uses(self) -> None:
         if getattr(self, "counts_uses", False):
             self.counts_uses = False
-            for p in self.params.values():
-                _uses[id(p)] -= 1
-                if not _uses[id(p)]:
-                    del _uses[id(p)]
-
-    @property
-    def is_transparent(self) -> bool:
-        """Whether the output has the entries of the input: nothing to differentiate."""
-        return all(o is not None and o in self.origins_in for o in self.origins_out)
+            for key in map(id, self.params.values()):
+                _uses[key] -= 1
+                if not _uses[key]:
+                    del _uses[key]
 
     @property
     def is_released(self) -> bool:
@@ -384,43 +412,31 @@ class Call:
         self.precision = precision
         self.g_out = [_cast(g, precision) for g in self.g_out]
 
-    @contextmanager
-    def _cast_state(self) -> Iterator[None]:
-        """Cast parameters and buffers of the module while its derivatives are computed."""
-        if self.precision is None:
-            yield
-            return
-        kinds = ("_parameters", "_buffers")
-        states = [(vars(m), kind, vars(m)[kind]) for m in self.module.modules() for kind in kinds]
-        for own, kind, state in states:
-            own[kind] = {name: _cast(t, self.precision) for name, t in state.items()}
-        try:
-            yield
-        finally:
-            for own, kind, state in states:
-                own[kind] = state
-
     def unbatched_inputs(self) -> list[int]:
         """Number the inputs that have no samples, in a call that has."""
         if self.is_unbatched:
             return []
-        return [i for i, layout in enumerate(self.layouts_in) if layout and not layout.is_batched]
+        return [i for i, layout in enumerate(self.layouts_in) if _has_no_samples(layout)]
 
     # ------------------------------------------------------------------ where the samples are
 
     def _layouts_hold(self) -> bool:
         """Whether what the rule has found out still holds, if a later module corrected it."""
-        now = tuple(map(_facts, self.layouts_in))
         follows = getattr(self.derivatives, "depends_on_layouts", False)
-        if not follows or self.is_transparent or now == self.relied_on:
+        if not follows or self.is_transparent:
+            return True
+        now = tuple(map(_facts, self.layouts_in))
+        if now == self.relied_on:
             return True
         expected = tuple(map(_facts, self.layouts_out))
-        self.relied_on = now
+        self.relied_on, self._found = now, None
         assert self.derivatives is not None
         try:
             return tuple(map(_facts, self.derivatives.layouts(self))) == expected
         except ValueError:
             return False
+        finally:
+            self._found = None
 
     def forget(self) -> None:
         """Drop what rules have kept beyond the forward pass."""
@@ -428,51 +444,58 @@ class Call:
         self.g_out, self.g_samples = [None] * len(self.g_out), None
 
     @property
+    def places(self) -> Places:
+        """Find where the samples are, or recall it unless a layout was corrected."""
+        found = self._found
+        if found is None or found.corrections != Layout.corrections:
+            rule = self.derivatives
+            inputs = tuple(map(_place, self.layouts_in, self.shape_in))
+            outputs = tuple(map(_place, self.layouts_out, self.shape_out))
+            is_plain = (
+                (rule is None or rule.sees_samples_first(self.module))
+                and all(map(_is_first, self.layouts_in, self.shape_in))
+                and all(map(_is_first, self.layouts_out, self.shape_out))
+            )
+            is_unbatched = any(map(_has_no_samples, self.layouts_out))
+            found = Places(inputs, outputs, is_plain, is_unbatched, Layout.corrections)
+            self._found = found
+        return found
+
+    @property
     def is_plain(self) -> bool:
         """Whether all tensors have their samples first."""
-        if self.derivatives is not None and not self.derivatives.sees_samples_first(self.module):
-            return False
-        layouts = (*self.layouts_in, *self.layouts_out)
-        shapes = (*self.shape_in, *self.shape_out)
-        return all(
-            layout is None or shape is None or layout.is_first(shape)
-            for layout, shape in zip(layouts, shapes, strict=True)
-        )
+        return self.places.is_plain
 
     @property
     def is_unbatched(self) -> bool:
         """Whether the output has no samples: it depends on parameters alone."""
-        return any(layout is not None and not layout.is_batched for layout in self.layouts_out)
+        return self.places.is_unbatched
 
     def place_in(self, i: int) -> Place | None:
         """Find the batch axis of an input; None if it has none."""
-        shape, layout = self.shape_in[i], self.layouts_in[i]
-        if shape is None or layout is None or not layout.is_batched:
-            return None
-        return self._placed(layout, shape)
+        place = self.places.inputs[i]
+        return self._refuse(self.shape_in[i]) if place is NOWHERE else place
 
     def place_out(self, i: int) -> Place | None:
         """Find the batch axis of an output; None if it has none."""
-        layout = self.layouts_out[i]
-        if layout is None or not layout.is_batched:
-            return None
-        return self._placed(layout, self.shape_out[i])
+        place = self.places.outputs[i]
+        return self._refuse(self.shape_out[i]) if place is NOWHERE else place
 
-    def _placed(self, layout: Layout, shape: Size) -> Place:
-        place = layout.place(shape)
-        if place is None:
-            raise ValueError(
-                f"{self!r}: a tensor of shape {list(shape)} has no axis for the {layout.samples} "
-                "samples of the batch. Keep the batch axis as it is."
-            )
-        return place
+    def _refuse(self, shape: Size | None) -> NoReturn:
+        count = next(x.samples for x in (*self.layouts_in, *self.layouts_out) if x and x.is_batched)
+        raise ValueError(
+            f"{self!r}: a tensor of shape {list(shape or ())} has no axis for the {count} "
+            "samples of the batch. Keep the batch axis as it is."
+        )
 
-    @contextmanager
-    def bound(self, check: bool = True) -> Iterator[Any]:
+    def bound(self, check: bool = True) -> AbstractContextManager[Any]:
         """Give the module ``input0, input1, …`` and ``output`` of this call.
 
         Args:
             check: Refuse tensors that were changed in place.
+
+        Returns:
+            A context manager, whose value is the module.
 
         Raises:
             RuntimeError: If the call was released or a stored tensor was changed in place.
@@ -480,23 +503,9 @@ class Call:
         self.check_released()
         if check:
             self.check_unchanged()
-        inputs, output = self._seen()
-        attributes = {f"input{i}": x for i, x in enumerate(inputs)}
-        attributes |= {"output": output, "_backpack_saved": self.saved, "_backpack_call": self}
-        attributes["training"] = self.training
-        for child in self.module._modules:  # a child may be called "output"
-            attributes.pop(child, None)
-        previous = {k: v for k, v in vars(self.module).items() if k in attributes}
-        vars(self.module).update(attributes)
-        try:
-            with self._cast_state():
-                yield self.module
-        finally:
-            for name in attributes:
-                vars(self.module).pop(name, None)
-            vars(self.module).update(previous)
+        return _Bound(self)
 
-    def _seen(self) -> tuple[Sequence[Any], Any]:
+    def seen(self) -> tuple[Sequence[Any], Any]:
         """Return inputs and output as the derivatives see them: samples where they expect them."""
         inputs: Sequence[Any] = self.inputs
         outputs: Sequence[Tensor] = self.outputs
@@ -571,16 +580,76 @@ class Call:
         Raises:
             RuntimeError: If that is so.
         """
-        relevant = len(self.inputs)
+        relevant = self.inputs
         if getattr(self.derivatives, "needs_output", False):
-            relevant += len(self.outputs)
-        now = tuple(_version(t) for t in self.inputs + self.outputs)
-        if now[:relevant] != self.versions[:relevant]:
+            relevant += self.outputs
+        if tuple(map(_version, relevant)) != self.versions[: len(relevant)]:
             raise RuntimeError(
                 f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
                 "x.relu_(), …) by its out-of-place form."
             )
+
+
+class _Bound:
+    """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
+
+    __slots__ = ("call", "replaced", "states")
+
+    def __init__(self, call: Call):
+        """Remember the call."""
+        self.call = call
+
+    def __enter__(self) -> Any:
+        """Set the attributes, and cast parameters and buffers."""
+        call, own = self.call, vars(self.call.module)
+        inputs, output = call.seen()
+        lent = {f"input{i}": x for i, x in enumerate(inputs)}
+        lent["output"] = output
+        lent["_backpack_saved"] = call.saved
+        lent["_backpack_call"] = call
+        lent["training"] = call.training
+        for child in own["_modules"]:  # a child may be called "output"
+            lent.pop(child, None)
+        self.replaced = {name: own.get(name, _Bound) for name in lent}
+        own.update(lent)
+        self.states: list[tuple[dict[str, Any], str, Any]] = []
+        if call.precision is not None:
+            for holder in map(vars, call.module.modules()):
+                for kind in ("_parameters", "_buffers"):
+                    self.states.append((holder, kind, holder[kind]))
+                    cast = {name: _cast(t, call.precision) for name, t in holder[kind].items()}
+                    holder[kind] = cast
+        return call.module
+
+    def __exit__(self, *exception: object) -> None:
+        """Restore what was there."""
+        own = vars(self.call.module)
+        for holder, kind, state in self.states:
+            holder[kind] = state
+        for name, value in self.replaced.items():
+            if value is _Bound:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+
+def _place(layout: Layout | None, shape: Size | None) -> Place | None:
+    if shape is None or layout is None or not layout.is_batched:
+        return None
+    return layout.place(shape) or NOWHERE
+
+
+def _has_no_samples(layout: Layout | None) -> bool:
+    return layout is not None and not layout.is_batched
+
+
+def _is_first(layout: Layout | None, shape: Size | None) -> bool:
+    return layout is None or shape is None or layout.is_first(shape)
+
+
+def _is_one_of(x: Any, tensors: Sequence[Any]) -> bool:
+    return isinstance(x, Tensor) and id(x) in map(id, tensors)
 
 
 def _cast(x: Any, precision: torch.dtype) -> Any:
@@ -650,24 +719,21 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-@contextmanager
-def bound(module: Module) -> Iterator[Any]:
+def bound(module: Module) -> AbstractContextManager[Any]:
     """Give ``module`` the tensors of the call at hand, else those of its latest recorded call.
 
     Raises:
         RuntimeError: If no forward pass of the module is recorded.
     """
     if "input0" in vars(module) or "_backpack_call" in vars(module):
-        yield module
-        return
+        return nullcontext(module)
     calls = live_calls(module)
     if not calls:
         raise RuntimeError(
             f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
             "something that requires a gradient, and keep the output."
         )
-    with calls[-1].bound():
-        yield module
+    return calls[-1].bound()
 
 
 def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
@@ -698,9 +764,9 @@ def is_recorded(module: Module) -> bool:
     if isinstance(module, ConvertedModule) or (RECORDERS and "_backpack_open" in vars(module)):
         return False
     return (
-        is_leaf(module)
+        derivatives_of(module) is not None
+        or is_leaf(module)
         or any(p is not None for p in own_parameters(module).values())
-        or derivatives_of(module) is not None
         or type(module) in CLASSES_WITH_RULES
     )
 
@@ -728,7 +794,7 @@ def record(
     Returns:
         The output that users are to see; None for the one given.
     """
-    if not (torch.is_grad_enabled() and disable.should_store_io() and is_recorded(module)):
+    if not (disable.should_store_io() and torch.is_grad_enabled() and is_recorded(module)):
         return None
     if "_is_replica" in vars(module):
         raise RuntimeError(NO_REPLICAS)

@@ -138,18 +138,18 @@ class BaseDerivatives:
         Raises:
             ValueError: If the samples are not where the module needs them.
         """
-        module = call.module
-        for i, (layout, shape) in enumerate(zip(call.layouts_in, call.shape_in, strict=True)):
-            fixed = self.batch_axis is BatchAxis.FIXED
-            if fixed and layout is None and call.computed[i] and self.batch_axis_in(module, i):
+        module, leading = call.module, self.batch_axis is BatchAxis.LEADING
+        for i, layout in enumerate(call.layouts_in):
+            if layout is None and call.computed[i] and self._has_axis_of_its_own(module, i):
                 raise ValueError(
                     f"{call!r} reads a tensor that a function has computed. Make the function a "
                     "module, or use extend(model, use_converter=True)."
                 )
+            shape = call.shape_in[i]
             if layout is None or shape is None or not layout.is_batched:
                 continue
             place = layout.place(shape)
-            if self.batch_axis is BatchAxis.LEADING:
+            if leading:
                 wrong = place is None or place.axis >= len(shape) - self.trailing_axes(module)
                 if wrong and not layout.assumed:
                     raise ValueError(f"{call!r} mixes the samples: they are along its last axes.")
@@ -172,6 +172,10 @@ class BaseDerivatives:
             self._layout_out(call, i, shape) if shape else None
             for i, shape in enumerate(call.shape_out)
         ]
+
+    def _has_axis_of_its_own(self, module: Module, i: int) -> bool:
+        """Whether the rule needs the samples of an input behind other axes."""
+        return self.batch_axis is BatchAxis.FIXED and self.batch_axis_in(module, i) > 0
 
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
         main = call.layouts_in[0] if call.layouts_in else None
@@ -523,15 +527,14 @@ class BaseDerivatives:
         first = module.output if isinstance(module.output, Tensor) else module.output[0]
         rows = row_numbers(first.shape[axes[0] - 1], subsampling)
 
-        def product(span: slice, out: Tensor | None) -> Tensor:
-            if span.stop - span.start >= count:
-                return self.param_mjp(param_str, module, None, g_out, mat, False, subsampling)
+        def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
+            size = samples.stop - samples.start
             part = [
-                m if m is None else m.narrow(axis, span.start, span.stop - span.start)
+                m if m is None else m[columns].narrow(axis, samples.start, size)
                 for m, axis in zip(mats, axes, strict=True)
             ]
             one: Any = part[0] if isinstance(mat, Tensor) else part
-            taken = take_rows(rows, span)
+            taken = subsampling if size == count else take_rows(rows, samples)
             return self.param_mjp(param_str, module, None, g_out, one, False, taken)
 
         shape = (num_v, count, *p.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import combinations_with_replacement
 from math import prod
 from typing import Any
@@ -408,27 +408,29 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
                 ).sum(0)
             return values
 
-        def by_patches(span: slice, whole: Tensor | None) -> Tensor:
-            patches = self._unfold(module, x[span]).mT
+        @lru_cache(maxsize=1)  # slices of columns share them
+        def patches_of(start: int, stop: int) -> Tensor:
+            return self._unfold(module, x[start:stop]).mT
+
+        def by_patches(columns: slice, samples: slice, whole: Tensor | None) -> Tensor:
+            unfolded = patches_of(samples.start, samples.stop)
+            part = s[columns, samples]
             if whole is None or num_v > 1:
-                return (s[:, span] @ patches).reshape(num_v, -1, *p.shape)
+                return (part @ unfolded).reshape(*part.shape[:2], *p.shape)
             shape = (-1, num_o // groups, features)
-            torch.bmm(s[0, span].flatten(0, 1), patches.flatten(0, 1), out=whole.view(shape))
+            torch.bmm(part[0].flatten(0, 1), unfolded.flatten(0, 1), out=whole.view(shape))
             return whole
 
-        def by_convolution(span: slice, whole: Tensor | None) -> Tensor:
-            padding, padded = self._native_padding(module), self._pad(module, x[span])
+        def by_convolution(columns: slice, samples: slice, whole: Tensor | None) -> Tensor:
+            padding, padded = self._native_padding(module), self._pad(module, x[samples])
+            part = mat[columns, samples]
             correlate = PerSampleConvolution.correlate
-            return correlate(padded, mat[:, span], module, padding, True).unsqueeze(1)
+            return correlate(padded, part, module, padding, True).unsqueeze(1)
 
-        patch_entries = groups * features * positions
-        if mat.device.type != "cpu" or patches_are_cheaper(
-            module, patch_entries, num_v * p.numel()
-        ):
-            size = reductions.slice_size(max(num_v * p.numel(), patch_entries))
-            product = by_patches
-        else:
-            size, product = 1, by_convolution
+        product_entries, patch_entries = num_v * p.numel(), groups * features * positions
+        product, size = by_convolution, 1
+        if not mat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
+            product, size = by_patches, reductions.slice_size(max(product_entries, patch_entries))
         shape = (num_v, num_n, *p.shape)
         return reductions.in_slices(product, shape, size, mat, wanted, weights)
 

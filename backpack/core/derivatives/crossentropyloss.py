@@ -64,13 +64,32 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         classes = range(p.shape[1])
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
         columns[classes, :, classes] += roots.movedim(1, 0)
-        positions = p.shape[2:].numel()
-        if positions == 1:
-            return columns
-        # different positions are independent: a column for each class and position
-        apart = torch.eye(positions, dtype=p.dtype, device=p.device)
-        columns = torch.einsum("knct,ts->ksnct", columns.flatten(3), apart)
-        return columns.reshape(-1, *p.shape)
+        return _with_positions_apart(columns)
+
+    def _thin_factor(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the Cholesky factor of ``diag(p) - p pᵀ``, whose last column is zero.
+
+        With the tails ``q_k = sum_{j >= k} p_j``, column k is ``sqrt(p_k q_{k+1} / q_k)`` times
+        ``e_k - sum_{j > k} p_j / q_{k+1} e_j``. Source: Tanabe & Sagae, An exact Cholesky
+        decomposition and the generalized inverse of the variance-covariance matrix of the
+        multinomial distribution (1992).
+        """
+        log_p = self.log_p(module, subsampling)
+        num_classes = log_p.shape[1]
+        if num_classes == 1:
+            return self._sqrt_hessian(module, subsampling)
+        log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min / 8)  # p = 0: no inf - inf below
+        log_q = log_p.flip(1).logcumsumexp(1).flip(1)
+        head, tail, beyond = log_p[:, :-1], log_q[:, :-1], log_q[:, 1:]
+        roots = self._scale(module, subsampling).abs().sqrt() * ((head + beyond - tail) / 2).exp()
+        shares = log_p - beyond.movedim(1, 0).unsqueeze(2)  # [C - 1, N, C, *d]
+        classes = torch.arange(num_classes, device=log_p.device)
+        later = (classes > classes[:-1, None]).reshape(
+            -1, 1, num_classes, *(1,) * (log_p.dim() - 2)
+        )
+        columns = -shares.where(later, -torch.inf).exp()
+        columns[classes[:-1], :, classes[:-1]] += 1
+        return _with_positions_apart(columns * roots.movedim(1, 0).unsqueeze(2))
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         self._need_convex(module, None)
@@ -84,12 +103,24 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         columns = self._sqrt_hessian(module, subsampling)
         sign = self._scale(module, subsampling).sign().flatten(1).T  # [positions, N]
-        weights = sign.repeat(module.input0.shape[1], 1) if is_negative(sign) else None
+        num_classes = module.input0.shape[1]
+        weights = sign.repeat_interleave(num_classes, 0) if is_negative(sign) else None
         return columns, weights
 
     def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
         p, scale = self.log_p(module, subsampling).exp(), self._scale(module, subsampling)
         return scale * (p * mat - p * (p * mat).sum(2, keepdim=True))
+
+
+def _with_positions_apart(columns: Tensor) -> Tensor:
+    """Give each position columns of its own: ``[V, N, C, *d] -> [D·V, N, C, *d]``.
+
+    In this order, those that start at an early step of a sequence are next to each other.
+    """
+    if columns.shape[3:].numel() == 1:
+        return columns
+    apart = torch.diag_embed(columns.flatten(3), dim1=0, dim2=4)  # [D, V, N, C, D]
+    return apart.reshape(-1, *columns.shape[1:])
 
 
 @register(NLLLoss)

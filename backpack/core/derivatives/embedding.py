@@ -179,7 +179,7 @@ class EmbeddingDerivatives(BaseDerivatives):
             values["square_norm"] = sum_at(norms, sample, count).flatten()
         if "batch_square" in wanted or "square" in wanted:
             weight = None if weights is None else weights[:, sample]
-            squares = reductions.squared(products, weight).sum(0, keepdim=True)
+            squares = reductions.sum_of_squares(products, weight).unsqueeze(0)
             if "batch_square" in wanted:
                 total = sum_at(squares, sample * size + token, count * size)
                 values["batch_square"] = total.reshape(-1, size, mat.shape[-1])

@@ -136,17 +136,37 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
 
 @register(ZeroPad1d, ZeroPad2d, ZeroPad3d, ConstantPad1d, ConstantPad2d, ConstantPad3d)
 class ConstantPadDerivatives(LinearMapDerivatives):
-    """Padding with a constant: its linear part pads with zeros."""
+    """Padding with a constant: its linear part pads with zeros, and the transpose cuts them off."""
+
+    def padding(self, module: Any) -> Sequence[int]:
+        """Return how many entries are added before and after each axis, last axis first."""
+        return module.padding
 
     def linear_map(self, module: Any, x: Tensor) -> Tensor:
         """Pad with zeros."""
-        return F.pad(x, module.padding)
+        return F.pad(x, self.padding(module))
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        return F.pad(mat, [-width for width in self.padding(module)])
 
 
 @register(Pad)
-class PadDerivatives(LinearMapDerivatives):
+class PadDerivatives(ConstantPadDerivatives):
     """Padding of any mode; the linear part of the constant mode pads with zeros."""
+
+    def padding(self, module: Any) -> Sequence[int]:
+        """Return how many entries are added before and after each axis, last axis first."""
+        return module.pad
 
     def linear_map(self, module: Any, x: Tensor) -> Tensor:
         """Pad, with zeros instead of another constant."""
         return F.pad(x, module.pad, mode=module.mode)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        constant = module.mode == "constant"
+        rule = ConstantPadDerivatives if constant else LinearMapDerivatives
+        return rule._jac_t_mat_prod(self, module, g_inp, g_out, mat, subsampling)

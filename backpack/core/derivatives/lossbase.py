@@ -97,6 +97,21 @@ class BaseLossDerivatives(BaseDerivatives):
             self._need_convex(module, subsampling)
             return self._sqrt_hessian(module, subsampling)
 
+    def thin_factor(
+        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
+    ) -> Any:
+        """Exact factor of the loss Hessian with as few columns as are known, otherwise any.
+
+        For what depends on ``S Sᵀ`` alone. Arguments and errors: as :meth:`sqrt_hessian`.
+
+        Returns:
+            ``[V, N, *d]``; carries the square root of the reduction's factor.
+        """
+        with bound(module):
+            self.check_call(module)
+            self._need_convex(module, subsampling)
+            return self._thin_factor(module, subsampling)
+
     def hessian_factor(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> tuple[Any, Tensor | None]:
@@ -201,6 +216,9 @@ class BaseLossDerivatives(BaseDerivatives):
 
     def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian.")
+
+    def _thin_factor(self, module: Any, subsampling: Rows) -> Any:
+        return self._sqrt_hessian(module, subsampling)
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")

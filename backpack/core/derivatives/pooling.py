@@ -16,6 +16,7 @@ from torch.nn import (
     MaxUnpool1d,
     MaxUnpool2d,
     MaxUnpool3d,
+    Module,
 )
 from torch.nn import functional as F
 
@@ -31,11 +32,22 @@ class SelectionDerivatives(BaseDerivatives):
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
         raise NotImplementedError
 
+    def saved(
+        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Keep the indices that autograd keeps: finding them again takes a forward pass."""
+        node: Any = outputs[0].grad_fn
+        if "Squeeze" in type(node).__name__:  # one dimension is a special case of two
+            node = node.next_functions[0][0]
+        found = "MaxPool" in type(node).__name__ and hasattr(node, "_saved_result1")
+        return {"selected": node._saved_result1} if found else {}
+
     def _flat_indices(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
         """Return the indices of the call at hand for each vector: ``[V, N, C, T]``."""
-        saved = module._backpack_saved
+        saved, call = module._backpack_saved, module._backpack_call
         if "indices" not in saved:
-            saved["indices"] = self.indices(module)
+            known = "selected" in saved and call.is_plain and not call.is_unbatched
+            saved["indices"] = saved["selected"] if known else self.indices(module)
         index = subsample(saved["indices"], subsampling=subsampling).flatten(2)
         return index.expand(mat.shape[0], *index.shape)
 

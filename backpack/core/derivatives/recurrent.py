@@ -7,7 +7,8 @@ that file has the formulas. A call runs the forward pass once more, to know the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,13 +22,20 @@ from backpack.core.derivatives.basederivatives import (
     Rows,
     row_numbers,
 )
-from backpack.core.derivatives.recurrent_cells import GRUStep, LSTMStep, ReLUStep, Step, TanhStep
+from backpack.core.derivatives.recurrent_cells import (
+    GRUStep,
+    LSTMStep,
+    ReLUStep,
+    Step,
+    TanhStep,
+    Weights,
+)
 from backpack.core.derivatives.recurrent_network import (
     Arrived,
+    ManyArrived,
     Moved,
     Network,
     Trace,
-    Weights,
     arrived_at,
     pull_back,
     pull_to_input,
@@ -221,6 +229,10 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
         raise NotImplementedError
 
+    def known_output(self, module: Any) -> Tensor | None:
+        """Return the values at all steps that the call at hand has returned, ``[T, N, *]``."""
+        return None
+
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
         """Make outputs, after ``axis`` axes, of values at all steps ``[T, N, *]`` and of states."""
         raise NotImplementedError
@@ -235,8 +247,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """
         network = self._network(module, params)
         x, start = self._ordered(module, network, inputs)
-        results, _ = run(network, x, start)
-        return self.outputs(module, results, 0)
+        return self.outputs(module, run(network, x, start), 0)
 
     # ------------------------------------------------------------------ forward and backward, once
 
@@ -244,18 +255,22 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return the forward pass of the call at hand."""
         inputs = self._inputs(module)
         x, start = self._ordered(module, network, inputs)
-        tensors = [*inputs, *(p for weights in network.weights for p in weights)]
+        # what is known of the hidden states has no graph
+        output = None if torch.is_grad_enabled() else self.known_output(module)
+        tensors = [*inputs, output, *(p for weights in network.weights for p in weights)]
         return recall(
-            module._backpack_saved, "traces", tensors, (), lambda: trace(network, x, start)
+            module._backpack_saved, "traces", tensors, (), lambda: trace(network, x, start, output)
         )
 
-    def _arrived(self, module: Any, network: Network, mat: Mats, rows: Rows) -> list[Arrived]:
+    def _arrived(
+        self, module: Any, network: Network, mat: Mats, rows: Rows
+    ) -> list[Arrived | ManyArrived]:
         """Return what arrives at the pre-activations from cotangents of the outputs."""
         traces = self._traces(module, network)
         output, finals = self.cotangents(module, mat)
 
-        def compute() -> list[Arrived]:
-            slopes = [tuple(subsample(s, 1, rows) for s in t.slopes) for t in traces]
+        def compute() -> list[Arrived | ManyArrived]:
+            slopes = [whole.of_samples(rows).slopes for whole in traces]
             return pull_back(network, slopes, output, finals)
 
         selected = None if rows is None else tuple(row_numbers(traces[0].x.shape[1], rows))
@@ -347,6 +362,47 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             x = read_by(kind, self._traces(module, self._network(module))[k])
         return [None if x is None else subsample(x, 1, rows).transpose(0, 1)]
 
+    def _many(
+        self, param_str: str, module: Any, mat: Mats, rows: Rows
+    ) -> tuple[ManyArrived, Tensor, Tensor | None] | None:
+        """Return what arrives if there are many columns, the slopes of the gates, and x."""
+        mats, _ = self._check_output(module, mat, rows)
+        kind, k = self._places(module)[param_str]
+        arrived = self._arrived(module, self._network(module), mats, rows)[k]
+        if not isinstance(arrived, ManyArrived):
+            return None
+        (x,) = self.reads(param_str, module, rows)
+        return arrived, arrived.slopes.p if kind.endswith("_ih") else arrived.slopes.q, x
+
+    def _param_mjp_reduced(
+        self,
+        param_str: str,
+        module: Any,
+        g_out: Grads,
+        mat: Any,
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        values = {}
+        many = None
+        if wanted & {"batch_square", "square"} and "individual" not in wanted:
+            many = self._many(param_str, module, mat, subsampling)
+        if many is not None:
+            arrived, slopes, x = many
+            squares = arrived.squares(slopes, x, weights)  # of each sample
+            if "batch_square" in wanted:
+                values["batch_square"] = torch.stack(list(squares))
+                squares = iter(values["batch_square"])
+            if "square" in wanted:
+                values["square"] = reduce(torch.add, squares)
+        rest = wanted - values.keys()
+        if rest:
+            values |= super()._param_mjp_reduced(
+                param_str, module, g_out, mat, rest, subsampling, weights
+            )
+        return values
+
     def kronecker_rows(
         self,
         param_str: str,
@@ -358,6 +414,12 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         approximation: str | None = None,
     ) -> Tensor:
         """Sum what arrives over time, or keep every step: ``[V, *out] -> [V, N', 1, O]``."""
+        if approximation != "expand":
+            with bound(module):
+                many = self._many(param_str, module, mat, subsampling)
+                if many is not None:
+                    arrived, slopes, _ = many
+                    return arrived.sums(slopes)
         ((s, _),) = self.pairs(param_str, module, mat, subsampling)
         return shared_weight.position_rows(s, approximation).unsqueeze(2)
 
@@ -410,6 +472,10 @@ class SequenceDerivatives(RecurrentDerivatives):
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
         output, *finals = mat
         return None if output is None else self.inside(module, output, 1, False), finals
+
+    def known_output(self, module: Any) -> Tensor:
+        """Return the output."""
+        return self.inside(module, module.output[0], 0, False)
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
         """Return the values at all steps, and the states."""

@@ -4,24 +4,89 @@ A step maps the input-side pre-activation ``p_t = W_ih x_t + b_ih``, the hidden-
 ``q_t = W_hh h_{t-1} + b_hh`` and the state before to the state after: h_t, for an LSTM also c_t.
 Gates are stacked along the last axis in the order of ``torch.nn``.
 
-Letters: H hidden features, G gates, σ the logistic function, ⊙ the product of entries, ẋ a tangent
-of x, x̄ a cotangent (what arrives at x from later steps and layers). States and gates are
-``[N, H]``, pre-activations ``[N, G·H]``; tangents and cotangents ``[V, N, H]`` and
-``[V, N, G·H]``.
+Letters: H hidden features, P features of h (those of a projection, else H), G gates, σ the logistic
+function, ⊙ the product of entries, ẋ a tangent of x, x̄ a cotangent (what arrives at x from later
+steps and layers). States and gates are ``[N, H]``, pre-activations ``[N, G·H]``; tangents and
+cotangents ``[V, N, H]`` and ``[V, N, G·H]``.
 
-Tangents and cotangents multiply with the same slopes. Those depend on values alone and are
-computed for all time steps at once: ``[T, N, H]`` and ``[T, N, G·H]``.
+Tangents and cotangents multiply with the same slopes. Those depend on values alone, and the values
+of a step on the states before it: once the states are known, as they are from the output, the gates
+of all steps are a single matrix product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 State = tuple[Tensor, ...]
+
+# σ' and tanh' as functions of the value: grad · y (1 - y) and grad · (1 - y²)
+through_sigmoid = torch.ops.aten.sigmoid_backward
+through_tanh = torch.ops.aten.tanh_backward
+
+
+class Weights(NamedTuple):
+    """Parameters of one direction of a layer."""
+
+    weight_ih: Tensor  # [G·H, I]
+    weight_hh: Tensor  # [G·H, P]
+    bias_ih: Tensor | None  # [G·H]
+    bias_hh: Tensor | None  # [G·H]
+    weight_hr: Tensor | None  # [P, H]
+
+    def p(self, x: Tensor) -> Tensor:
+        """Return the input-side pre-activation: ``[*, I] -> [*, G·H]``."""
+        return linear(x, self.weight_ih, self.bias_ih)
+
+    def q(self, h: Tensor) -> Tensor:
+        """Return the hidden-side pre-activation: ``[*, P] -> [*, G·H]``."""
+        return linear(h, self.weight_hh, self.bias_hh)
+
+    def p_plus_q(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return the sum of both, a single product: ``[*, I], [*, P] -> [*, G·H]``."""
+        weight = torch.cat([self.weight_ih, self.weight_hh], 1)
+        bias = None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
+        return linear(torch.cat([x, h], -1), weight, bias)
+
+
+class Path(NamedTuple):
+    """The time steps of one direction of a layer, in the order of time."""
+
+    x: Tensor  # [T, N, I]
+    before: Tensor  # h_{t-1}, [T, N, P]
+    after: Tensor  # h_t, [T, N, P]
+    start: State  # states before the first step, [N, P] and [N, H]
+    reverse: bool  # whether the last is the first that is taken
+
+
+class Slopes(NamedTuple):
+    """Derivatives of the steps, or of one of them."""
+
+    p: Tensor  # those of p, [T, N, G·H]
+    q: Tensor  # those of q, [T, N, G·H] (the same tensor where they are equal)
+    states: State  # those between the states, [T, N, H] each
+
+    def at(self, t: int) -> Slopes:
+        """Return those of a step."""
+        p = self.p[t]
+        q = p if self.q is self.p else self.q[t]
+        return Slopes(p, q, tuple(s[t] for s in self.states))
+
+
+def in_order(items: Any, reverse: bool) -> Any:
+    """Bring items from the order of time to that of the steps, or back."""
+    return items[::-1] if reverse else items
+
+
+def shifted(after: Tensor, start: Tensor, reverse: bool) -> Tensor:
+    """Return the states before the steps, of those after them: ``[T, N, *]``."""
+    first = start.unsqueeze(0)
+    return torch.cat([after[1:], first] if reverse else [first, after[:-1]])
 
 
 class Step:
@@ -30,12 +95,14 @@ class Step:
     Attributes:
         num_gates: G.
         num_states: 1 for h, 2 for h and c.
+        sources: For each gate the state whose cotangent arrives there.
     """
 
     num_gates: ClassVar[int] = 1
     num_states: ClassVar[int] = 1
+    sources: ClassVar[tuple[int, ...]] = (0,)
 
-    def advance(self, p: Tensor, q: Tensor, state: State) -> tuple[State, State]:
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
         """Take the step.
 
         Args:
@@ -44,20 +111,15 @@ class Step:
             state: State before, ``[N, H]`` each.
 
         Returns:
-            The state after, and the values that :meth:`slopes` needs, ``[N, H]`` each.
+            The state after (before a projection).
         """
         raise NotImplementedError
 
-    def slopes(self, values: Sequence[Tensor], before: Sequence[Tensor]) -> State:
-        """Return the slopes of all steps.
-
-        Args:
-            values: Those that :meth:`advance` returned, ``[T, N, H]`` each.
-            before: States before the steps, ``[T, N, H]`` each.
-        """
+    def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
+        """Return the slopes of all steps, and h_t before a projection, ``[T, N, H]``."""
         raise NotImplementedError
 
-    def tangent(self, slopes: State, p: Tensor, q: Tensor, state: State) -> State:
+    def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
         """Apply the Jacobian of a step.
 
         Args:
@@ -71,18 +133,29 @@ class Step:
         """
         raise NotImplementedError
 
-    def cotangent(self, slopes: State, state: State) -> tuple[Tensor, Tensor, Tensor | None, State]:
-        """Apply the transposed Jacobian of a step.
+    def gather(self, slopes: Sequence[Tensor], state: State) -> State:
+        """Let what arrives at the states after a step pass from one to the other.
 
         Args:
-            slopes: Those of the step.
-            state: Cotangents of the state after, ``[V, N, H]`` each.
+            slopes: Those of the step between the states.
+            state: Cotangents of the states after, ``[V, N, H]`` each.
 
         Returns:
-            Cotangents of p, of q (the same tensor where they are equal), of h_{t-1} at constant q
-            (None for zero), and of the other states before.
+            Cotangents of the states after. Gate k gets its slope times that of ``sources[k]``.
         """
-        raise NotImplementedError
+        return state
+
+    def hand_on(self, slopes: Sequence[Tensor], state: State) -> tuple[Tensor | None, State]:
+        """Return what arrives at the states before a step, at constant pre-activations.
+
+        Args:
+            slopes: Those of the step between the states.
+            state: What :meth:`gather` has returned.
+
+        Returns:
+            Cotangents of h_{t-1} (None for zero), and of the other states.
+        """
+        return None, ()
 
 
 class ElmanStep(Step):
@@ -96,44 +169,42 @@ class ElmanStep(Step):
     ========= =======================
     """
 
-    def tangent(self, slopes: State, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step."""
-        (a,) = slopes
-        return (a * (p + q),)
+    def slope(self, h: Tensor) -> Tensor:
+        """Return a, a function of h_t."""
+        raise NotImplementedError
 
-    def cotangent(self, slopes: State, state: State) -> tuple[Tensor, Tensor, Tensor | None, State]:
-        """Apply the transposed Jacobian of a step."""
-        (a,), (h,) = slopes, state
-        delta = a * h
-        return delta, delta, None, ()
+    def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
+        """Return a, and h_t."""
+        a = self.slope(path.after)
+        return Slopes(a, a, ()), path.after
+
+    def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
+        """Apply the Jacobian of a step."""
+        return (slopes.p * (p + q),)
 
 
 class TanhStep(ElmanStep):
     """φ = tanh, ``a = 1 - h_t²``."""
 
-    def advance(self, p: Tensor, q: Tensor, state: State) -> tuple[State, State]:
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
         """Take the step."""
-        h = torch.tanh(p + q)
-        return (h,), (h,)
+        return (torch.tanh(p + q),)
 
-    def slopes(self, values: Sequence[Tensor], before: Sequence[Tensor]) -> State:
+    def slope(self, h: Tensor) -> Tensor:
         """Return a."""
-        (h,) = values
-        return (1 - h.square(),)
+        return 1 - h.square()
 
 
 class ReLUStep(ElmanStep):
     """φ = max(0, ·), ``a = 1 if h_t > 0 else 0``."""
 
-    def advance(self, p: Tensor, q: Tensor, state: State) -> tuple[State, State]:
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
         """Take the step."""
-        h = torch.relu(p + q)
-        return (h,), (h,)
+        return (torch.relu(p + q),)
 
-    def slopes(self, values: Sequence[Tensor], before: Sequence[Tensor]) -> State:
+    def slope(self, h: Tensor) -> Tensor:
         """Return a."""
-        (h,) = values
-        return ((h > 0).to(h.dtype),)
+        return (h > 0).to(h.dtype)
 
 
 class LSTMStep(Step):
@@ -161,38 +232,44 @@ class LSTMStep(Step):
 
     num_gates = 4
     num_states = 2
+    sources = (1, 1, 1, 0)
 
-    def advance(self, p: Tensor, q: Tensor, state: State) -> tuple[State, State]:
-        """Take the step; the values are i, f, g, o, tanh(c_t)."""
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
+        """Take the step."""
         z_i, z_f, z_g, z_o = (p + q).chunk(4, -1)
+        c = z_f.sigmoid() * state[1] + z_i.sigmoid() * z_g.tanh()
+        return z_o.sigmoid() * c.tanh(), c
+
+    def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
+        """Return a (four gates), f, b, and h_t."""
+        z_i, z_f, z_g, z_o = w.p_plus_q(path.x, path.before).chunk(4, -1)
         i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.tanh(), z_o.sigmoid()
-        c = f * state[1] + i * g
-        tanh_c = c.tanh()
-        return (o * tanh_c, c), (i, f, g, o, tanh_c)
+        c, added = [path.start[1]], i * g
+        for t in in_order(range(len(f)), path.reverse):
+            c.append(torch.addcmul(added[t], f[t], c[-1]))
+        before, after = (torch.stack(in_order(states, path.reverse)) for states in (c[:-1], c[1:]))
+        tanh_c = after.tanh()
+        a_i, a_f = through_sigmoid(g, i), through_sigmoid(before, f)
+        a_g, a_o = through_tanh(i, g), through_sigmoid(tanh_c, o)
+        a = torch.cat([a_i, a_f, a_g, a_o], -1)
+        return Slopes(a, a, (f, through_tanh(o, tanh_c))), o * tanh_c
 
-    def slopes(self, values: Sequence[Tensor], before: Sequence[Tensor]) -> State:
-        """Return a (four gates), f, b."""
-        i, f, g, o, tanh_c = values
-        a_i = g * i * (1 - i)
-        a_f = before[1] * f * (1 - f)
-        a_g = i * (1 - g.square())
-        a_o = tanh_c * o * (1 - o)
-        return torch.cat([a_i, a_f, a_g, a_o], -1), f, o * (1 - tanh_c.square())
-
-    def tangent(self, slopes: State, p: Tensor, q: Tensor, state: State) -> State:
+    def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
         """Apply the Jacobian of a step."""
-        a, f, b = slopes
+        a, _, (f, b) = slopes
         d_i, d_f, d_g, d_o = (a * (p + q)).chunk(4, -1)
         c = f * state[1] + d_i + d_f + d_g
         return b * c + d_o, c
 
-    def cotangent(self, slopes: State, state: State) -> tuple[Tensor, Tensor, Tensor | None, State]:
-        """Apply the transposed Jacobian of a step."""
-        a, f, b = slopes
-        h, c = state
-        c = torch.addcmul(c, b, h)
-        delta = torch.cat([c, c, c, h], -1) * a
-        return delta, delta, None, (f * c,)
+    def gather(self, slopes: Sequence[Tensor], state: State) -> State:
+        """Add what arrives at h_t to c_t."""
+        (_, b), (h, c) = slopes, state
+        return h, torch.addcmul(c, b, h)
+
+    def hand_on(self, slopes: Sequence[Tensor], state: State) -> tuple[Tensor | None, State]:
+        """Return what arrives at c_{t-1}."""
+        (f, _), (_, c) = slopes, state
+        return None, (f * c,)
 
 
 class GRUStep(Step):
@@ -212,30 +289,34 @@ class GRUStep(Step):
     """
 
     num_gates = 3
+    sources = (0, 0, 0)
 
-    def advance(self, p: Tensor, q: Tensor, state: State) -> tuple[State, State]:
-        """Take the step; the values are r, z, n, q_n."""
+    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
+        """Take the step."""
         (p_r, p_z, p_n), (q_r, q_z, q_n) = p.chunk(3, -1), q.chunk(3, -1)
         r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
         n = (p_n + r * q_n).tanh()
-        return (n + z * (state[0] - n),), (r, z, n, q_n)
+        return (n + z * (state[0] - n),)
 
-    def slopes(self, values: Sequence[Tensor], before: Sequence[Tensor]) -> State:
-        """Return a and b (three gates each), z."""
-        r, z, n, q_n = values
-        a_n = (1 - z) * (1 - n.square())
-        a_r = a_n * q_n * r * (1 - r)
-        a_z = (before[0] - n) * z * (1 - z)
-        return torch.cat([a_r, a_z, a_n], -1), torch.cat([a_r, a_z, r * a_n], -1), z
+    def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
+        """Return a and b (three gates each), z, and h_t."""
+        p_r, p_z, p_n = w.p(path.x).chunk(3, -1)
+        q_r, q_z, q_n = w.q(path.before).chunk(3, -1)
+        r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
+        n = torch.addcmul(p_n, r, q_n).tanh()
+        a_n = through_tanh(1 - z, n)
+        a_r = through_sigmoid(a_n * q_n, r)
+        a_z = through_sigmoid(path.before - n, z)
+        a, b = torch.cat([a_r, a_z, a_n], -1), torch.cat([a_r, a_z, r * a_n], -1)
+        return Slopes(a, b, (z,)), path.after
 
-    def tangent(self, slopes: State, p: Tensor, q: Tensor, state: State) -> State:
+    def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
         """Apply the Jacobian of a step."""
-        a, b, z = slopes
+        a, b, (z,) = slopes
         d_r, d_z, d_n = (a * p + b * q).chunk(3, -1)
         return (z * state[0] + d_r + d_z + d_n,)
 
-    def cotangent(self, slopes: State, state: State) -> tuple[Tensor, Tensor, Tensor | None, State]:
-        """Apply the transposed Jacobian of a step."""
-        (a, b, z), (h,) = slopes, state
-        for_each_gate = torch.cat([h, h, h], -1)
-        return for_each_gate * a, for_each_gate * b, z * h, ()
+    def hand_on(self, slopes: Sequence[Tensor], state: State) -> tuple[Tensor | None, State]:
+        """Return what arrives at h_{t-1} directly."""
+        (z,), (h,) = slopes, state
+        return z * h, ()

@@ -32,7 +32,8 @@ first: input ``[T, N, I]``, output ``[T, N, D·P]``, states h ``[L·D, N, P]`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
 import torch
@@ -41,18 +42,21 @@ from torch.nn.functional import linear
 
 from backpack.core.derivatives import shared_weight
 from backpack.core.derivatives.basederivatives import Rows
-from backpack.core.derivatives.recurrent_cells import State, Step
+from backpack.core.derivatives.recurrent_cells import (
+    Path,
+    Slopes,
+    State,
+    Step,
+    Weights,
+    in_order,
+    shifted,
+)
 from backpack.utils.subsampling import subsample
 
-
-class Weights(NamedTuple):
-    """Parameters of one direction of a layer."""
-
-    weight_ih: Tensor  # [G·H, I]
-    weight_hh: Tensor  # [G·H, P]
-    bias_ih: Tensor | None  # [G·H]
-    bias_hh: Tensor | None  # [G·H]
-    weight_hr: Tensor | None  # [P, H]
+# More columns than this may be factored: a matrix for each sample and step has to pay off.
+MANY_COLUMNS = 64
+# Steps are multiplied in this many blocks: those that few columns reach cost less.
+GRAM_BLOCKS = 3
 
 
 class Network(NamedTuple):
@@ -78,34 +82,26 @@ class Network(NamedTuple):
         return [self.weights[0].weight_hh.shape[1], hidden_size][: self.step.num_states]
 
 
-class Unrolled(NamedTuple):
-    """The time steps of one direction of a layer, in the order of time."""
-
-    x: Tensor  # input, [T, N, I]
-    before: list[State]  # states before each step, [N, P] and [N, H]
-    hidden: list[Tensor]  # h̃_t, [N, H]
-    values: list[State]  # what the step's slopes need, [N, H] each
-    output: Tensor  # h_t, [T, N, P]
-    last: State  # after the last step, [N, P] and [N, H]
-
-
 class Trace(NamedTuple):
     """What the derivatives of one direction of a layer need of its forward pass."""
 
     x: Tensor  # [T, N, I]
     before: Tensor  # h_{t-1}, [T, N, P]
     hidden: Tensor | None  # h̃_t if there is a projection, [T, N, H]
-    slopes: State  # [T, N, H] and [T, N, G·H]
+    slopes: Slopes
 
     def of_samples(self, rows: Rows) -> Trace:
         """Select samples."""
-        x, before, hidden, slopes = self
-        return Trace(
-            subsample(x, 1, rows),
-            subsample(before, 1, rows),
-            None if hidden is None else subsample(hidden, 1, rows),
-            tuple(subsample(s, 1, rows) for s in slopes),
-        )
+        if rows is None:
+            return self
+
+        def of(tensor: Tensor) -> Tensor:
+            return subsample(tensor, 1, rows)
+
+        x, before, hidden, (p, q, states) = self
+        at_p = of(p)
+        slopes = Slopes(at_p, at_p if q is p else of(q), tuple(map(of, states)))
+        return Trace(of(x), of(before), None if hidden is None else of(hidden), slopes)
 
 
 class Arrived(NamedTuple):
@@ -116,26 +112,140 @@ class Arrived(NamedTuple):
     projected: Tensor | None  # at W_hr h̃_t, [V, T, N, P]
     start: State  # at the initial states, [V, N, P] and [V, N, H]
 
-
-def in_order(items: Sequence[Any], reverse: bool) -> Any:
-    """Bring items from the order of time to that of the steps, or back."""
-    return items[::-1] if reverse else items
-
-
-def stack(items: Iterable[Sequence[Tensor]], axis: int = 0) -> State:
-    """Stack tuples of tensors entry by entry."""
-    return tuple(torch.stack(parts, axis) for parts in zip(*items, strict=True))
+    def to_input(self, weight: Tensor) -> Tensor:
+        """Return what arrives at the input of the layer, ``[V, T, N, I]``."""
+        return self.p @ weight
 
 
-def step_by_step(tensors: Sequence[Tensor], axis: int = 0) -> list[State]:
-    """Undo :func:`stack`."""
-    return list(zip(*(tensor.unbind(axis) for tensor in tensors), strict=True))
+class ManyArrived(NamedTuple):
+    """The same for many columns, factored: gate k gets its slope times what arrived at one state.
+
+    There are fewer states than gates, and the columns come last: what is computed of them
+    (:meth:`squares`, the recursion) are matrix products over columns for each sample.
+    """
+
+    states: Tensor  # at the states, [N, S, H, T, V]
+    spans: list[slice]  # for each step the columns that are not zero
+    slopes: Slopes
+    sources: tuple[int, ...]  # for each gate its state
+    start: State  # at the initial states, [V, N, P] and [V, N, H]
+    latest: list[tuple[Tensor | None, Tensor]]  # the weights and products of the last squares
+
+    @property
+    def p(self) -> Tensor:
+        """What arrives at the input-side pre-activations, ``[V, T, N, G·H]``."""
+        return self._at(self.slopes.p)
+
+    @property
+    def q(self) -> Tensor:
+        """What arrives at the hidden-side pre-activations, ``[V, T, N, G·H]``."""
+        return self._at(self.slopes.q)
+
+    def _at(self, slopes: Tensor) -> Tensor:
+        gates = self.states[:, list(self.sources)].flatten(1, 2)  # [N, G·H, T, V]
+        return (gates * slopes.permute(1, 2, 0).unsqueeze(-1)).permute(3, 2, 0, 1)
+
+    def sums(self, slopes: Tensor) -> Tensor:
+        """Sum what arrives at pre-activations over time: ``[V, N, 1, G·H]``."""
+        a = by_gate(slopes, len(self.sources)).permute(1, 2, 3, 0)  # [N, G, H, T]
+        parts = [
+            (a[:, k].unsqueeze(2) @ self.states[:, source]).squeeze(2)
+            for k, source in enumerate(self.sources)
+        ]
+        return torch.cat(parts, 1).permute(2, 0, 1).unsqueeze(2)
+
+    def to_input(self, weight: Tensor) -> Tensor:
+        """Return what arrives at the input of the layer, ``[V, T, N, I]``."""
+        num_n, _, _, num_t, num_v = self.states.shape
+        back = weight.new_empty(num_n, weight.shape[1], num_t, num_v)
+        for t, span in enumerate(self.spans):
+            back[:, :, t, : span.start] = 0
+            back[:, :, t, span.stop :] = 0
+            m = transition(weight, self.slopes.p[t], self.sources)
+            torch.bmm(m, self.states.flatten(1, 2)[:, :, t, span], out=back[:, :, t, span])
+        return back.permute(3, 2, 0, 1)
+
+    def squares(self, slopes: Tensor, x: Tensor | None, weights: Tensor | None) -> Iterator[Tensor]:
+        """Yield each sample's squared products of a weight (a bias), summed over V: ``[*p]``.
+
+        Of each entry, ``sum_v (sum_t a_t u_vt x_t)² = sum_{t,r} a_t a_r x_t x_r sum_v u_vt u_vr``:
+        the columns only matter for T² products of a state with itself.
+
+        Args:
+            slopes: Those of the gates, ``[T, N, G·H]``.
+            x: What the weight is multiplied with, ``[N, T, I]``; None for a bias.
+            weights: ``[V, N]``; None for all 1.
+        """
+        grams = self._grams(weights)
+        for n, gram in enumerate(grams):  # [S, H, T, T]
+            a = slopes[:, n].T  # [G·H, T]
+            of_gates = gram[list(self.sources)].flatten(0, 1) * (a.unsqueeze(2) * a.unsqueeze(1))
+            if x is None:
+                yield of_gates.sum((1, 2))
+            else:
+                yield of_gates.flatten(1) @ (x[n].unsqueeze(1) * x[n]).flatten(0, 1)
+
+    def _grams(self, weights: Tensor | None) -> Tensor:
+        """Return ``sum_v w_v u_vt u_vr`` of each state: ``[N, S, H, T, T]``."""
+        if not self.latest or self.latest[0][0] is not weights:
+            self.latest[:] = [(weights, self._new_grams(weights))]
+        return self.latest[0][1]
+
+    def _new_grams(self, weights: Tensor | None) -> Tensor:
+        num_n, num_s, num_h, num_t, num_v = self.states.shape
+        u = self.states.view(num_n, num_s * num_h, num_t, num_v)
+        grams = u.new_empty(num_n, num_s * num_h, num_t, num_t)
+        length = -(-num_t // GRAM_BLOCKS)
+        blocks = [slice(i, min(i + length, num_t)) for i in range(0, num_t, length)]
+        hulls = [hull(self.spans[block]) for block in blocks]
+        for i, j in combinations_with_replacement(range(len(blocks)), 2):
+            both = slice(max(hulls[i].start, hulls[j].start), min(hulls[i].stop, hulls[j].stop))
+            one, other = u[:, :, blocks[i], both], u[:, :, blocks[j], both]
+            if weights is not None:
+                one = one * weights[both].T[:, None, None]
+            gram = one @ other.mT
+            grams[:, :, blocks[i], blocks[j]] = gram
+            grams[:, :, blocks[j], blocks[i]] = gram.mT
+        return grams.unflatten(1, (num_s, num_h))
+
+
+def by_gate(slopes: Tensor, num_gates: int) -> Tensor:
+    """Split the last axis: ``[*, G·H] -> [*, G, H]``."""
+    return slopes.unflatten(-1, (num_gates, -1))
+
+
+def transition(weight: Tensor, slopes: Tensor, sources: Sequence[int]) -> Tensor:
+    """Return for each sample the map of all states to what a weight is multiplied with.
+
+    ``sum_k W_kᵀ diag(a_k)`` over the gates k of a state: for one step, ``[N, I, S·H]``.
+    """
+    a, w = by_gate(slopes, len(sources)), weight.unflatten(0, (len(sources), -1))
+    each: list[Any] = [0] * (max(sources) + 1)
+    for k, source in enumerate(sources):
+        each[source] = each[source] + w[k].T * a[:, k].unsqueeze(1)
+    return torch.cat(each, 2)
+
+
+def hull(spans: Sequence[slice]) -> slice:
+    """Return the smallest slice that holds all of some slices."""
+    return slice(min(s.start for s in spans), max(s.stop for s in spans))
+
+
+def reached(mat: Tensor, span: slice) -> slice:
+    """Extend a span of columns so that ``[N, P, V]`` is zero in all others."""
+    outside = [(0, mat[..., : span.start]), (span.stop, mat[..., span.stop :])]
+    for first, part in outside:
+        if part.numel() and part.any():
+            columns = (first + part.flatten(0, 1).any(0).nonzero()).flatten()
+            own = slice(int(columns[0]), int(columns[-1]) + 1)
+            span = own if span.start == span.stop else hull([span, own])
+    return span
 
 
 class OverTime:
-    """Collects what belongs to each step, ``[V, N, *]``, in any order.
+    """Collects products that belong to each step, ``[V, N, *]``, in any order.
 
-    Without autograd it goes to its place at once, so that it is not in memory twice.
+    Without autograd they are computed in their place. Each step has its memory in one piece.
     """
 
     def __init__(self, num_t: int):
@@ -143,39 +253,34 @@ class OverTime:
         self._parts: list[Tensor | None] = [None] * num_t
         self._whole: Tensor | None = None
 
-    def __setitem__(self, t: int, part: Tensor) -> None:
-        """Set what belongs to step t."""
+    def put(self, t: int, one: Tensor, other: Tensor) -> Tensor:
+        """Set the product of two tensors as what belongs to step t, and return it."""
         if torch.is_grad_enabled():
-            self._parts[t] = part
-            return
+            part = self._parts[t] = one * other
+            return part
         if self._whole is None:
-            num_v, *shape = part.shape
-            self._whole = part.new_empty(num_v, len(self._parts), *shape)
-        self._whole[:, t] = part
+            self._whole = one.new_empty(len(self._parts), *one.shape)
+        return torch.mul(one, other, out=self._whole[t])
 
-    def stacked(self) -> Tensor | None:
-        """Return ``[V, T, N, *]``; None if nothing was set."""
-        parts = [part for part in self._parts if part is not None]
-        return torch.stack(parts, 1) if parts else self._whole
+    def stacked(self) -> Tensor:
+        """Return ``[V, T, N, *]``."""
+        whole = self._whole
+        if whole is None:
+            whole = torch.stack([part for part in self._parts if part is not None])
+        return whole.transpose(0, 1)
 
 
-def unroll(step: Step, w: Weights, x: Tensor, state: State, reverse: bool) -> Unrolled:
-    """Take all steps of one direction of a layer."""
-    before, hidden, values, outputs = [], [], [], []
-    for p in in_order(linear(x, w.weight_ih, w.bias_ih).unbind(), reverse):
-        before.append(state)
-        q = linear(state[0], w.weight_hh, w.bias_hh)
-        (h, *others), kept = step.advance(p, q, state)
-        hidden.append(h)
-        values.append(kept)
+def unroll(step: Step, w: Weights, x: Tensor, state: State, reverse: bool) -> tuple[Tensor, State]:
+    """Take all steps of one direction of a layer: the outputs ``[T, N, P]``, and the last state."""
+    outputs = []
+    for p in in_order(w.p(x).unbind(), reverse):
+        h, *others = step.advance(p, w.q(state[0]), state)
         state = (h if w.weight_hr is None else linear(h, w.weight_hr), *others)
         outputs.append(state[0])
-    before, hidden = in_order(before, reverse), in_order(hidden, reverse)
-    values, output = in_order(values, reverse), torch.stack(in_order(outputs, reverse))
-    return Unrolled(x, before, hidden, values, output, state)
+    return torch.stack(in_order(outputs, reverse)), state
 
 
-def run(network: Network, x: Tensor, start: Sequence[Tensor]) -> tuple[State, list[Unrolled]]:
+def run(network: Network, x: Tensor, start: Sequence[Tensor]) -> State:
     """Run the network, differentiably.
 
     Args:
@@ -184,35 +289,56 @@ def run(network: Network, x: Tensor, start: Sequence[Tensor]) -> tuple[State, li
         start: Initial states, ``[L·D, N, P]`` and ``[L·D, N, H]``.
 
     Returns:
-        The output ``[T, N, D·P]`` and the final states; the steps for each k.
+        The output ``[T, N, D·P]`` and the final states.
     """
-    each: list[Unrolled] = []
+    finals: list[State] = []
     for layer in network.layers:
+        outputs = []
         for k, reverse in network.of_layer(layer):
             first = tuple(s[k] for s in start)
-            each.append(unroll(network.step, network.weights[k], x, first, reverse))
-        x = torch.cat([steps.output for steps in each[-network.directions :]], -1)
-    return (x, *stack([steps.last for steps in each])), each
+            output, last = unroll(network.step, network.weights[k], x, first, reverse)
+            outputs.append(output)
+            finals.append(last)
+        x = torch.cat(outputs, -1)
+    return (x, *(torch.stack(states) for states in zip(*finals, strict=True)))
 
 
-def trace(network: Network, x: Tensor, start: Sequence[Tensor]) -> list[Trace]:
-    """Run the network and return what its derivatives need, for each k."""
-    _, each = run(network, x, start)
+def trace(
+    network: Network, x: Tensor, start: Sequence[Tensor], output: Tensor | None = None
+) -> list[Trace]:
+    """Return what the derivatives of the network need, for each k.
+
+    Args:
+        network: The network.
+        x: ``[T, N, I]``.
+        start: Initial states, ``[L·D, N, P]`` and ``[L·D, N, H]``.
+        output: That of the network, ``[T, N, D·P]``, if it need not be differentiable.
+    """
     traces = []
-    for w, steps in zip(network.weights, each, strict=True):
-        before = stack(steps.before)
-        slopes = network.step.slopes(stack(steps.values), before)
-        hidden = None if w.weight_hr is None else torch.stack(steps.hidden)
-        traces.append(Trace(steps.x, before[0], hidden, slopes))
+    for layer in network.layers:
+        known = output if layer == network.layers[-1] else None
+        halves = (
+            [None] * network.directions if known is None else known.chunk(network.directions, -1)
+        )
+        outputs = []
+        for (k, reverse), after in zip(network.of_layer(layer), halves, strict=True):
+            w, first = network.weights[k], tuple(s[k] for s in start)
+            if after is None:
+                after, _ = unroll(network.step, w, x, first, reverse)
+            path = Path(x, shifted(after, first[0], reverse), after, first, reverse)
+            slopes, hidden = network.step.slopes(w, path)
+            traces.append(Trace(x, path.before, None if w.weight_hr is None else hidden, slopes))
+            outputs.append(after)
+        x = torch.cat(outputs, -1)
     return traces
 
 
 def pull_back(
     network: Network,
-    slopes: Sequence[State],
+    slopes: Sequence[Slopes],
     output: Tensor | None,
     finals: Sequence[Tensor | None],
-) -> list[Arrived]:
+) -> list[Arrived | ManyArrived]:
     """Apply the transposed Jacobian as far as the pre-activations.
 
     Args:
@@ -226,52 +352,110 @@ def pull_back(
         What arrives, for each k.
     """
     like = next(m for m in (output, *finals) if m is not None)
+    factored = prefers_factors(network, slopes, like)
+    direction = _pull_many if factored else _pull_direction
     num_v, num_n = like.shape[0], like.shape[2]
     zeros = [like.new_zeros(num_v, num_n, size) for size in network.state_sizes]
-    arrived: dict[int, Arrived] = {}
+    arrived: dict[int, Arrived | ManyArrived] = {}
     for layer in reversed(network.layers):
         halves = (
             [None] * network.directions if output is None else output.chunk(network.directions, -1)
         )
         for (k, reverse), half in zip(network.of_layer(layer), halves, strict=True):
             last = tuple(z if m is None else m[:, k] for m, z in zip(finals, zeros, strict=True))
-            arrived[k] = _pull_direction(
-                network.step, network.weights[k], slopes[k], half, last, reverse
-            )
+            arrived[k] = direction(network.step, network.weights[k], slopes[k], half, last, reverse)
         if layer > 0:
             output = pull_to_input(network, arrived, layer)
     return [arrived[k] for k in range(len(arrived))]
 
 
 def _pull_direction(
-    step: Step, w: Weights, slopes: State, output: Tensor | None, state: State, reverse: bool
+    step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
 ) -> Arrived:
-    each = step_by_step(slopes)
-    outputs = [None] * len(each) if output is None else output.unbind(1)
-    ps, qs, projected = (OverTime(len(each)) for _ in range(3))
-    for t in in_order(range(len(each)), not reverse):
+    num_t = len(slopes.p)
+    outputs = [None] * num_t if output is None else output.unbind(1)
+    ps, qs = OverTime(num_t), OverTime(num_t)
+    projected: list[Tensor] = []
+    for t in in_order(range(num_t), not reverse):
+        at_p, at_q, between = slopes.at(t)
         h, *others = state
         if (y := outputs[t]) is not None:
             h = h + y
         if w.weight_hr is not None:
-            projected[t] = h
+            projected.append(h)
             h = h @ w.weight_hr
-        p, q, direct, rest = step.cotangent(each[t], (h, *others))
-        ps[t] = p
-        if q is not p:
-            qs[t] = q
+        state = step.gather(between, (h, *others))
+        arrived = torch.cat([state[k] for k in step.sources], -1)
+        p = ps.put(t, arrived, at_p)
+        q = p if at_q is at_p else qs.put(t, arrived, at_q)
+        direct, rest = step.hand_on(between, state)
         h = q @ w.weight_hh
         state = (h if direct is None else h + direct, *rest)
-    at_p, at_q = ps.stacked(), qs.stacked()
-    assert at_p is not None
-    return Arrived(at_p, at_p if at_q is None else at_q, projected.stacked(), state)
+    p = ps.stacked()
+    return Arrived(
+        p,
+        p if slopes.q is slopes.p else qs.stacked(),
+        torch.stack(in_order(projected, not reverse), 1) if projected else None,
+        state,
+    )
+
+
+def prefers_factors(network: Network, slopes: Sequence[Slopes], like: Tensor) -> bool:
+    """Whether there are so many columns that :class:`ManyArrived` takes fewer multiplications."""
+    first, *_ = network.weights
+    num_v, num_t, num_read = len(like), len(slopes[0].p), first.weight_hh.shape[1]
+    num_read += first.weight_ih.shape[1]
+    states_per_gate = len(set(network.step.sources)) / network.step.num_gates
+    return (
+        not torch.is_grad_enabled()
+        and not like.is_meta
+        and first.weight_hr is None
+        and num_v > MANY_COLUMNS
+        and num_v * num_read > num_t * (num_v * states_per_gate + num_read)
+    )
+
+
+def _pull_many(
+    step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
+) -> ManyArrived:
+    num_t, (num_v, num_n, num_h) = len(slopes.p), state[0].shape
+    state = tuple(s.permute(1, 2, 0).clone() for s in state)  # [N, H, V], changed in place
+    span = slice(0, 0)
+    for s in state:
+        span = reached(s, span)
+    states = slopes.p.new_empty(num_n, len(state), num_h, num_t, num_v)
+    spans = [span] * num_t
+    for t in in_order(range(num_t), not reverse):
+        if output is not None:
+            y = output[:, t].permute(1, 2, 0)
+            span = reached(y, span)
+            state[0][..., span] += y[..., span]
+        spans[t] = span
+        _, at_q, between = slopes.at(t)
+        between = tuple(b.unsqueeze(-1) for b in between)
+        of_span = step.gather(between, tuple(s[..., span] for s in state))
+        here = states[:, :, :, t]
+        here[..., : span.start] = 0
+        here[..., span.stop :] = 0
+        for i, part in enumerate(of_span):
+            here[:, i, :, span] = part
+        direct, rest = step.hand_on(between, of_span)
+        m = transition(w.weight_hh, at_q, step.sources)
+        h = torch.bmm(m, here[..., span].flatten(1, 2))
+        for s, part in zip(state, (h if direct is None else h.add_(direct), *rest), strict=True):
+            s[..., span] = part
+    return ManyArrived(
+        states, spans, slopes, step.sources, tuple(s.permute(2, 0, 1) for s in state), []
+    )
 
 
 def pull_to_input(
-    network: Network, arrived: Mapping[int, Arrived] | Sequence[Arrived], layer: int
+    network: Network,
+    arrived: Mapping[int, Arrived | ManyArrived] | Sequence[Arrived | ManyArrived],
+    layer: int,
 ) -> Tensor:
     """Return what arrives at the input of a layer, ``[V, T, N, I]``."""
-    each = [arrived[k].p @ network.weights[k].weight_ih for k, _ in network.of_layer(layer)]
+    each = [arrived[k].to_input(network.weights[k].weight_ih) for k, _ in network.of_layer(layer)]
     return sum(each[1:], start=each[0])
 
 
@@ -356,10 +540,10 @@ def _push_direction(
         for m, size in zip(first, sizes, strict=True)
     )
     outputs = []
-    each = list(zip(step_by_step(values.slopes), step_by_step((p, q, projected), 1), strict=True))
-    for slopes, (p_t, q_t, r_t) in in_order(each, reverse):
-        h, *others = step.tangent(slopes, p_t, q_t + state[0] @ w.weight_hh.T, state)
-        state = (h if w.weight_hr is None else h @ w.weight_hr.T + r_t, *others)
+    for t in in_order(range(num_t), reverse):
+        q_t = q[:, t] + state[0] @ w.weight_hh.T
+        h, *others = step.tangent(values.slopes.at(t), p[:, t], q_t, state)
+        state = (h if w.weight_hr is None else h @ w.weight_hr.T + projected[:, t], *others)
         outputs.append(state[0])
     return torch.stack(in_order(outputs, reverse), 1), list(state)
 
@@ -369,9 +553,9 @@ def read_by(kind: str, values: Trace) -> Tensor | None:
     return {"weight_ih": values.x, "weight_hh": values.before, "weight_hr": values.hidden}.get(kind)
 
 
-def arrived_at(kind: str, arrived: Arrived) -> Tensor:
+def arrived_at(kind: str, arrived: Arrived | ManyArrived) -> Tensor:
     """Return what arrives where a parameter adds to, ``[V, T, N, *]``."""
     if kind == "weight_hr":
-        assert arrived.projected is not None
+        assert isinstance(arrived, Arrived) and arrived.projected is not None
         return arrived.projected
     return arrived.p if kind.endswith("_ih") else arrived.q

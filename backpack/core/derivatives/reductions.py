@@ -14,6 +14,7 @@ square_norm   ``[N]``         sum over v of the squared norms
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,16 +30,19 @@ NAMES = frozenset({"individual", "gradient", "batch_square", "square", "square_n
 PER_SAMPLE = frozenset({"batch_square", "square_norm"})
 SUMS = frozenset({"gradient", "square"})
 
-# Computes P for a slice of samples; may write it to a tensor that is given and return that.
-Product = Callable[[slice, Tensor | None], Tensor]
+# Computes P for slices of columns and of samples; may write it to a tensor that is given and return
+# that.
+Product = Callable[[slice, slice, Tensor | None], Tensor]
 
 
-def squared(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Square ``[V, N, *]``, with weights ``[V, N]``."""
-    squares = values.square()
+def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the squares of ``[V, N, *]`` over V, with weights ``[V, N]``: ``[N, *]``."""
     if weights is None:
-        return squares
-    return squares * weights.reshape(*weights.shape, *(1,) * (values.dim() - 2))
+        return values.square().sum(0)
+    if values.stride(1) == 0:  # all samples are alike
+        return (weights.T @ values[:, 0].flatten(1).square()).unflatten(1, values.shape[2:])
+    weights = weights.reshape(*weights.shape, *(1,) * (values.dim() - 2))
+    return (weights * values * values).sum(0)
 
 
 def of_products(
@@ -54,17 +58,21 @@ def of_products(
         flat = products.reshape(*products.shape[:2], -1)
         values["square_norm"] = torch.einsum("vnp,vnp->n", flat, flat)
     if "batch_square" in wanted or "square" in wanted:
-        squares = squared(products, weights)
+        squares = sum_of_squares(products, weights)
         if "batch_square" in wanted:
-            values["batch_square"] = squares.sum(0)
+            values["batch_square"] = squares
         if "square" in wanted:
-            values["square"] = squares.sum((0, 1))
+            values["square"] = squares.sum(0)
     return values
 
 
 def slice_size(entries: int) -> int:
-    """Return how many samples a slice has, if each takes so many entries."""
+    """Return how many samples (or columns) a slice has, if each takes so many entries."""
     return max(1, SLICE_ENTRIES // max(1, entries))
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
 def in_slices(
@@ -78,9 +86,9 @@ def in_slices(
     """Compute products and reduce them, slice by slice.
 
     Args:
-        product: Computes them for a slice of samples.
+        product: Computes them for a slice of columns and of samples.
         shape: ``[V, N, *p]``, of all products.
-        size: Number of samples of a slice.
+        size: Number of samples of a slice. Columns are split where one sample is too large already.
         like: Tensor of their precision and device.
         wanted: Names of what is wanted.
         weights: Weights of squares, ``[V, N]``. Default: 1.
@@ -88,25 +96,30 @@ def in_slices(
     Returns:
         What is wanted, by name.
     """
-    count = shape[1]
-    if count <= size or torch.is_grad_enabled():
-        spans = [slice(i, i + size) for i in range(0, count, size)]
-        blocks = [product(span, None) for span in spans]
-        products = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-        return of_products(products, wanted, weights)
+    num_v, num_n, *p = shape
+    samples = _slices(num_n, size)
+    if torch.is_grad_enabled():
+        blocks = [product(slice(0, num_v), span, None) for span in samples]
+        return of_products(torch.cat(blocks, 1), wanted, weights)
+    columns = _slices(num_v, slice_size(prod(p)))
+    if len(samples) == len(columns) == 1:
+        return of_products(product(columns[0], samples[0], None), wanted, weights)
     whole = memory.empty(shape, like) if "individual" in wanted else None
-    sums = {name: like.new_zeros(shape[2:]) for name in wanted & SUMS}
+    sums = {name: like.new_zeros(p) for name in wanted & SUMS}
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
-    for start in range(0, count, size):
-        span = slice(start, min(start + size, count))
-        out = None if whole is None else whole[:, span]
-        block = product(span, out)
-        if out is not None and block is not out:
-            out.copy_(block)
-        part = None if weights is None else weights[:, span]
-        for name, value in of_products(block, wanted & PER_SAMPLE, part).items():
-            each[name].append(value)
-        _accumulate(sums, block.flatten(0, 1), None if part is None else part.flatten())
+    for span in samples:
+        for part in columns:
+            out = None if whole is None else whole[part, span]
+            block = product(part, span, out)
+            if out is not None and block is not out:
+                out.copy_(block)
+            of_part = None if weights is None else weights[part, span]
+            for name, value in of_products(block, wanted & PER_SAMPLE, of_part).items():
+                if part.start == 0:
+                    each[name].append(value)
+                else:
+                    each[name][-1].add_(value)
+            _accumulate(sums, block.flatten(0, 1), None if of_part is None else of_part.flatten())
     found = {name: torch.cat(values) for name, values in each.items()} | sums
     return found if whole is None else {"individual": whole, **found}
 

@@ -62,11 +62,11 @@ def reduced(
         weights: Weights of squares, ``[V, N]``.
     """
     if x is None:
-        return reductions.of_products(s.sum(2), wanted, weights)
+        return reductions.of_products(_over_positions(s), wanted, weights)
     num_v, num_n, num_t, num_o = s.shape
     num_i = x.shape[2]
-    if num_t == 1:
-        return _of_outer_products(s.squeeze(2), x.squeeze(1), wanted, weights)
+    if num_t == 1 or ("individual" not in wanted and _is_at_one_position(s)):
+        return _of_outer_products(s, x, wanted, weights)
     values = {}
     if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s.shape, num_i):
         if "gradient" in wanted:
@@ -75,10 +75,11 @@ def reduced(
             values["square_norm"] = square_norm(s, x)
         return values
 
-    def product(span: slice, out: Tensor | None) -> Tensor:
+    def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
+        part = s[columns, samples].mT
         if out is None or num_v > 1:
-            return s[:, span].mT @ x[span]
-        torch.bmm(s[0, span].mT, x[span], out=out[0])
+            return part @ x[samples]
+        torch.bmm(part[0], x[samples], out=out[0])
         return out
 
     shape = (num_v, num_n, num_o, num_i)
@@ -86,23 +87,32 @@ def reduced(
     return reductions.in_slices(product, shape, size, s, wanted, weights)
 
 
+def _is_at_one_position(s: Tensor) -> bool:
+    """Whether many columns are each zero but at one position, as those of a loss at each are."""
+    if len(s) <= s.shape[2] or torch.is_grad_enabled() or s.is_meta:
+        return False
+    # most others are recognised by a few columns
+    return all(bool(((p != 0).any(3).sum(2) <= 1).all()) for p in (s[:1], s))
+
+
 def _of_outer_products(
     s: Tensor, x: Tensor, wanted: Set[str], weights: Tensor | None
 ) -> dict[str, Tensor]:
-    """Reduce outer products of ``[V, N, O]`` and ``[N, I]``: the square of s xᵀ is s² x²ᵀ."""
+    """Reduce products that are each at one position: the square of s xᵀ is s² x²ᵀ."""
     values = {}
     if "individual" in wanted:
-        values["individual"] = memory.product(s.unsqueeze(-1), x.unsqueeze(1))
+        values["individual"] = mjp(s, x, sum_batch=False)
     if "gradient" in wanted:
-        values["gradient"] = s.sum(0).T @ x
+        values["gradient"] = mjp(s, x, sum_batch=True).sum(0)
     if "square_norm" in wanted:
-        values["square_norm"] = s.square().sum((0, 2)) * x.square().sum(1)
+        values["square_norm"] = (s.square().sum((0, 3)) * x.square().sum(2)).sum(1)
     if "batch_square" in wanted or "square" in wanted:
-        squares, x_squares = reductions.squared(s, weights).sum(0), x.square()
+        squares = reductions.sum_of_squares(s, weights)  # [N, T, O]
+        x_squares = x.square()
         if "batch_square" in wanted:
-            values["batch_square"] = memory.product(squares.unsqueeze(-1), x_squares.unsqueeze(1))
+            values["batch_square"] = mjp(squares.unsqueeze(0), x_squares, sum_batch=False)[0]
         if "square" in wanted:
-            values["square"] = squares.T @ x_squares
+            values["square"] = mjp(squares.unsqueeze(0), x_squares, sum_batch=True)[0]
     return values
 
 
@@ -119,6 +129,11 @@ def square_norm(s: Tensor, x: Tensor) -> Tensor:
     """
     first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
     return (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
+
+
+def _over_positions(s: Tensor) -> Tensor:
+    """Sum over the positions, without a copy if there is one: ``[V, N, T, O] -> [V, N, O]``."""
+    return s.squeeze(2) if s.shape[2] == 1 else s.sum(2)
 
 
 def position_rows(s: Tensor, approximation: str | None) -> Tensor:
