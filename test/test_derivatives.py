@@ -616,6 +616,9 @@ def test_exact_factor(case: Case) -> None:
         assert S.shape[1:] == subsample(call.xs[0], subsampling=rows).shape
         flat = S.flatten(2)
         close(einsum("vna,vnb->nab", flat, flat), part)
+        thin = call.thin_factor(subsampling=rows).flatten(2)
+        assert len(thin) <= len(S)
+        close(einsum("vna,vnb->nab", thin, thin), part)
         close(call.sum_hessian(subsampling=rows), part.sum(0))
 
         u = random_mat(call.xs[0], rows)
