@@ -847,3 +847,20 @@ def test_patch_gram(case: Any) -> None:
     close(found, truth)
     weights = torch.randn_like(truth)
     close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool1d(2), nn.MaxPool2d(2, 1), nn.MaxPool3d(2)], ids=str)
+def test_pooling_keeps_the_indices_of_autograd(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The positions of the maxima are not searched for again, and are the same."""
+    dims = int(type(pool).__name__[-2])
+    module = extend(pool)
+    x = torch.randn(2, 3, *[4] * dims, requires_grad=True)
+    out = module(x)
+    rule: Any = derivatives_of(module)
+    mat = torch.randn_like(out)
+    with bound(module):
+        kept = module._backpack_saved["selected"].flatten(2)
+        assert torch.equal(kept, rule.indices(module).flatten(2))
+    monkeypatch.setattr(rule, "indices", None)
+    found = rule.jac_t_mat_prod(module, None, None, mat)
+    close(found, torch.autograd.grad(out, x, mat)[0])

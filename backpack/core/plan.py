@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.call_products import shape_out
-from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
+from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.tape import Call, Origin, parameter_behind, upstream
 from backpack.utils.subsampling import subsample
@@ -182,14 +182,6 @@ class Plan:
         call, slot = producer
         count = len(row_numbers(self.num_rows(call), self.rows(call, samples)))
         return shape_out(call, slot, count)
-
-    def sample_slices(self, subsampling: Rows, size: int) -> list[Rows]:
-        """Split the selected samples in slices of ``size``."""
-        count = len(row_numbers(self.base, subsampling))
-        if not self.base or size >= count:
-            return [subsampling]
-        rows = row_numbers(self.base, subsampling)
-        return [take_rows(rows, slice(i, i + size)) for i in range(0, count, size)]
 
     def check_subsampling(
         self, subsampling: Sequence[int] | None, exts: Sequence[BackpropExtension]
