@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from multiprocessing import Pipe
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Process:
     """A worker, seen from the parent. It is started when needed and again when it has died."""
 
     def __init__(self, library: str, options: Options):
-        self.library = library
+        self.name = library
         self.options = options
         self.limit = int(MEMORY_SHARE * total_memory(options.device))
         self.absent = install(library)
@@ -80,7 +81,7 @@ class Process:
         """Start the worker with its library first on the search path."""
         if self.absent is not None:
             return
-        here = directory(self.library)
+        here = directory(self.name)
         self.connection, theirs = Pipe()
         threads = str(self.options.threads)
         environment = os.environ | {
@@ -92,7 +93,7 @@ class Process:
         # virtual addresses of the driver would count on a GPU
         limit = 0 if self.options.device == "cuda" else self.limit
         device, clock = self.options.device, self.options.clock
-        arguments = [theirs.fileno(), self.library, device, threads, clock, limit, here]
+        arguments = [theirs.fileno(), self.name, device, threads, clock, limit, here]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmark.worker", *map(str, arguments)],
             env=environment,
@@ -168,10 +169,8 @@ class Cell:
     operations: float = 0.0
     floor_bytes: float = 0.0
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What identifies the cell."""
-        return self.problem, self.quantity, self.library
+    # what identifies the cell
+    key = property(attrgetter("problem", "quantity", "library"))
 
 
 def deviation(ours: dict[str, Any], theirs: dict[str, Any]) -> float | None:

@@ -101,7 +101,7 @@ class Worker:
     """Serves the requests."""
 
     def __init__(self, library: str, device: str, clock: str):
-        self.library = library
+        self.name = library
         self.device = device
         self.clock = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
         self.memory = Memory(device)
@@ -115,7 +115,7 @@ class Worker:
         self.loaded: Library | None = None
         self.problem = self.quantity = None
         gc.collect()
-        self.loaded = LIBRARIES[self.library](ALL[problem], self.device)
+        self.loaded = LIBRARIES[self.name](ALL[problem], self.device)
         for _ in range(2):
             self._run(self.loaded.plain)
         _, self.plain_bytes = self._run(lambda: self.memory(self.loaded.plain))

@@ -46,7 +46,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def product(one: Tensor, other: Tensor) -> Tensor:
     """Multiply entries (with broadcasting), for a large result."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or one.dtype != other.dtype:
         return one * other
     shape = torch.broadcast_shapes(one.shape, other.shape)
     return torch.mul(one, other, out=empty(shape, one))

@@ -15,11 +15,15 @@ from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
     crop,
-    gram_is_cheaper,
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import fold, unfold_like
-from backpack.core.derivatives.shared_weight import input_factor, position_rows
+from backpack.core.derivatives.shared_weight import (
+    gram_is_cheaper,
+    input_factor,
+    position_rows,
+    square_norm,
+)
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
@@ -155,12 +159,12 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     ) -> dict[str, Tensor]:
         if param_str == "weight" and wanted == {"square_norm"}:
             x = subsample(module.input0, subsampling=subsampling).flatten(2)
-            x = x.unflatten(1, (module.groups, -1)).unsqueeze(0)
-            big = self._unfold(module, mat)
-            # for each column, the roles of input and gradient are those of a convolution, exchanged
-            if gram_is_cheaper(x.shape, big.shape[3]):
-                norms = torch.stack([PerSampleConvolution.square_norm(of_v, x) for of_v in big])
-                return {"square_norm": norms.sum(0)}
+            # groups are further samples: their squared norms add up
+            x = x.unflatten(1, (module.groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
+            s = self._unfold(module, mat).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
+            if gram_is_cheaper(s, x):
+                norms = square_norm(s, x).unflatten(0, (-1, module.groups))
+                return {"square_norm": norms.sum(1)}
         return super()._param_mjp_reduced(
             param_str, module, g_out, mat, wanted, subsampling, weights
         )

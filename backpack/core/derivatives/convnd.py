@@ -9,14 +9,19 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Size, Tensor, einsum
+from torch import Size, Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
-from backpack.core.derivatives.shared_weight import input_factor, position_rows
+from backpack.core.derivatives.shared_weight import (
+    gram_is_cheaper,
+    input_factor,
+    position_rows,
+    square_norm,
+)
 from backpack.core.registry import register
 from backpack.utils.subsampling import subsample
 
@@ -173,31 +178,6 @@ class PerSampleConvolution:
         result = result.reshape(samples, groups, num_v, k // groups, per_group, *kernel)
         result = result.permute(2, 0, 1, 3, *range(4, result.dim())).flatten(2, 3)
         return result.squeeze(1) if sum_batch else result
-
-    @staticmethod
-    def square_norm(unfolded: Tensor, s: Tensor) -> Tensor:
-        """Squared norms from Gram matrices of the positions.
-
-        Args:
-            unfolded: ``[N, G, C/G·k, T]``.
-            s: ``[V, N, G, K/G, T]``.
-
-        Returns:
-            ``[N]``, summed over V.
-        """
-        gram = einsum("vngot,vngou->ngtu", s, s)
-        return (gram * (unfolded.mT @ unfolded)).sum((1, 2, 3))
-
-
-def gram_is_cheaper(shape: Sequence[int], features: int) -> bool:
-    """Whether norms take fewer multiplications by Gram matrices than by the products.
-
-    Args:
-        shape: ``[V, N, G, K/G, T]``, of what is multiplied with the patches.
-        features: Entries of a patch in a group.
-    """
-    num_v, _, _, k, t = shape
-    return t * (num_v * k + features) <= num_v * k * features
 
 
 def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -> bool:
@@ -398,10 +378,16 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         groups, positions = module.groups, Size(out).numel()
         s = mat.reshape(num_v, num_n, groups, -1, positions)
         features = p[0].numel()
-        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s.shape, features):
+        # groups are further samples: their squared norms add up
+        by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
+        shape_only = x.new_empty(1).expand(num_n * groups, positions, features)
+        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(by_group, shape_only):
             values = {}
             if "square_norm" in wanted:
-                values["square_norm"] = PerSampleConvolution.square_norm(self._unfold(module, x), s)
+                unfolded = self._unfold(module, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
+                values["square_norm"] = (
+                    square_norm(by_group, unfolded).unflatten(0, (-1, groups)).sum(1)
+                )
             if "gradient" in wanted:
                 values["gradient"] = self._weight_jac_t_mat_prod(
                     module, None, g_out, mat, True, subsampling

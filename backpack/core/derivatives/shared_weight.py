@@ -68,7 +68,7 @@ def reduced(
     if num_t == 1 or ("individual" not in wanted and _is_at_one_position(s)):
         return _of_outer_products(s, x, wanted, weights)
     values = {}
-    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s.shape, num_i):
+    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s, x):
         if "gradient" in wanted:
             values["gradient"] = mjp(s, x, sum_batch=True).sum(0)
         if "square_norm" in wanted:
@@ -116,16 +116,24 @@ def _of_outer_products(
     return values
 
 
-def gram_is_cheaper(shape: Sequence[int], num_i: int) -> bool:
-    """Whether norms take fewer multiplications by Gram matrices (``shape = [V, N, T, O]``)."""
-    num_v, _, num_t, num_o = shape
+def gram_is_cheaper(s: Tensor, x: Tensor) -> bool:
+    """Whether :func:`square_norm` takes fewer multiplications than the products themselves."""
+    num_v, _, num_t, num_o = s.shape
+    num_i = x.shape[2]
     return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
 
 
 def square_norm(s: Tensor, x: Tensor) -> Tensor:
-    """Squared norm of each sample's product, summed over V, by Gram matrices: ``[N]``.
+    """Squared norm of each sample's product, summed over V, by Gram matrices.
 
     ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``.
+
+    Args:
+        s: ``[V, N, T, O]``.
+        x: ``[N, T, I]``.
+
+    Returns:
+        ``[N]``.
     """
     first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
     return (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
