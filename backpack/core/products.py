@@ -298,7 +298,8 @@ class Products:
         if not self._have_one_structure:
             return self._block()
         each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
-        return reduce(add, [r.flatten(0, 2).T @ r.flatten(0, 2) / r.shape[2] for r in each])
+        grams = [(r.flatten(0, 2).T @ r.flatten(0, 2)).div_(r.shape[2]) for r in each]
+        return reduce(add, grams)
 
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
@@ -318,7 +319,7 @@ class Products:
             values.append((value, use))
         rows = values[0][0] if len(values) == 1 else self._align(values)
         vectors = rows.flatten(0, 2)
-        return vectors.T @ vectors / rows.shape[2]
+        return (vectors.T @ vectors).div_(rows.shape[2])
 
     def _input_factors_expand(self) -> list[Tensor]:
         return self._input_factors("expand")

@@ -374,6 +374,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
                 param_str, module, g_out, mat, wanted, subsampling, weights
             )
         x, p = subsample(module.input0, subsampling=subsampling), module.weight
+        mat = reductions.fewer_columns(mat.flatten(3), wanted, weights).reshape(-1, *mat.shape[1:])
         num_v, num_n, num_o, *out = mat.shape
         groups, positions = module.groups, Size(out).numel()
         s = mat.reshape(num_v, num_n, groups, -1, positions)
@@ -398,16 +399,17 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         def patches_of(start: int, stop: int) -> Tensor:
             return self._unfold(module, x[start:stop]).mT
 
-        def by_patches(columns: slice, samples: slice, whole: Tensor | None) -> Tensor:
-            unfolded = patches_of(samples.start, samples.stop)
+        def by_patches(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
+            unfolded = patches_of(samples.start, samples.stop).flatten(0, 1)
             part = s[columns, samples]
-            if whole is None or num_v > 1:
-                return (part @ unfolded).reshape(*part.shape[:2], *p.shape)
-            shape = (-1, num_o // groups, features)
-            torch.bmm(part[0].flatten(0, 1), unfolded.flatten(0, 1), out=whole.view(shape))
-            return whole
+            if out is not None and (groups == 1 or len(part) == 1):
+                by_group = out.view(len(part), -1, num_o // groups, features)
+                reductions.stacked_product(part.flatten(1, 2), unfolded, by_group)
+                return out
+            product = reductions.stacked_product(part.flatten(1, 2), unfolded)
+            return product.reshape(*part.shape[:2], *p.shape)
 
-        def by_convolution(columns: slice, samples: slice, whole: Tensor | None) -> Tensor:
+        def by_convolution(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
             padding, padded = self._native_padding(module), self._pad(module, x[samples])
             part = mat[columns, samples]
             correlate = PerSampleConvolution.correlate
@@ -453,5 +455,5 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         per_sample = each[0, :, 0].numel() * prod(kernel[1:]) * each.shape[2]
         parts = each.split(max(1, GRAM_ENTRIES // per_sample))
         grams = (patch_gram(part, kernel, stride, dilation, positions) for part in parts)
-        factor = reduce(torch.add, grams) / len(each)
-        return [factor / positions.numel() if approximation == "expand" else factor]
+        count = len(each) * (positions.numel() if approximation == "expand" else 1)
+        return [reduce(torch.add, grams).div_(count)]

@@ -25,13 +25,15 @@ from backpack.core import memory
 SLICE_ENTRIES = 2**21
 # Rows with more entries than this are added one by one: nothing is written in between.
 LONG_ROW = 2**13
+# From here on, squares are added up by a matrix product, in one pass less.
+MANY_COLUMNS = 2**5
 
 NAMES = frozenset({"individual", "gradient", "batch_square", "square", "square_norm"})
 PER_SAMPLE = frozenset({"batch_square", "square_norm"})
 SUMS = frozenset({"gradient", "square"})
 
-# Computes P for slices of columns and of samples; may write it to a tensor that is given and return
-# that.
+# Computes P for slices of columns and of samples; may write it to a tensor that is given, in which
+# the columns of a sample are next to each other, and return that.
 Product = Callable[[slice, slice, Tensor | None], Tensor]
 
 
@@ -41,6 +43,9 @@ def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
         return values.square().sum(0)
     if values.stride(1) == 0:  # all samples are alike
         return (weights.T @ values[:, 0].flatten(1).square()).unflatten(1, values.shape[2:])
+    if len(values) >= MANY_COLUMNS:  # one product for each sample
+        squares = values.square().transpose(0, 1).flatten(2)
+        return torch.bmm(weights.T.unsqueeze(1), squares).reshape(values.shape[1:])
     weights = weights.reshape(*weights.shape, *(1,) * (values.dim() - 2))
     return (weights * values * values).sum(0)
 
@@ -64,6 +69,40 @@ def of_products(
         if "square" in wanted:
             values["square"] = squares.sum(0)
     return values
+
+
+def stacked_product(s: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply ``[V, B, O, T]`` with ``[B, T, I]``: all columns of an entry b at once.
+
+    (Broadcasting would copy x for each column.) The result may be written to a tensor, in which the
+    columns of an entry b are next to each other.
+    """
+    stacked = s.transpose(0, 1).flatten(1, 2)
+    if out is not None:
+        torch.bmm(stacked, x, out=out.transpose(0, 1).flatten(1, 2))
+        return out
+    return (stacked @ x).unflatten(1, (len(s), -1)).transpose(0, 1)
+
+
+def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor:
+    """Replace V columns at T positions by T with the same sums of squares, if that is cheaper.
+
+    The products of row o with the inputs ``x_t`` are ``sum_t s_vt x_t``. Their sum of squares over
+    v depends on ``S = [s_vt]`` only through ``SᵀS = RᵀR``, with R from a QR decomposition.
+
+    Args:
+        s: ``[V, B, O, T]``.
+        wanted: Names of what is wanted.
+        weights: Weights of squares.
+
+    Returns:
+        ``[T, B, O, T]``, or s.
+    """
+    sees_columns = not wanted <= {"batch_square", "square", "square_norm"} or weights is not None
+    if sees_columns or torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]:
+        return s
+    stacked = s.permute(1, 2, 0, 3).to(torch.promote_types(s.dtype, torch.float32))
+    return torch.linalg.qr(stacked, mode="r").R.to(s.dtype).permute(2, 0, 1, 3)
 
 
 def slice_size(entries: int) -> int:
@@ -107,36 +146,43 @@ def in_slices(
     whole = memory.empty(shape, like) if "individual" in wanted else None
     sums = {name: like.new_zeros(p) for name in wanted & SUMS}
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
+    # slices are written to their place, or one after the other to the same memory in the cache
+    place = whole if num_v == 1 else None
+    scratch = like.new_empty(size * columns[0].stop if place is None else 0, *p)
     for span in samples:
         for part in columns:
-            out = None if whole is None else whole[part, span]
+            v, n = part.stop - part.start, span.stop - span.start
+            if place is None:
+                out = scratch[: n * v].unflatten(0, (n, v)).transpose(0, 1)
+            else:
+                out = place[:, span]
             block = product(part, span, out)
-            if out is not None and block is not out:
-                out.copy_(block)
+            if whole is not None and (place is None or block is not out):
+                whole[part, span].copy_(block)
             of_part = None if weights is None else weights[part, span]
             for name, value in of_products(block, wanted & PER_SAMPLE, of_part).items():
                 if part.start == 0:
                     each[name].append(value)
                 else:
                     each[name][-1].add_(value)
-            _accumulate(sums, block.flatten(0, 1), None if of_part is None else of_part.flatten())
+            _accumulate(sums, block, of_part)
     found = {name: torch.cat(values) for name, values in each.items()} | sums
     return found if whole is None else {"individual": whole, **found}
 
 
-def _accumulate(sums: Mapping[str, Tensor], rows: Tensor, weights: Tensor | None) -> None:
-    """Add rows ``[R, *p]`` and their squares: one by one, unless they are short."""
-    if rows[0].numel() < LONG_ROW or weights is not None:
-        for name, value in of_products(
-            rows[None], sums.keys(), None if weights is None else weights[None]
-        ).items():
+def _accumulate(sums: Mapping[str, Tensor], block: Tensor, weights: Tensor | None) -> None:
+    """Add products ``[V, N, *p]`` and their squares: one by one, unless they are short."""
+    if block[0, 0].numel() < LONG_ROW or not (weights is None or weights.is_cpu):
+        for name, value in of_products(block, sums.keys(), weights).items():
             sums[name].add_(value)
         return
-    for row in rows:
-        if "gradient" in sums:
-            sums["gradient"].add_(row)
-        if "square" in sums:
-            sums["square"].addcmul_(row, row)
+    for i, column in enumerate(block):
+        factors = [1.0] * len(column) if weights is None else weights[i].tolist()
+        for row, factor in zip(column, factors, strict=True):
+            if "gradient" in sums:
+                sums["gradient"].add_(row)
+            if "square" in sums and factor:
+                sums["square"].addcmul_(row, row, value=factor)
 
 
 def put_together(

@@ -67,6 +67,8 @@ def reduced(
     num_i = x.shape[2]
     if num_t == 1 or ("individual" not in wanted and _is_at_one_position(s)):
         return _of_outer_products(s, x, wanted, weights)
+    s = reductions.fewer_columns(s.mT, wanted, weights).mT
+    num_v = len(s)
     values = {}
     if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s, x):
         if "gradient" in wanted:
@@ -76,11 +78,7 @@ def reduced(
         return values
 
     def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
-        part = s[columns, samples].mT
-        if out is None or num_v > 1:
-            return part @ x[samples]
-        torch.bmm(part[0], x[samples], out=out[0])
-        return out
+        return reductions.stacked_product(s[columns, samples].mT, x[samples], out)
 
     shape = (num_v, num_n, num_o, num_i)
     size = reductions.slice_size(num_v * num_o * num_i)
@@ -162,8 +160,8 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     num_n, num_t = x.shape[:2]
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
-    factor = einsum("nti,ntj->ij", x, x) / num_n
-    return factor / num_t if approximation == "expand" else factor
+    count = num_n * num_t if approximation == "expand" else num_n
+    return einsum("nti,ntj->ij", x, x).div_(count)
 
 
 class SharedWeightDerivatives(BaseDerivatives):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from backpack.core.products import Products
@@ -25,5 +26,5 @@ class Variance(FirstOrderBackpropExtension):
 
     def extract(self, products: Products) -> Tensor:
         """Return ``[*p]``."""
-        n = products.num_samples
-        return products["square"] / n - (products["gradient"] / n).square()
+        n, gradient = products.num_samples, products["gradient"]
+        return torch.addcmul(products["square"], gradient, gradient, value=-1 / n).div_(n)
