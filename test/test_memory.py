@@ -468,3 +468,21 @@ def test_individual_gradients_are_written_over() -> None:
     before = kept.clone()
     assert step(2).data_ptr() != address
     assert torch.equal(kept, before)
+
+
+def test_extension_hook_frees_memory() -> None:
+    """What the hook deletes is gone at once, not at the end of the backward pass."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    X, y = batch()
+    kept: list[bool] = []
+
+    def drop(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            if hasattr(p, "grad_batch"):
+                value = weakref.ref(p.grad_batch)
+                del p.grad_batch
+                kept.append(value() is not None)
+
+    with backpack(BatchGrad(), extension_hook=drop):
+        lossfunc(model(X), y).backward()
+    assert kept == [False] * len(list(model.parameters()))

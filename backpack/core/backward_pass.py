@@ -79,7 +79,8 @@ class BackwardPass:
         self.reached_calls: list[Call] = []
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
-        self.written: list[tuple[Parameter, str, Any]] = []
+        # ids of the values, which would outlive what an extension hook drops
+        self.written: list[tuple[Parameter, str, int]] = []
         self.parameters: set[Tensor] = set()  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.roots = BackwardPass.called_on
@@ -127,8 +128,8 @@ class BackwardPass:
             raise
 
     def _undo(self) -> None:
-        for p, savefield, value in self.written:
-            if getattr(p, savefield, None) is value:
+        for p, savefield, identity in self.written:
+            if id(getattr(p, savefield, None)) == identity:
                 delattr(p, savefield)
         for call in self.calls:
             call.g_out = [None] * len(call.g_out)
@@ -237,7 +238,7 @@ class BackwardPass:
             value = [factor.to(p.dtype) for factor in value]
         if self.configuration.debug:
             print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
-        self.written.append((p, ext.savefield, value))
+        self.written.append((p, ext.savefield, id(value)))
         setattr(p, ext.savefield, value)
 
     # ------------------------------------------------------------------ first order
