@@ -1,0 +1,205 @@
+"""Logged quantities: their values, where they are written, and what is said if they are missing."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend
+from backpack.extensions import GGNMP, KFAC, BatchGrad, BatchL2Grad, Variance
+from backpack.monitor import CSVWriter, Monitor, gradient_snr, plot_histograms
+
+matplotlib.use("Agg")
+N = 6
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    return extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+
+
+def backward(model: nn.Module, *extensions: Any) -> Tensor:
+    """Compute quantities of a random batch and return its loss."""
+    X, y = torch.randn(N, 3, dtype=torch.float64), torch.randint(2, (N,))
+    model.zero_grad()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(*extensions):
+        loss.backward()
+    return loss
+
+
+def read(path: Path) -> dict[tuple[int, str], float]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    values = {(int(row["step"]), row["tag"]): float(row["value"]) for row in rows}
+    assert len(values) == len(rows)  # nothing is written twice
+    return values
+
+
+def test_csv_has_the_values(model: Any, tmp_path: Path) -> None:
+    """All reductions of each parameter and of all of them, to the last digit."""
+    path = tmp_path / "folder" / "log.csv"
+    metrics = ["grad.norm", "variance.mean", "variance.sum", "grad.min", "grad.max", "grad.q5"]
+    expected = {}
+    with Monitor(model, metrics, CSVWriter(path)) as monitor:
+        for step in range(3):
+            loss = backward(model, Variance())
+            monitor.step(loss=loss)
+            expected[step, "loss"] = loss.item()
+            gradients = {f"/{name}": p.grad.flatten() for name, p in model.named_parameters()}
+            variances = {f"/{name}": p.variance.flatten() for name, p in model.named_parameters()}
+            for values in (gradients, variances):
+                values[""] = torch.cat(list(values.values()))
+            for name, grad in gradients.items():
+                expected[step, f"grad.norm{name}"] = grad.square().sum().sqrt().item()
+                expected[step, f"grad.min{name}"] = grad.sort().values[0].item()
+                expected[step, f"grad.max{name}"] = grad.sort().values[-1].item()
+                expected[step, f"grad.q5{name}"] = grad.quantile(0.05).item()
+            for name, variance in variances.items():
+                total = sum(variance.tolist())
+                expected[step, f"variance.sum{name}"] = total
+                expected[step, f"variance.mean{name}"] = total / len(variance)
+            assert read(path) == pytest.approx(expected, rel=1e-13)  # lines are there at once
+
+
+def test_every_so_many_steps(model: Any, tmp_path: Path) -> None:
+    """Extensions are needed in those steps only; another run goes on with the file."""
+    path = tmp_path / "log.csv"
+    for append in (False, True):
+        with Monitor(model, ["variance.mean"], CSVWriter(path, append), every=3) as monitor:
+            monitor.steps = 7 * append
+            for _ in range(7):
+                backward(model, *[Variance()] * monitor.due)
+                monitor.step()
+                for p in model.parameters():
+                    vars(p).pop("variance", None)
+        assert monitor.steps == 7 * append + 7
+    assert {step for step, _ in read(path)} == {0, 3, 6, 9, 12}
+    assert path.read_text().count("step,tag,value") == 1
+
+
+def test_histograms_in_a_csv(model: Any, tmp_path: Path) -> None:
+    """An attribute alone is written as percentiles."""
+    with Monitor(model, ["grad"], CSVWriter(tmp_path / "log.csv")) as monitor:
+        backward(model)
+        monitor.step()
+    values = read(tmp_path / "log.csv")
+    assert len(values) == 5 * 5
+    weight = model[0].weight.grad.flatten()
+    for percent in (0, 25, 50, 75, 100):
+        expected = weight.quantile(percent / 100).item()
+        assert values[0, f"grad/0.weight/q{percent}"] == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradient_snr(model: Any, tmp_path: Path, reduction: str) -> None:
+    """The ratio is that of the individual gradients, whatever their scale."""
+    X, y = torch.randn(N, 3, dtype=torch.float64), torch.randint(2, (N,))
+    with backpack(BatchGrad(), BatchL2Grad()):
+        extend(nn.CrossEntropyLoss(reduction=reduction))(model(X), y).backward()
+    with Monitor(model, [gradient_snr], CSVWriter(tmp_path / "log.csv")) as monitor:
+        monitor.step()
+    values = read(tmp_path / "log.csv")
+
+    def ratio(gradients: Tensor) -> float:
+        mean = gradients.mean(0)
+        return (mean.square().sum() / (gradients - mean).square().sum(1).mean()).item()
+
+    gradients = {name: p.grad_batch.flatten(1) for name, p in model.named_parameters()}
+    for name, gradient in gradients.items():
+        assert values[0, f"gradient_snr/{name}"] == pytest.approx(ratio(gradient), rel=1e-9)
+    together = ratio(torch.cat(list(gradients.values()), dim=1))
+    assert values[0, "gradient_snr"] == pytest.approx(together, rel=1e-9)
+
+
+def test_own_metric(model: Any, tmp_path: Path) -> None:
+    """A function of parameters gives a number or a histogram; frozen parameters are left out."""
+
+    def trace(params: Any) -> Tensor:
+        return sum(p.kfac[0].trace() for p in params)
+
+    def norms(params: Any) -> Tensor:
+        return torch.stack([p.norm() for p in params])
+
+    model[0].weight.requires_grad_(False)
+    with Monitor(model, [trace, norms], CSVWriter(tmp_path / "log.csv")) as monitor:
+        backward(model, KFAC())
+        monitor.step()
+    values = read(tmp_path / "log.csv")
+    traces = [p.kfac[0].trace().item() for p in model.parameters() if p.requires_grad]
+    assert len(traces) == 3
+    assert values[0, "trace"] == pytest.approx(sum(traces), rel=1e-12)
+    assert values[0, "trace/2.bias"] == pytest.approx(traces[-1], rel=1e-12)
+    assert (0, "trace/0.weight") not in values
+    assert values[0, "norms/q100"] == max(p.norm() for p in list(model.parameters())[1:])
+
+
+def test_tensorboard(model: Any, tmp_path: Path) -> None:
+    """The files of TensorBoard have the same numbers, and a histogram of all entries."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    with Monitor(model, ["grad.norm", "grad"], writer) as monitor:
+        norms = []
+        for _ in range(2):
+            loss = backward(model)
+            monitor.step(loss=loss)
+            norms.append(model[0].weight.grad.norm().item())
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = [f"/{name}" for name, _ in model.named_parameters()]
+    assert set(events.Tags()["scalars"]) == {"loss", "grad.norm", *(f"grad.norm{n}" for n in names)}
+    assert set(events.Tags()["histograms"]) == {"grad", *(f"grad{n}" for n in names)}
+    logged = [(e.step, e.value) for e in events.Scalars("grad.norm/0.weight")]
+    assert logged == [(i, pytest.approx(norm, rel=1e-6)) for i, norm in enumerate(norms)]
+    assert events.Histograms("grad")[0].histogram_value.num == 4 * 3 + 4 + 2 * 4 + 2
+
+
+def test_errors_say_what_to_do(model: Any, tmp_path: Path) -> None:
+    """Unknown reductions are found at once; missing attributes name the extension to use."""
+    writer = CSVWriter(tmp_path / "log.csv")
+    with pytest.raises(ValueError, match=r"grad\.media.*mean.*q0 to q100"):
+        Monitor(model, ["grad.media"], writer)
+    with pytest.raises(ValueError, match="two metrics with the name grad"):
+        Monitor(model, ["grad", "grad"], writer)
+    with pytest.raises(ValueError, match=r"1 .* or more, but not 0"):
+        Monitor(model, ["grad.norm"], writer, every=0)
+    with pytest.raises(ValueError, match="Tanh has no parameter"):
+        Monitor(model[1], ["grad.norm"], writer)
+
+    with pytest.raises(AttributeError, match=r"0\.weight .* grad\. Call backward\(\) first"):
+        Monitor(model, ["grad.norm"], writer).step()
+    backward(model, GGNMP())
+    for metric in ("variance.mean", lambda params: params[0].variance):
+        with pytest.raises(AttributeError, match=r"0\.weight .*`with backpack\(Variance\(\)\)`"):
+            Monitor(model, [metric], writer).step()
+    with pytest.raises(TypeError, match=r"ggnmp .* no tensor"):
+        Monitor(model, ["ggnmp.norm"], writer).step()
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'x'"):
+        Monitor(model, [lambda params: object().x], writer).step()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"None of the parameters .*BatchL2Grad"):
+        plot_histograms(model, "batch_l2")
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_plot_histograms(model: Any, log: bool) -> None:
+    """A panel for each parameter that has the attribute, with all its entries."""
+    backward(model)
+    model[2].bias.grad = None
+    model[0].bias.grad[1] = 0
+    figure = plot_histograms(model, "grad", bins=7, log=log)
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert titles == ["0.weight", "0.bias (25% zero)" if log else "0.bias", "2.weight"]
+    counts = [sum(bar.get_height() for bar in axes.patches) for axes in panels]
+    assert counts == [12, 3 if log else 4, 8]
+    plt.close(figure)
