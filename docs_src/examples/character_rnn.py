@@ -12,7 +12,8 @@ LSTM with dropout, and a dense layer. This script
 With both tuned, the two learn equally well here: their losses differ by less than those of runs
 with different seeds, and a step with the curvature takes three to four times as long.
 
-The text is scikit-learn's description of its data sets. The picture is written to ``demo/``.
+The text is scikit-learn's description of its data sets. The picture is shown, or written to
+the folder that ``--out`` names.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -412,7 +414,6 @@ def write(model: nn.Module, alphabet: str, start: str, length: int, sharpness: f
 
 def set_style() -> None:
     """Make plain figures: no frame, light grid, readable labels."""
-    matplotlib.use("Agg")
     plt.rcParams.update(
         {
             "figure.dpi": 150,
@@ -438,7 +439,7 @@ def frequency_loss(text: Text, part: Tensor) -> float:
     return -(counts / counts.sum()).log()[part].mean().item()
 
 
-def plot_losses(runs: Sequence[Run], text: Text, path: Path) -> None:
+def plot_losses(runs: Sequence[Run], text: Text) -> Figure:
     """Draw the losses of all runs on both parts of the text, and those of the frequencies."""
     figure, (left, right) = plt.subplots(
         ncols=2, figsize=(9, 3.8), layout="constrained", sharey=True
@@ -455,8 +456,7 @@ def plot_losses(runs: Sequence[Run], text: Text, path: Path) -> None:
     left.set_title("Loss per character, training text")
     right.set_title("Loss per character, text kept for testing")
     right.legend(loc="upper right")
-    figure.savefig(path)
-    plt.close(figure)
+    return figure
 
 
 # %%
@@ -474,15 +474,17 @@ class Result(NamedTuple):
 
 
 def main(
-    out: Path,
+    out: Path | None = None,
     steps: int = STEPS,
     width: int = WIDTH,
     batch_size: int = BATCH_SIZE,
     length: int = LENGTH,
     sample_length: int = 300,
 ) -> Result:
-    """Convert, compare, train, and write the picture to ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Convert, compare, train, and show the picture or write it to ``out``."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        matplotlib.use("Agg")
     console = Console(highlight=False)
     torch.set_num_threads(1)  # faster for tensors this small
     set_style()
@@ -512,14 +514,19 @@ def main(
         )
     sample = write(models[0], text.alphabet, "The data set ", sample_length)
     console.print(f"\nThe first model writes:\n{sample}", markup=False)
-    plot_losses(runs, text, out / "character_rnn.png")
-    console.print(f"Picture: {out / 'character_rnn.png'}")
+    figure = plot_losses(runs, text)
+    if out is None:
+        plt.show()
+    else:
+        figure.savefig(out / "character_rnn.png")
+        plt.close(figure)
+        console.print(f"Picture: {out / 'character_rnn.png'}")
     return Result(model, comparisons, runs, sample)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a character-level language model.")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the picture")
+    parser.add_argument("--out", type=Path, help="folder for the picture")
     parser.add_argument("--steps", type=int, default=STEPS, help="number of training steps")
     arguments = parser.parse_args()
     main(arguments.out, arguments.steps)

@@ -1,5 +1,5 @@
-"""Train a small CNN on handwritten digits and look at its quantities.
-====================================================================
+"""Train a small CNN on handwritten digits and look at its quantities
+===================================================================
 
 This script does the three things that the library is made for:
 
@@ -9,7 +9,7 @@ This script does the three things that the library is made for:
    backward pass and prints them for each parameter.
 3. It measures what each extension costs on top of the gradient.
 
-Run it with ``make demo``. The pictures are written to ``demo/``.
+``make demo`` runs it, with pictures in ``demo/``; without ``--out`` they are shown.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -372,7 +373,6 @@ def costs_table(costs: list[Cost]) -> Table:
 
 def set_style() -> None:
     """Make plain figures: no frame, light grid, readable labels."""
-    matplotlib.use("Agg")
     plt.rcParams.update(
         {
             "figure.dpi": 150,
@@ -392,7 +392,7 @@ def set_style() -> None:
     )
 
 
-def plot_curves(runs: list[Run], path: Path) -> None:
+def plot_curves(runs: list[Run]) -> Figure:
     """Draw training loss and test accuracy of all runs, one panel each."""
     figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 3.8), layout="constrained")
     for run in runs:
@@ -401,11 +401,10 @@ def plot_curves(runs: list[Run], path: Path) -> None:
     left.set(title="Training loss", xlabel="epoch", yscale="log")
     right.set(title="Test accuracy in %", xlabel="epoch", ylim=(85, 100))
     right.legend(loc="lower right")
-    figure.savefig(path)
-    plt.close(figure)
+    return figure
 
 
-def plot_costs(costs: list[Cost], path: Path) -> None:
+def plot_costs(costs: list[Cost]) -> Figure:
     """Draw one bar per extension, the cheapest on top, from the gradient's own cost on."""
     figure, axes = plt.subplots(figsize=(9, 5.8), layout="constrained")
     for row, cost in enumerate(costs):
@@ -423,8 +422,7 @@ def plot_costs(costs: list[Cost], path: Path) -> None:
     scale_log(axes, max(cost.ratio for cost in costs))
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in FAMILY_COLORS.values()]
     figure.legend(handles, list(FAMILY_COLORS), loc="outside lower center", ncols=3)
-    figure.savefig(path)
-    plt.close(figure)
+    return figure
 
 
 def scale_log(axes: Axes, largest: float) -> None:
@@ -443,9 +441,11 @@ def scale_log(axes: Axes, largest: float) -> None:
 # ---------
 
 
-def main(out: Path) -> None:
-    """Train, print the table and the costs, write the pictures to ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
+def main(out: Path | None = None) -> None:
+    """Train, print the table and the costs, show the pictures or write them to ``out``."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        matplotlib.use("Agg")
     console = Console(highlight=False)
     torch.set_num_threads(1)  # faster for tensors this small, and the times repeat
     set_style()
@@ -465,12 +465,17 @@ def main(out: Path) -> None:
         console.print(
             f"{run.name}: training loss {run.loss[-1]:.1e}, test accuracy {run.accuracy[-1]:.1%}"
         )
-    plot_curves(runs, out / "curves.png")
-    plot_costs(costs, out / "overhead.png")
+    figures = {"curves.png": plot_curves(runs), "overhead.png": plot_costs(costs)}
+    if out is None:
+        plt.show()
+        return
+    for name, figure in figures.items():
+        figure.savefig(out / name)
+        plt.close(figure)
     console.print(f"Pictures: {out / 'curves.png'}, {out / 'overhead.png'}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small CNN on handwritten digits.")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the pictures")
+    parser.add_argument("--out", type=Path, help="folder for the pictures")
     main(parser.parse_args().out)

@@ -14,7 +14,7 @@ Batch normalization uses its running statistics here (``eval()``): with those of
 no gradient of a single sample.
 
 A sample is a piece of one of the two photographs that come with scikit-learn, and the label says of
-which one. The picture is written to ``demo/``.
+which one. The picture is shown, or written to the folder that ``--out`` names.
 
 The network is that of Zagoruyko and Komodakis, Wide Residual Networks, BMVC 2016, section 2.
 """
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich import box
 from rich.console import Console
@@ -378,7 +379,6 @@ def train(
 
 def set_style() -> None:
     """Make plain figures: no frame, light grid, readable labels."""
-    matplotlib.use("Agg")
     plt.rcParams.update(
         {
             "figure.dpi": 150,
@@ -398,9 +398,7 @@ def set_style() -> None:
     )
 
 
-def plot_signals(
-    before: Sequence[Signal], after: Sequence[Signal], batch_size: int, path: Path
-) -> None:
+def plot_signals(before: Sequence[Signal], after: Sequence[Signal], batch_size: int) -> Figure:
     """Draw the ratio of each layer, the first one on top, before and after training."""
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     layers = [signal.layer for signal in before]
@@ -423,8 +421,7 @@ def plot_signals(
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     figure.legend(loc="outside lower center", ncols=3)
-    figure.savefig(path)
-    plt.close(figure)
+    return figure
 
 
 # %%
@@ -444,17 +441,19 @@ class Result(NamedTuple):
 
 
 def main(
-    out: Path,
+    out: Path | None = None,
     widths: Sequence[int] = WIDTHS,
     steps: int = 15,
     batch_size: int = BATCH_SIZE,
     dtype: torch.dtype = torch.float32,
 ) -> Result:
-    """Convert, compare, train, and write the picture to ``out``.
+    """Convert, compare, train, and show the picture or write it to ``out``.
 
     The exact curvature is always compared in double precision, everything else is in ``dtype``.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        matplotlib.use("Agg")
     console = Console(highlight=False)
     set_style()
     photographs = load_photographs()
@@ -493,13 +492,18 @@ def main(
     losses = train(model, photographs, steps, batch_size // 2, dtype)
     estimate_statistics(model, x)
     after = signal_to_noise(model, x, y)
-    plot_signals(before, after, batch_size, out / "wide_resnet.png")
     console.print(f"Loss {losses[0]:.2f} at the first, {losses[-1]:.2f} at the last step")
-    console.print(f"Picture: {out / 'wide_resnet.png'}")
+    figure = plot_signals(before, after, batch_size)
+    if out is None:
+        plt.show()
+    else:
+        figure.savefig(out / "wide_resnet.png")
+        plt.close(figure)
+        console.print(f"Picture: {out / 'wide_resnet.png'}")
     return Result(model, errors, exact_errors, losses, before, after)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Look at the gradients of a Wide ResNet.")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the picture")
+    parser.add_argument("--out", type=Path, help="folder for the picture")
     main(parser.parse_args().out)
