@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 # The stamps stand for "installed from this setup.cfg".
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+READY_DOCS := $(VENV)/.ready-docs
 READY_BENCHMARK := $(VENV)/.ready-benchmark
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test install-dev lint format clean benchmark benchmark-quick benchmark-guard
+.PHONY: help demo test docs install-dev lint format clean benchmark benchmark-quick benchmark-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +26,12 @@ demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictu
 test: $(READY) ## Run all tests, slow ones included, and the examples in README.md and docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 		--doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) test README.md backpack
+
+docs: $(READY_DOCS) ## Build the site in docs_src/_build/html; run all examples and doctests
+	for builder in html doctest; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b $$builder \
+			-d docs_src/_build/doctrees docs_src/rtd docs_src/_build/$$builder || exit 1; \
+	done
 
 install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, benchmarks
 
@@ -48,6 +55,7 @@ format: $(READY) ## Format the code and fix what can be fixed automatically
 
 clean: ## Remove caches, build artefacts and demo/; keep the virtual environment
 	rm -rf demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs_src/_build docs_src/rtd/gallery docs_src/rtd/generated docs_src/rtd/sg_execution_times.rst
 	find backpack test docs_src benchmark -type d -name __pycache__ -prune \
 		-exec rm -rf {} + 2>/dev/null || true
 
@@ -60,7 +68,11 @@ $(READY): setup.cfg | $(BIN)/python
 
 $(READY_DEV): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[test,examples,docs,benchmark]"
-	@touch $@ $(READY) $(READY_BENCHMARK)
+	@touch $@ $(READY) $(READY_DOCS) $(READY_BENCHMARK)
+
+$(READY_DOCS): setup.cfg | $(BIN)/python
+	$(BIN)/python -m pip install -e ".[docs]"
+	@touch $@
 
 $(READY_BENCHMARK): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[benchmark]"

@@ -12,6 +12,8 @@ from torch.nn import Module
 
 from backpack.custom_module.parameter_module import mark_constant
 
+__all__ = ["FunctionModule"]
+
 
 @dataclass(frozen=True)
 class Slot:

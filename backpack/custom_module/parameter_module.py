@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+__all__ = ["ParameterModule"]
+
 
 def mark_constant(value: Any) -> Any:
     """Note that a tensor does not depend on the data: it has no samples.

@@ -9,11 +9,21 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
 class PCHMP(SecondOrderBackpropExtension):
-    """Product with the parameter's block of the positive-curvature Hessian: ``[V, *p] -> [V, *p]``.
+    r"""Product with the parameter's block of the positive-curvature Hessian, saved in ``pchmp``.
 
-    The second derivative of every module is made positive semidefinite on the way back. Source:
-    Chen, Chou, Chang, EA-CG: an approximate second-order method for training fully-connected
-    neural networks (AAAI 2019).
+    .. math::
+        v \mapsto \sum_n \left(J_p z_n\right)^\top \, \mathcal{C}_{z_n} \, J_p z_n \, v
+        \qquad \mathcal{C}_x = (J_x z)^\top \mathcal{C}_z \, J_x z
+        + \left(\sum_i \nabla_x^2 z_i \, g_i\right)_{\!+}
+
+    The second derivative of every module (weighted with the gradient g) is made positive
+    semidefinite on the way back.
+
+    :Shape: A function ``[V, *p] -> [V, *p]``.
+    :Scale: That of the loss: with a mean it carries 1/N once.
+    :Cost: As :class:`HMP`.
+    :Source: Chen, Chou, Chang, EA-CG: an approximate second-order method for training
+        fully-connected neural networks (AAAI 2019).
     """
 
     needs = ("product",)

@@ -12,15 +12,23 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
 class BatchGrad(FirstOrderBackpropExtension):
-    """Individual gradients, saved in ``grad_batch`` as ``[N, *p]``.
+    r"""Individual gradients, saved in ``grad_batch``.
 
-    They carry the loss's reduction: with a mean, the factor 1/N. They sum to ``param.grad``.
+    .. math:: g_n = \nabla_p \ell_n \qquad n = 1, \ldots, N
+
+    :Shape: ``[N, *p]``
+    :Scale: That of the loss: with a mean each carries 1/N. They sum to ``p.grad``.
+    :Cost: The products of the gradient, not summed over n. The memory of N gradients.
     """
 
     needs = ("individual",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("grad_batch", subsampling=subsampling)
 
     def extract(self, products: Products) -> Tensor:

@@ -8,10 +8,26 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
 class BatchL2Grad(FirstOrderBackpropExtension):
-    """Squared L2 norm of each individual gradient, saved in ``batch_l2`` as ``[N]``."""
+    r"""Squared L2 norm of each individual gradient, saved in ``batch_l2``.
+
+    .. math:: \left\lVert g_n \right\rVert^2 \qquad n = 1, \ldots, N
+
+    That is the norm of a parameter's part of the gradient; add them up over the parameters for the
+    norm of the whole.
+
+    :Shape: ``[N]``
+    :Scale: With a mean each carries 1/N².
+    :Cost: Where the individual gradient of a layer is an outer product, the product of two norms;
+        over positions, of two Gram matrices. The individual gradients are then never formed.
+    :Source: Goodfellow, Efficient per-example gradient computations (arXiv 1510.01799, 2015).
+    """
 
     needs = ("square_norm",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("batch_l2", subsampling=subsampling)

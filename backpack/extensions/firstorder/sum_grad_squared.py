@@ -8,10 +8,22 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
 class SumGradSquared(FirstOrderBackpropExtension):
-    """Sum of the squared individual gradients, saved in ``sum_grad_squared`` as ``[*p]``."""
+    r"""Sum of the squared individual gradients, saved in ``sum_grad_squared``.
+
+    .. math:: \sum_{n=1}^N g_n \odot g_n
+
+    :Shape: ``[*p]``
+    :Scale: With a mean it carries 1/N².
+    :Cost: The products of the gradient, squared in slices: the individual gradients are never held
+        all at once.
+    """
 
     needs = ("square",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("sum_grad_squared", subsampling=subsampling)

@@ -12,16 +12,29 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
 class Variance(FirstOrderBackpropExtension):
-    """Variance of the individual gradients, saved in ``variance`` as ``[*p]``.
+    r"""Variance of the individual gradients, saved in ``variance``.
 
-    ``sum_grad_squared / N - (grad / N)²``, the biased estimate. N is the number of samples that are
-    looked at.
+    .. math::
+        \frac1N \sum_{n=1}^N g_n \odot g_n
+        - \left(\frac1N \sum_{n=1}^N g_n\right) \odot \left(\frac1N \sum_{n=1}^N g_n\right)
+
+    The biased estimate: ``sum_grad_squared / N - (grad / N)²``, with N the number of samples that
+    are looked at.
+
+    :Shape: ``[*p]``
+    :Scale: With a mean it carries 1/N²: multiply it by N² for the variance of the gradients of the
+        samples' own losses.
+    :Cost: That of :class:`SumGradSquared`.
     """
 
     needs = ("square", "gradient")
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("variance", subsampling=subsampling)
 
     def extract(self, products: Products) -> Tensor:

@@ -9,22 +9,50 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
 class DiagHessian(SecondOrderBackpropExtension):
-    """Diagonal of the Hessian, saved in ``diag_h`` as ``[*p]``."""
+    r"""Diagonal of the Hessian, saved in ``diag_h``.
+
+    .. math:: \mathrm{diag}\left(\nabla_p^2 \mathcal{L}\right)
+
+    The Hessian is the GGN and a signed term for every nonlinear module (:doc:`mathematics`). It
+    equals :class:`DiagGGNExact` if all activations are piecewise linear (ReLU).
+
+    :Shape: ``[*p]``
+    :Scale: That of the loss: with a mean it carries 1/N once.
+    :Cost: That of :class:`DiagGGNExact`, and for every activation that is not piecewise linear as
+        many columns as it has entries for a sample.
+    :Source: Mizutani, Dreyfus, Second-order stagewise backpropagation for Hessian-matrix analyses
+        and investigation of negative curvature (Neural Networks 2008).
+    """
 
     propagation = HessianFactors()
     needs = ("square",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("diag_h", subsampling=subsampling)
 
 
 class BatchDiagHessian(SecondOrderBackpropExtension):
-    """Diagonal of each sample's Hessian, saved in ``diag_h_batch`` as ``[N, *p]``."""
+    r"""Diagonal of each sample's Hessian, saved in ``diag_h_batch``.
+
+    .. math:: \mathrm{diag}\left(\nabla_p^2 \ell_n\right) \qquad n = 1, \ldots, N
+
+    :Shape: ``[N, *p]``
+    :Scale: With a mean each carries 1/N. They sum to :class:`DiagHessian`.
+    :Cost: That of :class:`DiagHessian`, and the memory of N gradients.
+    """
 
     propagation = HessianFactors()
     needs = ("batch_square",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__("diag_h_batch", subsampling=subsampling)

@@ -42,14 +42,14 @@ class ExpectationApproximation:
 
 
 class HBP(SecondOrderBackpropExtension):
-    """Kronecker factors of the GGN, ``A ⊗ B ⊗ …`` in the order of the parameter's axes.
+    r"""Kronecker factors of the GGN, in the order of the parameter's axes; saved in ``hbp``.
+
+    .. math:: \sum_n J_n^\top H_n J_n \approx B \otimes A
 
     A weight ``[O, I]`` has ``[B, A]``, with B from what travels back and A from the inputs. That of
     an embedding ``[W, D]`` has the input, W tokens, as its first axis: ``[A, B]``, with A a dense
     ``[W, W]`` matrix even where it is diagonal; freeze the embedding if that is too large. Any
     other parameter has its whole block ``[B]`` or, if that is large, a factor for each axis.
-    Source: Dangel, Harmeling, Hennig, Modular block-diagonal curvature approximations for
-    feedforward architectures (AISTATS 2020).
 
     Where a weight is used at T positions (pixels, tokens) of N samples, ``approximation`` chooses
     what they are to the Kronecker product. With ``a_nt`` the inputs and ``b_nt`` the columns that
@@ -66,8 +66,16 @@ class HBP(SecondOrderBackpropExtension):
       average over the positions before the loss, such as an image classifier with global average
       pooling.
 
-    Source: Eschenhagen, Immer, Turner, Schneider, Hennig, Kronecker-factored approximate curvature
-    for modern neural network architectures (NeurIPS 2023).
+    :Shape: A list of matrices: ``[O, O]`` and ``[I, I]`` for a weight ``[O, I]``; the second is
+        ``[I·k, I·k]`` for a convolution with k entries in its kernel.
+        :func:`~backpack.utils.kroneckers.kfacs_to_mat` multiplies them out.
+    :Scale: B carries the scale of the loss (with a mean, 1/N once), A is an average over samples.
+    :Cost: That of what travels back, and a product of each factor's size squared with the number of
+        samples (and positions).
+    :Source: Dangel, Harmeling, Hennig, Modular block-diagonal curvature approximations for
+        feedforward architectures (AISTATS 2020). Expand and reduce: Eschenhagen, Immer, Turner,
+        Schneider, Hennig, Kronecker-factored approximate curvature for modern neural network
+        architectures (NeurIPS 2023).
     """
 
     needs = ("gram",)
@@ -132,10 +140,23 @@ class HBP(SecondOrderBackpropExtension):
 
 
 class KFAC(HBP):
-    """Kronecker factors with sampled gradients, saved in ``kfac``.
+    r"""Kronecker factors with sampled gradients, saved in ``kfac``.
 
-    Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate
-    curvature (ICML 2015).
+    .. math::
+        B = \sum_n \sum_{m=1}^M \tilde b_{nm} \tilde b_{nm}^\top
+        \qquad A = \frac1N \sum_n a_n a_n^\top
+
+    For a linear layer :math:`z_n = W a_n`, with :math:`\tilde b_{nm}` what arrives at its output
+    of a gradient for a target that is drawn from the model's prediction. The loss has to be a
+    negative log likelihood.
+
+    :Shape: List of matrices, see :class:`HBP`.
+    :Scale: B carries that of the loss, A is an average. The expectation of B is that of
+        :class:`KFLR`.
+    :Cost: M columns travel back where the gradient is one.
+    :Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate
+        curvature (ICML 2015). Convolutions: Grosse, Martens, A Kronecker-factored approximate
+        Fisher matrix for convolution layers (ICML 2016).
     """
 
     def __init__(
@@ -164,10 +185,20 @@ class KFAC(HBP):
 
 
 class KFLR(HBP):
-    """Kronecker factors with the exact factor of the loss Hessian, saved in ``kflr``.
+    r"""Kronecker factors with the exact factor of the loss Hessian, saved in ``kflr``.
 
-    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
-    2017).
+    .. math::
+        B = \sum_n \sum_{c=1}^C b_{nc} b_{nc}^\top
+        \qquad A = \frac1N \sum_n a_n a_n^\top
+
+    As :class:`KFAC`, with :math:`b_{nc}` what arrives at the layer's output of column c of the
+    exact factor.
+
+    :Shape: List of matrices, see :class:`HBP`.
+    :Scale: B carries that of the loss, A is an average.
+    :Cost: C columns travel back where the gradient is one.
+    :Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
+        2017).
     """
 
     def __init__(
@@ -191,14 +222,29 @@ class KFLR(HBP):
 
 
 class KFRA(HBP):
-    """Kronecker factors with a batch-averaged matrix travelling back, saved in ``kfra``.
+    r"""Kronecker factors with a batch-averaged matrix travelling back, saved in ``kfra``.
 
-    Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
-    2017).
+    .. math::
+        B \leftarrow \frac1N \sum_n J_{x_n} z_n^\top \, B \, J_{x_n} z_n
+        \qquad A = \frac1N \sum_n a_n a_n^\top
+
+    B starts as the loss Hessian summed over the samples; every module :math:`z = z(x)` replaces it
+    by the average over the batch.
+
+    :Shape: List of matrices, see :class:`HBP`.
+    :Scale: B carries that of the loss, A is an average.
+    :Cost: One square matrix travels back, with as many rows as a sample has entries in the
+        activation at hand: for convolutions on large images that is a lot.
+    :Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
+        2017).
     """
 
     def __init__(self, subsampling: Sequence[int] | None = None):
-        """Store which samples to look at (default: all)."""
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
         super().__init__(
             Curvature.GGN,
             LossHessianStrategy.AVERAGE,

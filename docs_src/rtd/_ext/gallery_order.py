@@ -1,0 +1,69 @@
+"""The order of the examples: a folder of the gallery for each group."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+# group -> scripts of docs_src/examples, in the order in which they are shown
+GROUPS = {
+    "First steps": ("all_extensions", "demo_digits"),
+    "Gradients of samples": (
+        "individual_gradients",
+        "batched_jacobians",
+        "gradient_of_variance",
+        "signal_to_noise",
+        "differential_privacy",
+    ),
+    "Curvature": ("ggn_spectrum", "trace_estimation", "newton_cg", "pruning", "laplace"),
+    "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac"),
+    "Networks": ("resnet", "transformer", "wide_resnet", "character_rnn"),
+    "Own modules": ("custom_module_first_order", "custom_module_second_order"),
+    "In your program": (
+        "subsampling",
+        "extension_hook",
+        "retain_graph",
+        "logging_quantities",
+        "lightning_training",
+    ),
+}
+ORDER = [name for names in GROUPS.values() for name in names]
+
+
+class Position:
+    """Sort key of a script."""
+
+    def __init__(self, src_dir: str):
+        """Accept the folder, which does not matter."""
+
+    def __call__(self, filename: str) -> int:
+        """Return the position in the list."""
+        name = Path(filename).stem
+        return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def sort_into_groups(examples: Path, target: Path) -> None:
+    """Copy the scripts into one folder for each group; what no group names comes last."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    (target / "GALLERY_HEADER.rst").write_text(HEADER, encoding="utf-8")
+    scripts = {path.stem: path for path in sorted(examples.glob("*.py"))}
+    others = tuple(name for name in scripts if name not in ORDER)
+    for i, (title, names) in enumerate({**GROUPS, "More": others}.items(), 1):
+        found = [scripts[name] for name in names if name in scripts]
+        if found:
+            folder = target / f"{i}_{title.lower().replace(' ', '_')}"
+            folder.mkdir()
+            header = f"{title}\n{'-' * len(title)}\n"
+            (folder / "GALLERY_HEADER.rst").write_text(header, encoding="utf-8")
+            for path in found:
+                shutil.copy2(path, folder)
+
+
+HEADER = """\
+Examples
+========
+
+Programs to start from. Each runs on data that comes with a package, ends with a picture or a table,
+and checks what it claims.
+"""

@@ -1,0 +1,198 @@
+"""Pages and pictures that are made from the code and from measurements, at every build."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from figures_of_peers import comparison
+from gallery_order import sort_into_groups
+from matplotlib import pyplot as plt
+from sphinx.application import Sphinx
+
+from backpack import support
+from backpack.core import propagations
+from backpack.extensions import HBP
+from backpack.support import all_extensions
+from benchmark import plots
+from benchmark.figures import Data
+from benchmark.report import markdown
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmark" / "results" / "cpu.json"
+
+# packages on top of the extensions
+BATTERIES = ("optim", "linalg", "monitor")
+
+PROPAGATED = {
+    type(None): "gradient",
+    propagations.ExactFactor: "exact factor :math:`S`",
+    propagations.SampledFactor: r"sampled factor :math:`\tilde S`",
+    propagations.HessianFactors: "signed factors of the Hessian",
+    propagations.BatchAveraged: "batch average",
+    propagations.Blocks: "on demand",
+}
+EXTRACTED = {
+    "as is": ("individual",),
+    "squared": ("square", "batch_square"),
+    "its norm": ("square_norm",),
+    "Kronecker factors": ("gram",),
+    "product": ("product",),
+}
+
+
+def idea() -> str:
+    """Return the table of what is propagated × what is extracted."""
+    exts = [ext for ext in all_extensions() if type(ext) is not HBP]  # the family of three others
+    rows = [["propagated ↓ extracted →", *EXTRACTED]]
+    for propagation, title in PROPAGATED.items():
+        names = [
+            [
+                f":class:`~backpack.extensions.{type(ext).__name__}`"
+                for ext in exts
+                if type(ext.propagation) is propagation and ext.needs[0] in needs
+            ]
+            for needs in EXTRACTED.values()
+        ]
+        rows.append([title, *(" |br| ".join(cell) for cell in names)])
+    return list_table(rows, "idea")
+
+
+def list_table(rows: list[list[str]], name: str) -> str:
+    """Return a table in reST, with a header row and a header column."""
+    lines = [".. |br| raw:: html", "", "   <br>", "", ".. list-table::", f"   :class: {name}"]
+    lines += ["   :header-rows: 1", "   :stub-columns: 1", ""]
+    for row in rows:
+        lines += [f"   {'*' if i == 0 else ' '} - {cell}".rstrip() for i, cell in enumerate(row)]
+    return "\n".join(lines) + "\n"
+
+
+def support_matrix(summary: bool) -> str:
+    """Return the table of modules and extensions, explanations first."""
+    table, explanations = support.report(markdown=True, summary=summary).split("\n\n")
+    return f"{explanations}\n\n{table}\n"
+
+
+def without_relative_links(text: str) -> str:
+    """Replace links to files of the repository, which are no pages here, by their text."""
+    return re.sub(r"(?<!!)\[([^]]+)\]\((?!https?:|#|mailto:)[^)]*\)", r"\1", text)
+
+
+def benchmark(folder: Path) -> str:
+    """Return the report, with a picture for each problem."""
+    contents = json.loads(RESULTS.read_text(encoding="utf-8"))
+    report = markdown(contents, RESULTS.name).replace("(../README.md)", "(#method)")
+    data = Data(contents)
+    for problem, about in data.problems.items():
+        heading = f"## {about['title']}\n"
+        if heading in report:
+            name = draw_problem(data, problem, folder)
+            report = report.replace(heading, f"{heading}\n![Time of all quantities]({name})\n")
+    report = re.sub("(?<=<summary>).*(?=</summary>)", with_code, report)
+    method = (ROOT / "benchmark" / "README.md").read_text(encoding="utf-8")
+    method = method.replace("# The benchmark\n", "## Method\n").replace("\n## ", "\n### ")
+    return without_relative_links(f"{report}\n{method}")
+
+
+def with_code(match: re.Match[str]) -> str:
+    """Write what is in backticks as HTML, since Markdown in HTML is left alone."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", match[0])
+
+
+def draw_problem(data: Data, problem: str, folder: Path) -> str:
+    """Draw the bars of one problem; return the file name."""
+    with plt.rc_context(plots.STYLE):
+        figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+        plots.overhead_bars(axes, data, problem)
+        axes.set_title("", loc="left")  # the heading says it
+        titles = {
+            n: t
+            for n, t in data.titles.items()
+            if any(p == problem and lib == n for p, _, lib in data.cells)
+        }
+        handles = [plt.Rectangle((0, 0), 1, 1, color=plots.COLORS[name]) for name in titles]
+        handles.append(plt.Line2D([], [], color="black", linewidth=1.4))
+        figure.legend(
+            handles,
+            [*titles.values(), "floor"],
+            ncols=len(handles),
+            loc="outside upper center",
+            frameon=False,
+        )
+        name = f"benchmark-{problem}.png"
+        figure.savefig(folder / name)
+        plt.close(figure)
+    return name
+
+
+def batteries(folder: Path) -> str:
+    """List what the packages on top export, but for those that a page of theirs documents."""
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in folder.parent.glob("*.rst"))
+    lines: list[str] = []
+    for package in BATTERIES:
+        name = f"backpack.{package}"
+        if find_spec(name) and not re.search(rf"auto(module|class)::\s+{name}", pages):
+            lines += [f"``{name}``", "-" * (len(name) + 4), ""]
+            lines += [f".. automodule:: {name}", "   :members:", "   :imported-members:", ""]
+    return "\n".join(lines)
+
+
+def repository_file(name: str) -> Callable[[Path], str | None]:
+    """Return the function that reads a Markdown file of the repository, None if it is not there."""
+
+    def read(folder: Path) -> str | None:
+        path = ROOT / name
+        return without_relative_links(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    return read
+
+
+def toctree(caption: str, *pages: str) -> Callable[[Path], str]:
+    """Return the function that lists those of the pages that are there."""
+
+    def make(folder: Path) -> str:
+        here = [page for page in pages if [*folder.parent.glob(f"{page}.*")]]
+        lines = [".. toctree::", ":hidden:", f":caption: {caption}", "", *here]
+        return "\n   ".join(lines) + "\n" if here else ""
+
+    return make
+
+
+# file -> what makes its contents, None for no file; `.inc` is included into a page
+FILES: dict[str, Callable[[Path], str | None]] = {
+    "idea.inc.rst": lambda _: idea(),
+    "support_summary.inc.md": lambda _: support_matrix(summary=True),
+    "support.inc.md": lambda _: support_matrix(summary=False),
+    "comparison.inc.md": lambda _: comparison(Data(json.loads(RESULTS.read_text("utf-8")))),
+    "benchmark.md": benchmark,
+    "changelog.md": repository_file("CHANGELOG.md"),
+    "contributing.md": repository_file("CONTRIBUTING.md"),
+    "batteries.inc.rst": batteries,
+    "built_on_top.inc.rst": toctree("Built on top", *BATTERIES),
+    "project.inc.rst": toctree(
+        "Project", "reference/index", "generated/changelog", "generated/contributing", "citation"
+    ),
+}
+
+
+def generate(app: Sphinx) -> None:
+    """Write all files; those that do not change keep their date."""
+    folder = Path(app.srcdir) / "generated"
+    folder.mkdir(exist_ok=True)
+    sort_into_groups(ROOT / "docs_src" / "examples", folder / "examples")
+    for name, make in FILES.items():
+        text, path = make(folder), folder / name
+        if text is None:
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Generate before anything is read, the gallery included."""
+    app.connect("builder-inited", generate, priority=100)
+    return {"parallel_read_safe": True}
