@@ -47,30 +47,40 @@ def vjp(
     ws: tuple[Tensor, ...],
     retain_graph: bool = True,
     detach: bool = True,
+    several: bool = False,
 ) -> tuple[Tensor, ...]:
     """Multiply with a transposed Jacobian like :func:`L_op`, but let all of ``ys`` be constant.
 
     Args:
         ys: Outputs of the function. ``[*y]`` each
         xs: Inputs of the function. ``[*x]`` each
-        ws: Tensors to multiply with, shaped like the outputs. ``[*y]`` each
+        ws: Tensors to multiply with, shaped like the outputs. ``[*y]`` each, or ``[V, *y]``
         retain_graph: Keep the graph of ``ys`` for further derivatives.
         detach: Return tensors without a graph.
+        several: Whether ``ws`` are V vectors, multiplied at once.
 
     Returns:
-        The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each
+        The product ``Jᵀ w``, zero for inputs that the outputs do not depend on. ``[*x]`` each, or
+        ``[V, *x]``
     """
+    stacked = ws[0].shape[:1] if several else ()
     # autograd refuses constant outputs; they contribute zero.
     varying = [i for i, y in enumerate(ys) if y.requires_grad]
     if not varying:
-        return tuple(torch.zeros_like(x) for x in xs)
-    return torch.autograd.grad(
+        return tuple(x.new_zeros(*stacked, *x.shape) for x in xs)
+    alone = stacked == (1,)  # vectorising costs time, and not every function can be vectorised
+    products = torch.autograd.grad(
         [ys[i] for i in varying],
         xs,
-        grad_outputs=[ws[i] for i in varying],
+        grad_outputs=[ws[i].squeeze(0) if alone else ws[i] for i in varying],
         retain_graph=retain_graph,
         create_graph=not detach,
-        materialize_grads=True,
+        allow_unused=True,
+        is_grads_batched=several and not alone,
+    )
+    return tuple(
+        x.new_zeros(*stacked, *x.shape) if p is None else p.unsqueeze(0) if alone else p
+        for x, p in zip(xs, products, strict=True)
     )
 
 

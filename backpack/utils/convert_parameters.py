@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +32,15 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
             f"vec has shape {tuple(vec.shape)}, but the parameters have {sum(sizes)} entries."
         )
     return [piece.view(shape) for piece, shape in zip(vec.split(sizes), shapes, strict=True)]
+
+
+def parameter_list_to_vector(tensors: Iterable[Tensor]) -> Tensor:
+    """Flatten and concatenate tensors; the inverse of :func:`vector_to_parameter_list`.
+
+    Args:
+        tensors: The pieces, such as gradients. ``[*p]`` each
+
+    Returns:
+        Concatenation of the flattened pieces, a tensor of its own. ``[D]``
+    """
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,0 +1,32 @@
+"""Curvature matrices of a model over a data set, as linear operators.
+
+>>> import torch
+>>> from backpack.linalg import GGN
+>>> model, loss_function = torch.nn.Linear(3, 2), torch.nn.MSELoss()
+>>> data = [(torch.rand(5, 3), torch.rand(5, 2)), (torch.rand(4, 3), torch.rand(4, 2))]
+>>> G = GGN(model, loss_function, data)
+>>> G.shape
+(8, 8)
+>>> (G @ torch.rand(8, 10)).shape
+torch.Size([8, 10])
+"""
+
+from backpack.linalg.approximations import DiagonalGGN, DiagonalHessian, KroneckerGGN
+from backpack.linalg.curvature import GGN, EmpiricalFisher, Hessian, MatrixFreeOperator
+from backpack.linalg.operators import DampedOperator, LinearOperator
+from backpack.linalg.structured import DiagonalOperator, KroneckerOperator, SpectralOperator
+
+__all__ = [
+    "GGN",
+    "DampedOperator",
+    "DiagonalGGN",
+    "DiagonalHessian",
+    "DiagonalOperator",
+    "EmpiricalFisher",
+    "Hessian",
+    "KroneckerGGN",
+    "KroneckerOperator",
+    "LinearOperator",
+    "MatrixFreeOperator",
+    "SpectralOperator",
+]

@@ -1,0 +1,250 @@
+"""Exact curvature matrices as matrix-free operators: each product is a pass over the data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isclose
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.nn import Module, Parameter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from backpack import backpack, disable, extend
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.tape import live_calls
+from backpack.hessianfree.lop import vjp
+from backpack.linalg.objective import Objective
+from backpack.linalg.operators import LinearOperator
+
+# Maps several vectors at once, [V, *shape] for each parameter (or for the output).
+Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Batch(NamedTuple):
+    """What one batch contributes.
+
+    Attributes:
+        loss: Its loss.
+        weight: Its weight, see :meth:`Objective.weight`.
+        product: Multiplies with the matrix of its loss.
+    """
+
+    loss: Tensor
+    weight: float
+    product: Product
+
+
+class MatrixFreeOperator(LinearOperator):
+    """A curvature matrix of the loss over a data set, known by its products.
+
+    With ``reduction="sum"``, the loss over the data set is the sum of the losses of the batches;
+    with ``"mean"`` it is the mean over all terms of all batches: batches count by their number of
+    samples, or more precisely by what the mean divides by (with ``ignore_index``, positions or
+    class weights: the number, or weight, of the targets that count). The matrix is thus the one of
+    a single batch that holds all data, however they are cut, and their order does not matter.
+
+    Products are exact, and those of the whole matrix, with the blocks of pairs of parameters. The
+    model may be any that autograd can differentiate twice; it is not extended, and no gradient is
+    touched. Each product runs through the data once, also if it is one with many vectors.
+
+    The operator is one matrix: dropout and batch normalisation in training mode are errors, and so
+    are data or parameters that change between two products. Build a new operator after a step.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        params: Iterable[Parameter] | None = None,
+        progress: bool = True,
+        vectors_at_once: int = 8,
+    ):
+        """Store what is given; nothing is computed.
+
+        Args:
+            model: The model.
+            loss_function: The loss, called as ``loss_function(model(X), y)``. A loss of your own
+                needs an attribute ``reduction``, ``"mean"`` (over the samples) or ``"sum"``.
+            data: Batches ``(X, y)``, or ``(X, y, ...)`` with further arguments of the loss: a
+                ``DataLoader``, or a list. It is read once for each product.
+            params: Parameters, in the order of the rows. Default: the trainable ones of the model.
+            progress: Show a bar for passes that take more than a second, if ``tqdm`` is installed.
+            vectors_at_once: How many columns of a matrix are multiplied at once: a matter of time
+                and memory. 1 if the backward pass of a module cannot be vectorised.
+
+        Raises:
+            ValueError: If the data can be read only once, there are no trainable parameters, they
+                are of several precisions or devices, the reduction is unknown, or a module in
+                training mode is random or mixes samples.
+        """
+        if isinstance(data, Iterator):
+            raise ValueError(
+                "The data is an iterator, which can be read only once, but each product reads it: "
+                "pass a DataLoader or a list."
+            )
+        self._objective = Objective(model, loss_function, data, params, progress)
+        self._vectors_at_once = vectors_at_once
+        self._loss: float | None = None
+        first, *_ = self._objective.params
+        super().__init__(sum(p.numel() for p in self._objective.params), first.dtype, first.device)
+
+    @abstractmethod
+    def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
+        """Run a batch forward, and return how to multiply with its matrix."""
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        params = self._objective.params
+        pieces = matrix.T.split([p.numel() for p in params], 1)
+        vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
+        product = torch.zeros_like(matrix.T)  # [V, P]
+        weights = loss = 0.0
+        math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
+        with torch.enable_grad(), backpack(), math:
+            for X, targets in self._objective:
+                batch = self._batch(X, targets)
+                if batch.weight == 0:  # no target counts
+                    continue
+                weights += batch.weight
+                loss += batch.weight * batch.loss.item()
+                for start in range(0, len(product), self._vectors_at_once):
+                    some = slice(start, start + self._vectors_at_once)
+                    parts = batch.product([v[some] for v in vectors])
+                    flat = torch.cat([part.flatten(1) for part in parts], 1)
+                    product[some].add_(flat, alpha=batch.weight)
+        norm = self._objective.norm(weights)
+        self._check_unchanged(loss / norm)
+        return product.T / norm
+
+    def _check_unchanged(self, loss: float) -> None:
+        if self._loss is None:
+            self._loss = loss
+        eps = torch.finfo(self.dtype).eps
+        if not isclose(loss, self._loss, rel_tol=eps**0.5, abs_tol=10 * eps):
+            raise RuntimeError(
+                f"{self!r} is not one matrix: the loss over the data was {self._loss:g} in an "
+                f"earlier product, and is {loss:g} now. If the parameters have changed, build a "
+                "new operator. If the model is random, call model.eval(). If the data are "
+                "(augmented, or drop_last with shuffle), make them the same in each pass."
+            )
+
+
+class Hessian(MatrixFreeOperator):
+    """The Hessian of the loss over a data set.
+
+    Products by double backward (Pearlmutter, "Fast exact multiplication by the Hessian", Neural
+    Computation 1994). For batches, scale, arguments and errors see
+    :class:`~backpack.linalg.MatrixFreeOperator`.
+    """
+
+    def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
+        objective = self._objective
+        with disable():
+            output = objective.model(X)
+            loss = objective.loss_function(output, *targets)
+        gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
+
+        def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return vjp(gradient, objective.params, tuple(vectors), several=True)
+
+        return Batch(loss, objective.weight(output, targets), product)
+
+
+class JacobianOperator(MatrixFreeOperator):
+    """``Jᵀ M J``: the Jacobian of the model's output, and a matrix M of the loss at the output.
+
+    Products with J by double backward, then a backward pass (Schraudolph, "Fast curvature
+    matrix-vector products for second-order gradient descent", Neural Computation 2002).
+    """
+
+    @abstractmethod
+    def _at_output(
+        self, prediction: Tensor, targets: Sequence[Any], weight: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the loss, and the map ``[V, *out] -> [V, *out]`` that applies M."""
+
+    def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
+        objective = self._objective
+        with disable():
+            output = objective.model(X)
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"{type(self).__name__} needs a model that returns a tensor, got "
+                f"{type(output).__name__}. Wrap the model in a module that picks one."
+            )
+        weight = objective.weight(output, targets)
+        loss, curvature = self._at_output(output.detach().requires_grad_(), targets, weight)
+        # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
+        w = torch.zeros_like(output, requires_grad=True)
+        transposed = vjp((output,), objective.params, (w,), detach=False)
+
+        def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+            (tangents,) = vjp(transposed, (w,), tuple(vectors), several=True)
+            return vjp((output,), objective.params, (curvature(tangents),), several=True)
+
+        return Batch(loss, weight, product)
+
+
+class GGN(JacobianOperator):
+    """The generalised Gauss-Newton matrix of the loss over a data set.
+
+    ``G = Jᵀ H J`` with the Jacobian J of the model's output and the Hessian H of the loss with
+    respect to it, which has to be positive semidefinite. It is the same as that of the extensions
+    (:class:`~backpack.extensions.DiagGGNExact`, :class:`~backpack.extensions.GGNMP`): for
+    ``NLLLoss``, H is the Fisher information. The loss is extended. For batches, scale, arguments
+    and errors see :class:`~backpack.linalg.MatrixFreeOperator`.
+    """
+
+    def _at_output(
+        self, prediction: Tensor, targets: Sequence[Any], weight: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        loss_function = extend(self._objective.loss_function)
+        loss = loss_function(prediction, *targets)
+        calls = live_calls(loss_function)
+        rule = calls[-1].derivatives if calls else None
+        if not isinstance(rule, BaseLossDerivatives):
+            raise ValueError(
+                f"{type(loss_function).__name__} is no loss module: a module without children that "
+                "returns a scalar."
+            )
+
+        def curvature(tangents: Tensor) -> Tensor:
+            with torch.no_grad(), calls[-1].bound() as module:
+                product = rule.make_ggn_mat_prod(module, None, None)([tangents])
+            return product if isinstance(product, Tensor) else product[0]
+
+        return loss, curvature
+
+
+class EmpiricalFisher(JacobianOperator):
+    """The empirical Fisher information: the second moment of the samples' gradients.
+
+    ``F = 1/W sum_n ∇ℓ_n ∇ℓ_nᵀ``, where ``ℓ_n`` is the sum of the terms of the loss that belong to
+    sample n, the n-th entry of the model's output along its first axis, and W is the number (or
+    weight) of all terms for ``reduction="mean"``, 1 for ``"sum"``. For one term for each sample
+    (classification), that is the mean over the samples. If a sample has several terms (positions,
+    outputs), its gradient is that of all of them. The scale is that of the GGN: with targets
+    that are drawn from the model's likelihood, F has the expectation G, and the same W.
+    Source: Kunstner, Balles, Hennig, Limitations of the empirical Fisher approximation for natural
+    gradient descent (NeurIPS 2019). For batches, arguments and errors see
+    :class:`~backpack.linalg.MatrixFreeOperator`.
+    """
+
+    def _at_output(
+        self, prediction: Tensor, targets: Sequence[Any], weight: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        with disable():
+            loss = self._objective.loss_function(prediction, *targets)
+        # with the mean, each of the two gradients has the factor 1 / weight, F has it once
+        (gradient,) = grad(loss, prediction)
+
+        def curvature(tangents: Tensor) -> Tensor:
+            along = (gradient * tangents).flatten(2).sum(2)  # [V, N]
+            along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1))
+            return weight * gradient * along
+
+        return loss, curvature

@@ -1,0 +1,177 @@
+"""The loss of a model over a data set: what operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import CrossEntropyLoss, Module, NLLLoss, Parameter, RReLU
+from torch.nn.functional import nll_loss
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
+
+from backpack.custom_module.weighted_loss import WeightedLoss
+
+REDUCTIONS = ("mean", "sum", "batchmean")
+
+
+class Objective:
+    """Loss of a model over a data set, whose derivatives are sums over the batches.
+
+    With ``reduction="sum"``, the loss of the data set is the sum of those of the batches. With
+    ``"mean"``, it is their mean with weights :meth:`weight`, such that it is the mean over all
+    terms of all batches, however the data is cut into batches.
+
+    Attributes:
+        model: The model.
+        loss_function: The loss.
+        params: The parameters that derivatives are taken with respect to.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        params: Iterable[Parameter] | None,
+        progress: bool,
+    ):
+        """Check what is given.
+
+        Args:
+            model: The model.
+            loss_function: The loss, ``loss_function(model(X), y)``.
+            data: Batches ``(X, y)``.
+            params: Parameters. Default: the trainable ones of the model.
+            progress: Show a bar while iterating over the data.
+
+        Raises:
+            ValueError: If there are no trainable parameters, they are of several precisions or on
+                several devices, the reduction of the loss is unknown, or a module in training mode
+                is no function of a sample.
+        """
+        self.model = model
+        self.loss_function = loss_function
+        self.data = data
+        self.progress = progress
+        given = model.parameters() if params is None else list(params)
+        self.params = tuple(p for p in given if params is not None or p.requires_grad)
+        if not self.params or not all(p.requires_grad for p in self.params):
+            raise ValueError(
+                "Curvature needs parameters that require a gradient: pass some of the model's as "
+                "params, and set p.requires_grad_(True)."
+            )
+        kinds = {(p.dtype, p.device) for p in self.params}
+        if len(kinds) > 1:
+            raise ValueError(
+                "All parameters of an operator need one precision and one device, got "
+                f"{sorted(f'{dtype} on {device}' for dtype, device in kinds)}. Choose some of "
+                "them with params."
+            )
+        self.reduction = getattr(loss_function, "reduction", None)
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(
+                f"How the losses of several batches are put together is up to the attribute "
+                f"'reduction' of {type(loss_function).__name__}: 'mean' or 'sum', but it is "
+                f"{self.reduction!r}. A loss of your own needs the attribute too."
+            )
+        check_is_function_of_samples(model)
+
+    def __iter__(self) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield input and targets of each batch, on the device of the parameters."""
+        device = self.params[0].device
+        is_empty = True
+        for batch in self._with_bar():
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                raise ValueError(
+                    f"Each batch of the data must be a tuple (X, y), got {type(batch).__name__}. "
+                    "A single batch is data=[(X, y)]."
+                )
+            X, *targets = tree_map(
+                lambda x: x.to(device) if isinstance(x, Tensor) else x, tuple(batch)
+            )
+            yield X, targets
+            is_empty = False
+        if is_empty:
+            raise ValueError("The data has no batches.")
+
+    def weight(self, output: Tensor, targets: Sequence[Any]) -> float:
+        """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
+
+        That is the number of terms of the loss: of samples and positions for most, of entries for
+        losses such as ``MSELoss``; for targets that are classes, the sum of their weights, where
+        ``ignore_index`` counts zero. A loss of your own is the mean over the samples.
+
+        Args:
+            output: Output of the model. ``[N, *]``
+            targets: Further arguments of the loss.
+        """
+        loss: Any = self.loss_function
+        if self.reduction == "sum":
+            return 1.0
+        with torch.no_grad():
+            classes = isinstance(loss, (CrossEntropyLoss, NLLLoss))
+            if classes and not targets[0].is_floating_point():
+                ones = torch.ones_like(output)
+                weights = nll_loss(
+                    -ones, targets[0], loss.weight, None, loss.ignore_index, None, "sum"
+                )
+                return float(weights)
+            if isinstance(loss, WeightedLoss):
+                y, _, *options = targets
+                return float(loss.loss.forward(output, y, *options).numel())
+            if self.reduction == "mean" and type(loss).__module__ == "torch.nn.modules.loss":
+                unreduced = copy(loss)
+                unreduced.reduction = "none"
+                return float(unreduced.forward(output, *targets).numel())
+        return float(len(output))
+
+    def norm(self, weights: float) -> float:
+        """Return what a sum over the batches is divided by, for a sum of their weights.
+
+        Raises:
+            ValueError: If no target counts.
+        """
+        if weights == 0:
+            raise ValueError("No target of the data counts: all are ignored, or weigh nothing.")
+        return 1.0 if self.reduction == "sum" else weights
+
+    def _with_bar(self) -> Iterable[Any]:
+        if not self.progress:
+            return self.data
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+        except ImportError:
+            return self.data
+        # short passes have none; conjugate gradients make many
+        return tqdm(self.data, desc="batches", leave=False, delay=1)
+
+
+def check_is_function_of_samples(model: Module) -> None:
+    """Refuse modules in training mode that are random, or mix the samples of a batch.
+
+    The matrix would be another one at each product, or with other batches: conjugate gradients and
+    eigensolvers return nonsense then, without an error.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+        random = isinstance(module, RReLU) or (isinstance(rate, (int, float)) and rate > 0)
+        mixing = isinstance(module, _BatchNorm)
+        if (random or mixing) and module.training:
+            raise ValueError(
+                f"The curvature over a data set is not defined in training mode: '{name}' "
+                f"({type(module).__name__}) {'mixes the samples' if mixing else 'is random'}. Call "
+                "model.eval() first."
+            )
+        if mixing and module.running_mean is None:
+            raise ValueError(
+                f"The curvature over a data set is not defined: '{name}' ({type(module).__name__}) "
+                "mixes the samples of a batch, because it has no running statistics."
+            )

@@ -1,0 +1,225 @@
+"""Operators whose eigenvectors are known: they have inverses, determinants and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, reduce
+
+import torch
+from torch import Generator, Tensor
+
+from backpack.linalg.operators import LinearOperator
+from backpack.utils.kroneckers import apply_kfac_mat_prod
+
+# Kronecker factors of each diagonal block; no blocks at all stand for the identity.
+Blocks = Sequence[Sequence[Tensor]]
+
+
+class SpectralOperator(LinearOperator):
+    """``Q diag(f) Qᵀ``, with an orthogonal matrix Q and eigenvalues f.
+
+    Args:
+        spectrum: The eigenvalues f. ``[P]``
+        bases: Q is block-diagonal, each block a Kronecker product of these matrices
+            ``[d_1, d_1], [d_2, d_2], …``. Default: the identity.
+    """
+
+    def __init__(self, spectrum: Tensor, bases: Blocks = ()):
+        """Store eigenvalues and eigenvectors."""
+        super().__init__(len(spectrum), spectrum.dtype, spectrum.device)
+        self._given = spectrum, bases
+
+    @property
+    def spectrum(self) -> Tensor:
+        """The eigenvalues ``[P]``, in the order of the eigenvectors."""
+        return self._given[0]
+
+    @property
+    def bases(self) -> Blocks:
+        """Kronecker factors of the blocks of Q."""
+        return self._given[1]
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        transposed = [[q.T for q in factors] for factors in self.bases]
+        return _multiply(self.bases, self.spectrum.unsqueeze(1) * _multiply(transposed, matrix))
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal ``[P]``."""
+        squares = [[q.square() for q in factors] for factors in self.bases]
+        return _multiply(squares, self.spectrum.clone())
+
+    def trace(self) -> Tensor:
+        """Return the trace, a scalar."""
+        return self.spectrum.sum()
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """Return ``log det(A + damping · I)``, a scalar.
+
+        Raises:
+            ValueError: If the matrix is not positive definite.
+        """
+        damped = self.spectrum + damping
+        if not damped.min() > 0:
+            raise ValueError(f"{self!r} with damping {damping:g} is {_NOT_POSITIVE}")
+        return damped.log().sum()
+
+    def inverse(self, damping: float = 0.0) -> SpectralOperator:
+        """Return ``(A + damping · I)⁻¹``, exactly.
+
+        Raises:
+            ValueError: If the matrix is singular.
+        """
+        damped = self.spectrum + damping
+        if not damped.abs().min() > 0:
+            raise ValueError(
+                f"{self!r} with damping {damping:g} is singular. Use a positive damping."
+            )
+        return SpectralOperator(1 / damped, self.bases)
+
+    def sample(self, num_samples: int = 1, generator: Generator | None = None) -> Tensor:
+        """Draw from the normal distribution with mean zero and this matrix as its covariance.
+
+        The posterior of a Laplace approximation with prior precision d is ``A.inverse(d)``.
+
+        Args:
+            num_samples: Number of samples S.
+            generator: Source of random numbers, on the device of the operator.
+
+        Returns:
+            A sample in each column. ``[P, S]``
+
+        Raises:
+            ValueError: If the matrix is not positive semidefinite.
+        """
+        if not self.spectrum.min() >= 0:
+            raise ValueError(f"{self!r} is no covariance: it is {_NOT_POSITIVE}")
+        noise = torch.randn(
+            self.shape[0], num_samples, dtype=self.dtype, device=self.device, generator=generator
+        )
+        return _multiply(self.bases, self.spectrum.sqrt().unsqueeze(1) * noise)
+
+
+class DiagonalOperator(SpectralOperator):
+    """A diagonal matrix.
+
+    Args:
+        diagonal: Its diagonal, such as ``parameter_list_to_vector(p.diag_ggn_exact for p in
+            params)``. ``[P]``
+    """
+
+    def __init__(self, diagonal: Tensor):
+        """Store the diagonal."""
+        super().__init__(diagonal)
+
+
+class KroneckerOperator(SpectralOperator):
+    """A block-diagonal matrix whose blocks are Kronecker products ``A ⊗ B ⊗ …``.
+
+    The eigendecompositions of the factors, on which all but products rest, are computed once, when
+    they are needed.
+
+    Args:
+        factors: For each block its factors, symmetric and positive semidefinite, such as
+            ``[p.kfac for p in params]``. ``[d_1, d_1], [d_2, d_2], …``
+
+    Raises:
+        ValueError: If a factor is not a square matrix, or there is none.
+    """
+
+    def __init__(self, factors: Blocks):
+        """Store the factors."""
+        shapes = [[list(factor.shape) for factor in block] for block in factors]
+        if not shapes or any(
+            not block or any(len(s) != 2 or s[0] != s[1] for s in block) for block in shapes
+        ):
+            raise ValueError(f"Expected lists of square Kronecker factors, got shapes {shapes}.")
+        self.factors = [list(block) for block in factors]
+        first = self.factors[0][0]
+        LinearOperator.__init__(self, sum(map(_size, factors)), first.dtype, first.device)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return _multiply(self.factors, matrix)
+
+    @cached_property
+    def _eigenpairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        # semidefinite up to rounding
+        pairs = [[torch.linalg.eigh(factor) for factor in block] for block in self.factors]
+        return [[(values.clamp(min=0), basis) for values, basis in block] for block in pairs]
+
+    @property
+    def spectrum(self) -> Tensor:
+        """The eigenvalues ``[P]``: products of those of the factors."""
+        return torch.cat([_outer([values for values, _ in block]) for block in self._eigenpairs])
+
+    @property
+    def bases(self) -> Blocks:
+        """The eigenvectors of the factors."""
+        return [[basis for _, basis in block] for block in self._eigenpairs]
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal ``[P]``."""
+        return torch.cat([_outer([factor.diagonal() for factor in b]) for b in self.factors])
+
+    def trace(self) -> Tensor:
+        """Return the trace, a scalar."""
+        traces = [torch.stack([factor.trace() for factor in b]).prod() for b in self.factors]
+        return torch.stack(traces).sum()
+
+    def inverse(self, damping: float = 0.0, split: bool = False) -> SpectralOperator:
+        """Return ``(A + damping · I)⁻¹``, block by block.
+
+        Args:
+            damping: Multiple of the identity that is added.
+            split: Damp the factors instead of the matrix: ``A ⊗ B + λ I`` becomes
+                ``(A + π √λ I) ⊗ (B + √λ / π I)``, where ``π²`` is the ratio of the mean
+                eigenvalues of A and B. That is an approximation; it has Kronecker structure itself.
+                Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored
+                approximate curvature (ICML 2015), section 6.3. For m factors, the shift of one is
+                ``λ^(1/m)`` times the ratio of its mean eigenvalue to the geometric mean of all.
+
+        Returns:
+            The inverse. It multiplies with the eigenvectors of the factors, and has samples
+            and a determinant itself.
+
+        Raises:
+            ValueError: If the matrix is singular.
+        """
+        if not split:
+            return super().inverse(damping)
+        damped = torch.cat(
+            [_outer(_with_split_damping([v for v, _ in b], damping)) for b in self._eigenpairs]
+        )
+        return SpectralOperator(damped, self.bases).inverse()
+
+
+_NOT_POSITIVE = "not positive definite. Use (more) damping, or the GGN instead of the Hessian."
+
+
+def _with_split_damping(values: Sequence[Tensor], damping: float) -> list[Tensor]:
+    """Add to the eigenvalues of each factor its share of the damping."""
+    means = torch.stack([v.mean() for v in values])
+    if not means.min() > 0:  # a factor is zero: there are no ratios
+        means = torch.ones_like(means)
+    shifts = damping ** (1 / len(values)) * means / means.log().mean().exp()
+    return [v + shift for v, shift in zip(values, shifts, strict=True)]
+
+
+def _multiply(blocks: Blocks, matrix: Tensor) -> Tensor:
+    """Multiply the block-diagonal matrix of Kronecker products with ``[P, V]`` or ``[P]``."""
+    if not blocks:
+        return matrix
+    pieces = matrix.split([_size(factors) for factors in blocks])
+    return torch.cat([apply_kfac_mat_prod(f, m) for f, m in zip(blocks, pieces, strict=True)])
+
+
+def _size(factors: Sequence[Tensor]) -> int:
+    """Number of rows of a Kronecker product."""
+    size = 1
+    for factor in factors:
+        size *= len(factor)
+    return size
+
+
+def _outer(vectors: Sequence[Tensor]) -> Tensor:
+    """Kronecker product of vectors."""
+    return reduce(torch.kron, vectors)

@@ -1,0 +1,763 @@
+"""Curvature operators over batches of unequal size against dense matrices of the whole data set."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator as ScipyOperator
+from torch import Tensor, nn
+from torch.autograd.functional import hessian, jacobian
+from torch.func import functional_call
+from torch.nn.functional import dropout
+from torch.testing import assert_close
+
+from backpack import backpack, disable, extend
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.weighted_loss import WeightedLoss
+from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact
+from backpack.linalg import (
+    GGN,
+    DiagonalGGN,
+    DiagonalHessian,
+    DiagonalOperator,
+    EmpiricalFisher,
+    Hessian,
+    KroneckerGGN,
+    KroneckerOperator,
+    LinearOperator,
+)
+from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
+from backpack.utils.kroneckers import kfacs_to_mat
+
+N = 7
+SIZES = (4, 1, 2)  # of the batches
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Compute in double precision."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# --------------------------------------------------------------------------------------
+# Problems
+# --------------------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """A model, a loss, and the whole data set as a single batch."""
+
+    model: nn.Module
+    loss_function: nn.Module
+    whole: tuple[Tensor, ...]
+    use_converter: bool = False
+
+    @property
+    def data(self) -> list[tuple[Tensor, ...]]:
+        """The data set in batches of unequal size."""
+        return list(zip(*(tensor.split(SIZES) for tensor in self.whole), strict=True))
+
+
+class Residual(nn.Module):
+    """A model with functions in its forward, and an output for each of three positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + x.tanh()).transpose(1, 2)  # [N, C, T]
+
+
+class Tail(nn.Module):
+    """A loss of one's own: the mean over samples of a strictly convex function."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f - y).cosh().sum(1).mean()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(N, *shape)
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(3, (N, *shape))
+
+
+def with_ignored() -> Problem:
+    """Targets at positions, some of which do not count: none at all in one of the batches."""
+    y = labels(3)
+    y[0, 1] = y[4] = -100
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), label_smoothing=0.1)
+    return Problem(Residual(), loss, (inputs(3, 2), y), use_converter=True)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "mlp": lambda: Problem(mlp(), nn.CrossEntropyLoss(), (inputs(3), labels())),
+    "mlp-sum": lambda: Problem(mlp(), nn.CrossEntropyLoss(reduction="sum"), (inputs(3), labels())),
+    "cnn": lambda: Problem(cnn(), nn.CrossEntropyLoss(), (inputs(1, 5, 5), labels())),
+    "mse": lambda: Problem(mlp(), nn.MSELoss(), (inputs(3), inputs(3))),
+    "mse-sum": lambda: Problem(mlp(), nn.MSELoss(reduction="sum"), (inputs(3), inputs(3))),
+    "ignored": with_ignored,
+    "nll": lambda: Problem(
+        nn.Sequential(mlp(), nn.LogSoftmax(1)), nn.NLLLoss(), (inputs(3), labels())
+    ),
+    "multilabel": lambda: Problem(
+        mlp(), nn.MultiLabelSoftMarginLoss(), (inputs(3), (inputs(3) > 0).double())
+    ),
+    "weighted": lambda: Problem(
+        mlp(),
+        WeightedLoss(nn.MSELoss(reduction="none")),
+        (inputs(3), inputs(3), torch.rand(N)),
+    ),
+    "own": lambda: Problem(mlp(), Tail(), (inputs(3), inputs(3))),
+}
+
+
+@pytest.fixture(params=PROBLEMS)
+def problem(request: pytest.FixtureRequest) -> Problem:
+    """Each of the problems."""
+    return PROBLEMS[request.param]()
+
+
+# --------------------------------------------------------------------------------------
+# The truth
+# --------------------------------------------------------------------------------------
+
+
+def function(model: nn.Module, X: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The output as a function of the vector of parameters, and that vector."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def output(vector: Tensor) -> Tensor:
+        pieces = vector_to_parameter_list(vector, params.values())
+        with disable():
+            return functional_call(model, dict(zip(params, pieces, strict=True)), (X,))
+
+    return output, parameter_list_to_vector(params.values())
+
+
+def dense_hessian(problem: Problem) -> Tensor:
+    X, *targets = problem.whole
+    output, at = function(problem.model, X)
+    return hessian(lambda vector: problem.loss_function.forward(output(vector), *targets), at)
+
+
+def dense_ggn(problem: Problem) -> Tensor:
+    model, loss_function = problem.model, problem.loss_function
+    if isinstance(loss_function, nn.NLLLoss):  # the Fisher information is that of cross entropy
+        model, loss_function = model[0], nn.CrossEntropyLoss()  # type: ignore[index]
+    X, *targets = problem.whole
+    output, at = function(model, X)
+    J = jacobian(output, at).flatten(0, -2)
+    H = hessian(lambda f: loss_function.forward(f, *targets), output(at))
+    return J.T @ H.reshape(len(J), len(J)) @ J
+
+
+def dense_fisher(problem: Problem) -> Tensor:
+    """``sum_n ∇ℓ_n ∇ℓ_nᵀ / W``, from the individual gradients ``∇ℓ_n / W`` of the whole batch."""
+    X, *targets = problem.whole
+    loss_function = problem.loss_function
+    output, at = function(problem.model, X)
+    f = output(at)
+    g = jacobian(lambda f: loss_function.forward(f, *targets), f)
+    J = jacobian(output, at)
+    gradients = torch.einsum("nc,ncp->np", g.flatten(1), J.flatten(1, -2))
+    W: Any = N
+    if loss_function.reduction == "sum":
+        W = 1
+    elif isinstance(loss_function, (nn.MSELoss, WeightedLoss)):
+        W = f.numel()
+    elif problem.use_converter:  # the one with weights of the classes
+        W = sum(loss_function.weight[k] for k in targets[0].flatten() if k >= 0)  # type: ignore
+    return W * gradients.T @ gradients
+
+
+TRUTH: dict[type[LinearOperator], Callable[[Problem], Tensor]] = {
+    GGN: dense_ggn,
+    Hessian: dense_hessian,
+    EmpiricalFisher: dense_fisher,
+    DiagonalGGN: lambda problem: dense_ggn(problem).diagonal().diag(),
+    DiagonalHessian: lambda problem: dense_hessian(problem).diagonal().diag(),
+}
+
+
+def build(kind: Any, problem: Problem, **options: Any) -> Any:
+    if kind in (DiagonalGGN, DiagonalHessian, KroneckerGGN):
+        options["use_converter"] = problem.use_converter
+    return kind(problem.model, problem.loss_function, problem.data, **options)
+
+
+# --------------------------------------------------------------------------------------
+# Products
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TRUTH)
+def test_matrix(kind: Any, problem: Problem) -> None:
+    """Operators are the matrix of the whole data set, also for vectors and matrices."""
+    truth = TRUTH[kind](problem)
+    operator = build(kind, problem)
+    assert operator.shape == truth.shape
+    assert_close(operator.to_dense(), truth)
+    assert operator.T is operator
+    matrix = torch.randn(len(truth), 11)
+    assert_close(operator @ matrix, truth @ matrix)
+    assert_close(operator @ matrix[:, 0], truth @ matrix[:, 0])
+    assert (operator @ matrix[:, :0]).shape == (len(truth), 0)
+    assert_close(operator.damped(0.3) @ matrix, truth @ matrix + 0.3 * matrix)
+
+
+@pytest.mark.parametrize("vectors_at_once", [1, 3])
+def test_vectors_at_once(vectors_at_once: int) -> None:
+    problem = PROBLEMS["cnn"]()
+    for kind in (GGN, Hessian):
+        operator = build(kind, problem, vectors_at_once=vectors_at_once)
+        assert_close(operator.to_dense(), TRUTH[kind](problem))
+
+
+def test_parameters() -> None:
+    """Rows and columns follow the parameters that are asked for, in their order."""
+    problem = PROBLEMS["mlp"]()
+    first, last = problem.model[0].weight, problem.model[2].bias  # type: ignore[index]
+    rows = torch.cat([torch.arange(16 + 12, 16 + 15), torch.arange(12)])
+    for kind in TRUTH:
+        operator = build(kind, problem, params=[last, first])
+        assert_close(operator.to_dense(), TRUTH[kind](problem)[rows][:, rows])
+    factors = build(KroneckerGGN, problem, params=[last, first]).factors
+    everything = build(KroneckerGGN, problem).factors
+    assert_close(factors, [everything[3], everything[0]])
+    problem.model[0].requires_grad_(False)  # type: ignore[index]
+    assert GGN(*problem[:2], problem.data).shape == (15, 15)
+
+
+def test_parameter_that_nothing_depends_on() -> None:
+    problem = PROBLEMS["mlp"]()
+    problem.model.unused = nn.Linear(2, 1)
+    problem.model.forward = lambda x: nn.Sequential.forward(problem.model[:3], x)  # type: ignore
+    truth = dense_hessian(problem)
+    for V in (1, 3):
+        eye = torch.eye(len(truth))[:, -V - 3 :][:, :V]
+        assert_close(build(Hessian, problem) @ eye, truth @ eye)
+    with pytest.raises(ValueError, match=r"does not depend .*\[\[1, 2\], \[1\]\]"):
+        build(DiagonalGGN, problem)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.Embedding(5, 4), nn.LSTM(4, 3, batch_first=True)),
+        lambda: nn.Sequential(
+            nn.Embedding(5, 4), nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        ),
+    ],
+    ids=["lstm", "transformer"],
+)
+def test_models_of_several_kinds(model: Callable[[], nn.Module]) -> None:
+    """Vectorised products go through recurrent layers and attention."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(x)
+            return (x[0] if isinstance(x, tuple) else x)[:, -1]
+
+    whole = (torch.randint(5, (N, 3)), labels())
+    problem = Problem(Last(), nn.CrossEntropyLoss(), whole)
+    for kind in (GGN, Hessian):
+        operator = build(kind, problem)
+        matrix = torch.randn(operator.shape[0], 3)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            expected = TRUTH[kind](problem) @ matrix
+        assert_close(operator @ matrix, expected)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Gradients, quantities and the mode of autograd stay what they were, wherever it happens."""
+    problem = PROBLEMS["cnn"]()
+    extend(problem.model)
+    gradients = [torch.randn_like(p) for p in problem.model.parameters()]
+    for p, g in zip(problem.model.parameters(), gradients, strict=True):
+        p.grad, p.diag_ggn_exact, p.kflr = g, g, g  # type: ignore[attr-defined]
+    attributes = {p: dict(vars(p)) for p in problem.model.parameters()}
+    with backpack(BatchGrad()), torch.no_grad():
+        for kind in (*TRUTH, KroneckerGGN):
+            build(kind, problem).to_dense()
+    for p, g in zip(problem.model.parameters(), gradients, strict=True):
+        assert p.grad is g
+        assert vars(p) == attributes[p]
+
+
+def test_float32() -> None:
+    problem = PROBLEMS["mlp"]()
+    truth = dense_ggn(problem).float()
+    X, y = problem.whole
+    single = Problem(problem.model.float(), nn.CrossEntropyLoss(), (X.float(), y))
+    operator = build(GGN, single)
+    assert operator.dtype == torch.float32
+    assert_close(operator.to_dense(), truth)
+    values, vectors = operator.eigsh(2)
+    assert values.dtype == vectors.dtype == torch.float32
+    assert_close(values, torch.linalg.eigvalsh(truth)[-2:], rtol=1e-4, atol=1e-6)
+
+
+def test_low_precision_uses_scipy_in_float32() -> None:
+    operator = DiagonalOperator(torch.ones(3, dtype=torch.bfloat16))
+    assert operator.to_scipy().dtype == "float32"
+    assert operator.solve(torch.ones(3, dtype=torch.bfloat16), 1.0).dtype == torch.bfloat16
+
+
+# --------------------------------------------------------------------------------------
+# scipy
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TRUTH)
+def test_scipy(kind: Any) -> None:
+    problem = PROBLEMS["mlp"]()
+    truth = TRUTH[kind](problem)
+    operator = build(kind, problem)
+    array = torch.randn(len(truth), 2).numpy()
+    scipy_operator = operator.to_scipy()
+    assert isinstance(scipy_operator, ScipyOperator)
+    assert scipy_operator.shape == truth.shape
+    assert scipy_operator.dtype == "float64"
+    expected = truth @ torch.as_tensor(array)
+    assert_close(torch.as_tensor(scipy_operator @ array), expected)
+    assert_close(torch.as_tensor(scipy_operator.T @ array[:, 0]), expected[:, 0])
+    assert_close(torch.as_tensor(scipy_operator.H.matmat(array)), expected)
+
+
+@pytest.mark.parametrize("which", ["LA", "SA", "LM", "BE"])
+def test_eigsh(which: str) -> None:
+    problem = PROBLEMS["mlp"]()
+    truth = dense_hessian(problem)
+    values, vectors = build(Hessian, problem).eigsh(4, which)
+    every = torch.linalg.eigvalsh(truth)
+    chosen = {
+        "LA": every[-4:],
+        "SA": every[:4],
+        "LM": every[every.abs().argsort()[-4:]].sort().values,
+        "BE": torch.cat([every[:2], every[-2:]]),
+    }
+    assert_close(values, chosen[which])
+    assert_close(truth @ vectors, vectors * values, rtol=1e-6, atol=1e-8)
+    assert_close(vectors.T @ vectors, torch.eye(4))
+
+
+def test_solve() -> None:
+    problem = PROBLEMS["mlp"]()
+    truth = dense_ggn(problem)
+    rhs = torch.randn(len(truth))
+    operator = build(GGN, problem)
+    solution = operator.solve(rhs, damping=0.1, tolerance=1e-12)
+    assert_close(solution, torch.linalg.solve(truth + 0.1 * torch.eye(len(truth)), rhs))
+    # one step from zero is along the right-hand side
+    step = operator.solve(rhs, damping=0.1, max_iterations=1)
+    assert_close(step, rhs * (rhs @ rhs) / (rhs @ (truth @ rhs + 0.1 * rhs)))
+    ill_conditioned = DiagonalOperator(torch.logspace(-16, 0, 20))
+    with pytest.raises(RuntimeError, match=r"residual .* positive definite"):
+        ill_conditioned.solve(torch.ones(20), tolerance=0.0)
+
+
+# --------------------------------------------------------------------------------------
+# Kronecker and diagonal operators
+# --------------------------------------------------------------------------------------
+
+
+def spd(size: int) -> Tensor:
+    root = torch.randn(size, size)
+    return root @ root.T
+
+
+def kronecker() -> tuple[KroneckerOperator, Tensor]:
+    """Blocks with one, two and three factors, and the dense matrix."""
+    factors = [[spd(3)], [spd(2), spd(4)], [spd(2), spd(2), spd(3)]]
+    return KroneckerOperator(factors), torch.block_diag(*map(kfacs_to_mat, factors))
+
+
+def diagonal() -> tuple[DiagonalOperator, Tensor]:
+    entries = torch.rand(9) + 0.1
+    return DiagonalOperator(entries), entries.diag()
+
+
+def inverse() -> tuple[LinearOperator, Tensor]:
+    operator, dense = kronecker()
+    return operator.inverse(0.5), torch.linalg.inv(dense + 0.5 * torch.eye(len(dense)))
+
+
+@pytest.mark.parametrize("make", [kronecker, diagonal, inverse])
+def test_spectral(make: Callable[[], tuple[Any, Tensor]]) -> None:
+    operator, dense = make()
+    eye = torch.eye(len(dense))
+    assert_close(operator.to_dense(), dense)
+    assert_close(operator.diagonal(), dense.diagonal())
+    assert_close(operator.trace(), dense.trace())
+    assert_close(operator.spectrum.sort().values, torch.linalg.eigvalsh(dense))
+    assert_close(operator.logdet(0.3), torch.logdet(dense + 0.3 * eye))
+    assert_close(operator.inverse(0.3).to_dense(), torch.linalg.inv(dense + 0.3 * eye))
+    # samples are a square root of the matrix times noise: find that from as many as there are rows
+    noise = torch.randn(*dense.shape, generator=torch.Generator().manual_seed(3))
+    samples = operator.sample(len(dense), generator=torch.Generator().manual_seed(3))
+    root = samples @ torch.linalg.inv(noise)
+    assert_close(root @ root.T, dense)
+
+
+def test_split_damping() -> None:
+    operator, _ = kronecker()
+    damping = 0.2
+    (single,), (A, B), (C, D, E) = operator.factors
+
+    def shifted(factor: Tensor, shift: Any) -> Tensor:
+        return factor + shift * torch.eye(len(factor))
+
+    pi = ((A.trace() / 2) / (B.trace() / 4)).sqrt()
+    means = [C.trace() / 2, D.trace() / 2, E.trace() / 3]
+    geometric = (means[0] * means[1] * means[2]) ** (1 / 3)
+    expected = [
+        [shifted(single, damping)],
+        [shifted(A, pi * damping**0.5), shifted(B, damping**0.5 / pi)],
+        [
+            shifted(f, damping ** (1 / 3) * m / geometric)
+            for f, m in zip((C, D, E), means, strict=True)
+        ],
+    ]
+    dense = torch.block_diag(*(torch.linalg.inv(kfacs_to_mat(block)) for block in expected))
+    assert_close(operator.inverse(damping, split=True).to_dense(), dense)
+    zero = KroneckerOperator([[torch.zeros(2, 2), torch.eye(3)]])
+    assert torch.isfinite(zero.inverse(0.1, split=True).spectrum).all()
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-sum", "cnn", "mse", "ignored"])
+@pytest.mark.parametrize("approximation", [None, "expand", "reduce"])
+def test_kflr_is_that_of_the_whole_batch(name: str, approximation: Any) -> None:
+    problem = PROBLEMS[name]()
+    operator = build(KroneckerGGN, problem, approximation=approximation)
+    # a batch that does not count (sample 4 alone) is left out
+    counts = [n for n in range(N) if n != 4 or name != "ignored"]
+    X, *targets = (tensor[counts] for tensor in problem.whole)
+    model = extend(problem.model, use_converter=problem.use_converter)
+    with backpack(KFLR(approximation=approximation)):
+        problem.loss_function(model(X), *targets).backward()
+    expected = [p.kflr for p in problem.model.parameters()]  # type: ignore[attr-defined]
+    assert_close(operator.factors, expected)
+    assert_close(operator.to_dense(), torch.block_diag(*map(kfacs_to_mat, expected)))
+
+
+class Positions(nn.Module):
+    """Embeddings, and a parameter that is large enough to have a factor for each axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 50)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 42, 50))
+        self.head = nn.Linear(50, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.embedding(tokens) + self.positions).tanh().mean(1))
+
+
+def test_kflr_of_embeddings_and_large_parameters() -> None:
+    whole = (torch.randint(5, (N, 42)), labels())
+    problem = Problem(Positions(), nn.CrossEntropyLoss(), whole, use_converter=True)
+    model = extend(copy.deepcopy(problem.model), use_converter=True)
+    with backpack(KFLR()):
+        extend(nn.CrossEntropyLoss())(model(whole[0]), whole[1]).backward()
+    expected = {name: p.kflr for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    params = dict(problem.model.named_parameters())
+    assert [len(expected[name]) for name in params] == [2, 2, 2, 1]
+    operator = build(KroneckerGGN, problem, params=params.values())
+    assert_close(operator.factors, [expected[name] for name in params])
+
+
+@pytest.mark.parametrize("method", ["KFAC", "KFRA"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_other_kronecker_methods(method: str, reduction: str) -> None:
+    """The scale is averaged with the weights of the batches, inputs over all samples."""
+    problem = PROBLEMS["mlp"]()._replace(loss_function=nn.CrossEntropyLoss(reduction=reduction))
+    torch.manual_seed(1)
+    operator = build(KroneckerGGN, problem, method=method, mc_samples=2)
+    torch.manual_seed(1)
+    totals: list[list[Any]] = [[0, 0], [0], [0, 0], [0]]
+    for (X, y), size in zip(problem.data, SIZES, strict=True):
+        with backpack(KFAC(mc_samples=2) if method == "KFAC" else KFRA()):
+            problem.loss_function(problem.model(X), y).backward()
+        for total, p in zip(totals, problem.model.parameters(), strict=True):
+            for i, factor in enumerate(getattr(p, method.lower())):
+                share = 1 if reduction == "sum" and i == 0 else size / N
+                total[i] += share * factor
+    assert_close(operator.factors, totals)
+
+
+def test_monte_carlo_diagonal() -> None:
+    problem = PROBLEMS["mlp"]()
+    torch.manual_seed(0)
+    sampled = build(DiagonalGGN, problem, mc_samples=2000)
+    assert_close(sampled.diagonal(), dense_ggn(problem).diagonal(), rtol=0.15, atol=1e-3)
+
+
+def test_operators_of_one_backward_pass() -> None:
+    """Quantities of a training step make operators, too."""
+    problem = PROBLEMS["mlp"]()
+    X, y = problem.whole
+    with backpack(DiagGGNExact(), KFLR()):
+        extend(problem.loss_function)(extend(problem.model)(X), y).backward()
+    params: Any = list(problem.model.parameters())
+    assert_close(
+        DiagonalOperator(parameter_list_to_vector(p.diag_ggn_exact for p in params)).diagonal(),
+        build(DiagonalGGN, problem).diagonal(),
+    )
+    assert_close(
+        KroneckerOperator([p.kflr for p in params]).to_dense(),
+        build(KroneckerGGN, problem).to_dense(),
+    )
+
+
+# --------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------
+
+
+def test_wrong_vectors() -> None:
+    operator = build(GGN, PROBLEMS["mlp"]())
+    with pytest.raises(ValueError, match=r"vectors \[31\].*shape \[30\]"):
+        operator @ torch.ones(30)
+    with pytest.raises(ValueError, match=r"matrices \[31, V\].*shape \[3, 31\]"):
+        operator @ torch.ones(3, 31)
+    with pytest.raises(ValueError, match=r"shape \[31, 1, 1\]"):
+        operator @ torch.ones(31, 1, 1)
+    with pytest.raises(ValueError, match=r"float64 on cpu.*float32 on cpu"):
+        operator @ torch.ones(31, dtype=torch.float32)
+    with pytest.raises(TypeError, match="to_scipy"):
+        operator @ torch.ones(31).tolist()
+    with pytest.raises(ValueError, match=r"\[31\], got shape \[30\]"):
+        operator.solve(torch.ones(30))
+    with pytest.raises(ValueError, match="between 1 and 30, got 31"):
+        operator.eigsh(31)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, DiagonalGGN, KroneckerGGN])
+def test_wrong_data(kind: Any) -> None:
+    model, loss_function, (X, y), _ = PROBLEMS["mlp"]()
+
+    def use(data: Any) -> None:
+        kind(model, loss_function, data) @ torch.ones(31)
+
+    with pytest.raises(ValueError, match="no batches"):
+        use([])
+    with pytest.raises(ValueError, match=r"got Tensor.*data=\[\(X, y\)\]"):
+        use((X, y))
+    with pytest.raises(ValueError, match="tuple"):
+        use([(X,)])
+    if kind in (GGN, Hessian):
+        with pytest.raises(ValueError, match="iterator"):
+            use(iter([(X, y)]))
+    else:
+        use(iter([(X, y)]))
+
+
+@pytest.mark.parametrize("kind", [Hessian, DiagonalGGN, KroneckerGGN])
+def test_no_target_counts(kind: Any) -> None:
+    problem = with_ignored()
+    problem.whole[1].fill_(-100)
+    with pytest.raises(ValueError, match="No target"):
+        build(kind, problem) @ torch.ones(21)
+
+
+def test_wrong_parameters() -> None:
+    problem = PROBLEMS["mlp"]()
+    with pytest.raises(ValueError, match="require a gradient"):
+        build(GGN, problem, params=[])
+    frozen = problem._replace(model=problem.model.requires_grad_(False))
+    for params in (None, list(frozen.model.parameters())):
+        with pytest.raises(ValueError, match="require a gradient"):
+            build(GGN, frozen, params=params)
+    mixed = PROBLEMS["mlp"]()
+    mixed.model[0].float()  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"float32 on cpu.*float64 on cpu"):
+        build(GGN, mixed)
+
+
+def test_wrong_losses() -> None:
+    problem = PROBLEMS["mlp"]()
+    for loss in (nn.CrossEntropyLoss(reduction="none"), nn.Identity()):
+        with pytest.raises(ValueError, match="'reduction'"):
+            build(GGN, problem._replace(loss_function=loss))
+    container = nn.Sequential(nn.CrossEntropyLoss())
+    container.reduction = "mean"
+    container.forward = lambda f, y: container[0](f, y)  # type: ignore
+    with pytest.raises(ValueError, match="no loss module"):
+        build(GGN, problem._replace(loss_function=container)).to_dense()
+    poisson = problem._replace(
+        loss_function=nn.GaussianNLLLoss(),
+        whole=(inputs(3), inputs(3), torch.rand(N, 3)),
+    )
+    assert_close(build(GGN, poisson).to_dense(), dense_ggn(poisson))
+
+    class Concave(nn.Module):
+        reduction = "mean"
+
+        def forward(self, f: Tensor, y: Tensor) -> Tensor:
+            return -(f**2).sum(1).mean()
+
+    concave = problem._replace(loss_function=Concave())
+    with pytest.raises(ValueError, match="not convex"):
+        build(GGN, concave).to_dense()
+    assert_close(build(Hessian, concave).to_dense(), dense_hessian(concave))
+
+
+def test_model_with_several_outputs() -> None:
+    problem = PROBLEMS["mlp"]()
+    two = nn.Sequential(problem.model)
+    two.forward = lambda x: (problem.model(x), x)  # type: ignore
+    with pytest.raises(ValueError, match="returns a tensor, got tuple"):
+        build(GGN, problem._replace(model=two)).to_dense()
+
+
+def test_wrong_structure() -> None:
+    with pytest.raises(ValueError, match="KFLR, KFAC, KFRA, got 'kfac'"):
+        build(KroneckerGGN, PROBLEMS["mlp"](), method="kfac")
+    with pytest.raises(ValueError, match=r"square.*\[\[\[2, 3\]\]\]"):
+        KroneckerOperator([[torch.ones(2, 3)]])
+    indefinite = DiagonalOperator(torch.tensor([1.0, -1.0]))
+    assert_close(indefinite.inverse(2.0).diagonal(), torch.tensor([1 / 3, 1.0]))
+    with pytest.raises(ValueError, match="damping 1 is singular"):
+        indefinite.inverse(1.0)
+    with pytest.raises(ValueError, match=r"damping 0\.5 is not positive definite"):
+        indefinite.logdet(0.5)
+    with pytest.raises(ValueError, match="no covariance"):
+        indefinite.sample()
+
+
+# --------------------------------------------------------------------------------------
+# One matrix
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Hessian, DiagonalGGN, KroneckerGGN])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [nn.Dropout(0.5)],
+        lambda: [nn.BatchNorm1d(4)],
+        lambda: [nn.RReLU()],
+        lambda: [
+            nn.Unflatten(1, (2, 2)),
+            nn.GRU(2, 2, 2, dropout=0.1, batch_first=True),
+            ReduceTuple(),
+            nn.Flatten(),
+        ],
+    ],
+)
+def test_training_mode_is_refused(kind: Any, make: Callable[[], list[nn.Module]]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), *make(), nn.Linear(4, 3))
+    problem = PROBLEMS["mlp"]()._replace(model=model)
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        build(kind, problem)
+    model.eval()
+    build(kind, problem)
+
+
+def test_other_statistics_of_the_batch_are_refused() -> None:
+    problem = PROBLEMS["mlp"]()
+    problem.model.insert(1, nn.BatchNorm1d(4, track_running_stats=False))  # type: ignore[operator]
+    problem.model.eval()
+    with pytest.raises(ValueError, match="running statistics"):
+        build(GGN, problem)
+
+
+def test_changes_are_noticed() -> None:
+    """Neither parameters nor data may change between two products; the order of batches may."""
+    problem = PROBLEMS["mlp"]()
+    data = problem.data
+    operator = GGN(*problem[:2], data)
+    v = torch.randn(31)
+    before = operator @ v
+    data.reverse()
+    assert_close(operator @ v, before)
+    removed = data.pop()
+    with pytest.raises(RuntimeError, match="not one matrix"):
+        operator @ v
+    data.append(removed)
+    assert_close(operator @ v, before)
+    with torch.no_grad():
+        problem.model[0].weight.add_(0.1)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="build a new operator"):
+        operator @ v
+    noisy = problem.model
+    noisy.forward = lambda x: nn.Sequential.forward(noisy, dropout(x))  # type: ignore
+    operator = build(Hessian, problem)
+    operator @ v
+    with pytest.raises(RuntimeError, match="random"):
+        operator @ v
+
+
+# --------------------------------------------------------------------------------------
+# Optional dependencies
+# --------------------------------------------------------------------------------------
+
+
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let imports of a package fail."""
+    original = builtins.__import__
+
+    def guarded(module: str, *args: Any, **kwargs: Any) -> Any:
+        if module.split(".")[0] == name:
+            raise ImportError(module)
+        return original(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+
+
+def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, _ = diagonal()
+    without("scipy", monkeypatch)
+    with pytest.raises(ImportError, match=r"pip install backpack-for-pytorch\[linalg\]"):
+        operator.eigsh(2)
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over the data show a bar, unless that is switched off or tqdm is not installed."""
+    problem = PROBLEMS["mlp"]()
+    shown = []
+
+    class Bars:
+        @staticmethod
+        def tqdm(data: Any, **options: Any) -> Any:
+            shown.append(options)
+            return data
+
+    monkeypatch.setitem(sys.modules, "tqdm", Bars)
+    v = torch.ones(31)
+    expected = build(GGN, problem, progress=False) @ v
+    assert not shown
+    assert_close(build(GGN, problem) @ v, expected)
+    assert [options["leave"] for options in shown] == [False]
+    without("tqdm", monkeypatch)
+    assert_close(build(GGN, problem) @ v, expected)
+    assert len(shown) == 1
