@@ -56,6 +56,7 @@ from backpack.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack.optim import DiagGGN
 
 SEED = 0
 BATCH_SIZE = 64
@@ -112,34 +113,11 @@ def batches(data: Digits, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 # %%
-# A preconditioned optimiser
-# --------------------------
-#
-# After ``backward()`` the curvature is an attribute of the parameter, like its gradient.
-
-
-class DiagGGNOptimizer(torch.optim.Optimizer):
-    """Gradient descent preconditioned with the diagonal of the GGN.
-
-    θ ← θ − α g / (diag(G) + λ), where g is the gradient and diag(G) was written to
-    ``diag_ggn_mc`` by ``DiagGGNMC``.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, damping: float) -> None:
-        """Store the step size α (``lr``) and the damping λ."""
-        super().__init__(params, {"lr": lr, "damping": damping})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter once."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.addcdiv_(p.grad, p.diag_ggn_mc + group["damping"], value=-group["lr"])
-
-
-# %%
 # Training
 # --------
+#
+# ``DiagGGN`` divides the gradient by the diagonal of the GGN, here without averages over steps:
+# θ ← θ − α g / (diag(G) + λ). It reads what ``DiagGGNMC`` has saved in ``diag_ggn_mc``.
 
 
 @dataclass
@@ -164,7 +142,7 @@ def make_runs() -> list[Run]:
         Run(
             "Diagonal GGN",
             "#0072B2",
-            lambda params: DiagGGNOptimizer(params, lr=0.04, damping=0.05),
+            lambda params: DiagGGN(params, lr=0.04, damping=0.05, betas=(0, 0), kl_clip=None),
             extensions=(DiagGGNMC(mc_samples=1),),
         ),
         Run(

@@ -1,0 +1,22 @@
+"""Reference optimisers built on the extensions, with the interface of ``torch.optim``.
+
+>>> import torch
+>>> from backpack import backpack, extend
+>>> from backpack.optim import KFAC
+>>> model = extend(torch.nn.Linear(3, 2))
+>>> lossfunc = extend(torch.nn.CrossEntropyLoss())
+>>> optimizer = KFAC(model.parameters(), lr=0.1, damping=1e-2)
+>>> loss = lossfunc(model(torch.rand(5, 3)), torch.tensor([0, 1, 1, 0, 1]))
+>>> with backpack(*optimizer.extensions):
+...     loss.backward()
+>>> optimizer.step()
+"""
+
+from __future__ import annotations
+
+from backpack.optim.diag_ggn import DiagGGN
+from backpack.optim.dp_sgd import DPSGD
+from backpack.optim.kfac import KFAC
+from backpack.optim.privacy import privacy_spent, renyi_divergence
+
+__all__ = ["DPSGD", "KFAC", "DiagGGN", "privacy_spent", "renyi_divergence"]

@@ -1,0 +1,145 @@
+"""What all optimisers share: how they get the quantities of the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from backpack import backpack
+from backpack.extensions.backprop_extension import BackpropExtension
+
+Closure = Callable[[], Any]
+Group = dict[str, Any]
+
+
+class ExtensionOptimizer(Optimizer):
+    """An optimiser whose step needs a quantity of the backward pass.
+
+    Either the backward pass runs in the context of ``extensions``::
+
+        with backpack(*optimizer.extensions):
+            loss.backward()
+        optimizer.step()
+
+    or ``step`` gets the closure of ``torch.optim`` and enters the context itself.
+
+    Attributes:
+        extension: Computes the quantity.
+        at_least: Smallest value of options of a group.
+        more_than: The same, for those that must be larger than it.
+    """
+
+    at_least: ClassVar[dict[str, float]] = {"lr": 0, "weight_decay": 0}
+    more_than: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
+        """Store the options; those that a subclass has set before belong to the whole optimiser."""
+        self.extension = extension
+        self._options = tuple(vars(self))
+        self._used: dict[Tensor, ref[Tensor]] = {}
+        super().__init__(params, defaults)
+
+    @property
+    def extensions(self) -> tuple[BackpropExtension, ...]:
+        """The extensions that the backward pass before the next step has to run."""
+        return (self.extension,)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with options of its own.
+
+        Args:
+            param_group: ``{"params": ..., "lr": ..., ...}``; what is left out has its default.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, least in self.at_least.items():
+            if not group[name] >= least:
+                raise ValueError(f"{name} has to be at least {least}, got {group[name]}.")
+        for name, least in self.more_than.items():
+            if not group[name] > least:
+                raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for any optimiser of torch. Runs in the context of ``extensions``.
+
+        Returns:
+            The value of the closure, None without one.
+
+        Raises:
+            RuntimeError: If a parameter has a gradient, but not the quantity that belongs to it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(), backpack(*self.extensions):
+                loss = closure()
+        with torch.no_grad():
+            self._update(closure, loss)
+        return loss
+
+    def _update(self, closure: Closure | None, loss: Any) -> None:
+        """Do one step, given what the closure was and returned."""
+        raise NotImplementedError
+
+    def _trained(self) -> Iterator[tuple[Group, Tensor, Tensor]]:
+        """Yield the parameters that have a gradient, between their group and that gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} needs dense gradients, that of "
+                        f"{self._describe(p)} is sparse."
+                    )
+                yield group, p, p.grad
+
+    def _quantity(self, p: Tensor) -> Any:
+        """Return what the extension has saved for a parameter since the last step.
+
+        Raises:
+            RuntimeError: If there is nothing, or it was there in the last step already.
+        """
+        name = self.extension.savefield
+        value = getattr(p, name, None)
+        if value is None:
+            raise self._missing(p, f"has a gradient, but no {name}")
+        tensor = value[0] if isinstance(value, list) else value
+        used = self._used.get(p)
+        if used is not None and used() is tensor:
+            raise self._missing(p, f"has the {name} that was used by the step before")
+        self._used[p] = ref(tensor)
+        return value
+
+    def _missing(self, p: Tensor, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}: {self._describe(p)} {what}. Call extend() on the model (and "
+            "the loss), and backward() inside `with backpack(*optimizer.extensions):`, or give "
+            "step() a closure."
+        )
+
+    def _describe(self, p: Tensor) -> str:
+        """Name a parameter; by its position if the optimiser was not given names."""
+        for number, group in enumerate(self.param_groups):
+            for position, member in enumerate(group["params"]):
+                if member is p:
+                    if "param_names" in group:
+                        return f"parameter {group['param_names'][position]!r}"
+                    return f"parameter {position} of group {number}, of shape {tuple(p.shape)},"
+        raise KeyError(p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        options = {name: getattr(self, name) for name in self._options}
+        return {**super().__getstate__(), **options, "_options": self._options, "_used": {}}

@@ -1,0 +1,171 @@
+"""Steps that are preconditioned with a moving average of the curvature."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.optim.base import Closure, ExtensionOptimizer, Group
+
+# How fast the damping changes, and within which ratios of gains it does not. Source: Martens,
+# Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (ICML 2015),
+# section 6.5.
+ADAPTATION = 19 / 20
+TRUSTED = (1 / 4, 3 / 4)
+
+
+def update_average(average: Tensor, value: Tensor, beta: float, count: int) -> None:
+    """Update an exponential moving average that has no bias from its start, in place.
+
+    ``(1 - β) sum_s β^(t-s) v_s / (1 - β^t)`` equals ``v_1`` for t = 1, and moves by the fraction
+    ``(1 - β) / (1 - β^t)`` of its distance to ``v_t``.
+
+    Args:
+        average: The average of the values before; anything for the first one.
+        value: The new value.
+        beta: Forgetting factor β in [0, 1).
+        count: Number of values t, the new one included.
+    """
+    if count == 1:
+        average.copy_(value)
+    else:
+        average.lerp_(value, (1 - beta) / (1 - beta**count))
+
+
+class PreconditionedOptimizer(ExtensionOptimizer):
+    """θ ← θ − ν α (C + (λ + η) I)⁻¹ m, with averages C of the curvature and m of the gradient.
+
+    A subclass says what the curvature C is, and how to solve with it. α is the step size (``lr``)
+    and λ the ``damping``. The objective is the loss plus a penalty η/2 ‖θ‖² (``weight_decay``) with
+    gradient ηθ and curvature η. ``betas`` are the forgetting factors of m and C.
+    """
+
+    at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
+    more_than: ClassVar = {"damping": 0}
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        extension: BackpropExtension,
+        kl_clip: float | None,
+        adapt_damping_every: int | None,
+    ):
+        """Store the options."""
+        if kl_clip is not None and not kl_clip > 0:
+            raise ValueError(f"kl_clip has to be larger than 0, or None, got {kl_clip}.")
+        if adapt_damping_every is not None and adapt_damping_every < 1:
+            raise ValueError(
+                f"adapt_damping_every has to be at least 1, or None, got {adapt_damping_every}."
+            )
+        self.kl_clip = kl_clip
+        self.adapt_damping_every = adapt_damping_every
+        super().__init__(params, defaults, extension)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with options of its own.
+
+        Args:
+            param_group: ``{"params": ..., "lr": ..., ...}``; what is left out has its default.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        super().add_param_group(param_group)
+        betas = self.param_groups[-1]["betas"]
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas have to be at least 0 and less than 1, got {betas}.")
+
+    @property
+    def extensions(self) -> tuple[BackpropExtension, ...]:
+        """The extension, if the next step updates the curvature; else nothing."""
+        due = any(
+            self._is_due(group, self.state.get(p, {}))
+            for group in self.param_groups
+            for p in group["params"]
+        )
+        return (self.extension,) if due else ()
+
+    @staticmethod
+    def _is_due(group: Group, state: dict[str, Any]) -> bool:
+        return state.get("step", 0) % group["curvature_every"] == 0
+
+    def _update(self, closure: Closure | None, loss: Any) -> None:
+        interval = self.adapt_damping_every
+        if interval is not None and closure is None:
+            raise ValueError(
+                "adapt_damping_every compares losses before and after the step: give step() a "
+                "closure."
+            )
+        before = 0.0 if interval is None else self._objective(loss)
+
+        directions, slope, square = [], 0.0, 0.0
+        for group, p, grad in self._trained():
+            state = self.state[p]
+            gradient = grad.add(p, alpha=group["weight_decay"])
+            self._average(group, p, state, gradient)
+            direction = self._solve(group, state, group["damping"] + group["weight_decay"])
+            directions.append((group, p, direction))
+            if interval is not None or self.kl_clip is not None:
+                # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its length
+                # δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
+                slope -= group["lr"] * float((gradient * direction).sum())
+                square += group["lr"] ** 2 * float((state["gradient"] * direction).sum())
+
+        scale = 1.0
+        if self.kl_clip is not None and square > self.kl_clip:
+            scale = (self.kl_clip / square) ** 0.5
+        for group, p, direction in directions:
+            p.sub_(scale * group["lr"] * direction)
+
+        if interval is not None and closure is not None and self._count() % interval == 0:
+            with torch.enable_grad():
+                loss = closure()
+            gain = before - self._objective(loss)
+            self._adapt_damping(gain, -scale * slope - scale**2 * square / 2, interval)
+
+    def _average(self, group: Group, p: Tensor, state: dict[str, Any], gradient: Tensor) -> None:
+        """Update the averages of the gradient and, if it is its turn, of the curvature."""
+        due = self._is_due(group, state)
+        value = self._quantity(p) if due else []
+        values = value if isinstance(value, list) else [value]
+        if not state:
+            state.update(step=0, curvatures=0, gradient=torch.empty_like(gradient))
+            state["curvature"] = [torch.empty_like(v) for v in values]
+        state["step"] += 1
+        update_average(state["gradient"], gradient, group["betas"][0], state["step"])
+        if due:
+            state["curvatures"] += 1
+            for average, v in zip(state["curvature"], values, strict=True):
+                update_average(average, v, group["betas"][1], state["curvatures"])
+
+    def _solve(self, group: Group, state: dict[str, Any], shift: float) -> Tensor:
+        """Return ``(C + shift I)⁻¹ m``, of shape ``[*p]``."""
+        raise NotImplementedError
+
+    def _count(self) -> int:
+        """Return the number of steps."""
+        return max(state["step"] for state in self.state.values() if state)
+
+    def _objective(self, loss: Any) -> float:
+        """Add η/2 ‖θ‖², of every group with a weight decay η, to a loss."""
+        penalties = (
+            group["weight_decay"] / 2 * float(p.square().sum())
+            for group in self.param_groups
+            if group["weight_decay"]
+            for p in group["params"]
+        )
+        return float(torch.as_tensor(loss).detach()) + sum(penalties)
+
+    def _adapt_damping(self, gain: float, predicted: float, steps: int) -> None:
+        """Raise the damping if the quadratic model promised too much, lower it if it was right."""
+        low, high = (ratio * predicted for ratio in TRUSTED)
+        factor = ADAPTATION**steps
+        for group in self.param_groups:
+            if gain > high:
+                group["damping"] *= factor
+            elif not gain >= low:  # a loss that is NaN counts as no gain
+                group["damping"] /= factor
