@@ -17,6 +17,13 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.propagations import (
+    BatchAveraged,
+    Blocks,
+    ExactFactor,
+    HessianFactors,
+    Propagation,
+)
 from backpack.core.registry import _CACHE, REGISTRY, class_derivatives, register
 from backpack.extensions.backprop_extension import (
     FAIL_ERROR,
@@ -802,3 +809,44 @@ def test_fail_modes_of_a_built_in_extension(recwarn: pytest.WarningsRecorder) ->
     assert hasattr(model[0].weight, "grad_batch") and not hasattr(model[1].weight, "grad_batch")
     with pytest.raises(NotImplementedError, match="Noisy"):
         run(model, SilentBatchGrad(FAIL_ERROR), batch=batch)
+
+
+class Own(SecondOrderBackpropExtension):
+    """What is extracted, times two, of what is propagated."""
+
+    def __init__(self, propagation: Propagation, *needs: str) -> None:
+        super().__init__("own")
+        self.propagation, self.needs = propagation, needs  # type: ignore[misc]
+
+    def extract(self, products: Any) -> Any:
+        return 2 * products[self.needs[0]]
+
+
+@pytest.mark.parametrize(
+    "propagation, need",
+    [
+        (HessianFactors(), "square_norm"),
+        (BatchAveraged(), "square"),
+        (Blocks(None), "square"),
+        (ExactFactor(), "product"),
+    ],
+)
+def test_what_a_propagation_does_not_offer(propagation: Propagation, need: str) -> None:
+    """Signs of columns, say, are not in their norms."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=rf"{need}.*{type(propagation).__name__} does not offer"):
+        run(model, Own(propagation, need), batch=data())
+
+
+def test_own_extension_of_a_tied_parameter() -> None:
+    """The diagonal of the Hessian comes from products there; ``extract`` has the last word."""
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.Sigmoid(), layer, nn.Linear(3, 2))
+    for need, ext, name in (
+        ("square", extensions.DiagHessian(), "diag_h"),
+        ("batch_square", extensions.BatchDiagHessian(), "diag_h_batch"),
+    ):
+        batch = data()
+        run(model, Own(HessianFactors(), need), ext, batch=batch)
+        for p in model.parameters():
+            torch.testing.assert_close(p.own, 2 * getattr(p, name))  # type: ignore[attr-defined]

@@ -325,6 +325,8 @@ class BackwardPass:
             ),
         )
         for (propagation, subsampling, _), exts in groups:
+            for ext in exts:
+                propagation.check(ext)
             plan.check_subsampling(subsampling, exts)
             for p in plan.uses:
                 memory.recycle(p, exts)

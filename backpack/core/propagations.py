@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from backpack.core.derivatives.lossbase import (
 )
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
-from backpack.core.products import Products, Use
+from backpack.core.products import REDUCTIONS, Products, Use
 from backpack.core.sweep import (
     LossSource,
     ResidualSource,
@@ -43,7 +43,26 @@ Subsampling = Sequence[int] | None
 
 
 class Propagation:
-    """What travels back from the loss. Subclasses are values: equal ones are shared."""
+    """What travels back from the loss. Subclasses are values: equal ones are shared.
+
+    Attributes:
+        offers: Names of what can be extracted.
+    """
+
+    offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
+
+    def check(self, ext: BackpropExtension) -> None:
+        """Refuse an extension that needs something else.
+
+        Raises:
+            ValueError: If that is so.
+        """
+        others = set(ext.needs) - self.offers
+        if others:
+            raise ValueError(
+                f"{ext!r} needs {', '.join(sorted(others))}, which {type(self).__name__} does not "
+                f"offer. It offers {', '.join(sorted(self.offers))}."
+            )
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Propagate over the reached calls and save what the extensions extract."""
@@ -93,6 +112,16 @@ def refuse_rules(exts: Extensions) -> None:
                 f"{', '.join(cls.__name__ for cls in ext.rules)}. Register derivatives instead "
                 "(backpack.core.derivatives.register): every extension then works."
             )
+
+
+def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> list[Use]:
+    """Return the uses of a parameter, for quantities that do not come from columns."""
+    return [
+        Use(call, name, Factor(p.new_empty(1).expand(1, count), count), rows)
+        for call, name in plan.uses[p]
+        for rows in [plan.rows(call, subsampling)]
+        for count in [len(row_numbers(plan.num_rows(call), rows))]
+    ]
 
 
 @dataclass(frozen=True)
@@ -185,6 +214,8 @@ class HessianFactors(Propagation):
     derivative (weighted with the gradient) stands in for the loss Hessian.
     """
 
+    offers = frozenset({"square", "batch_square"})
+
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep from the loss and from every nonlinear module."""
         refuse_rules(exts)
@@ -266,12 +297,17 @@ class HessianFactors(Propagation):
                         "normalisation in training mode). Use DiagHessian, or eval()."
                     )
                     continue
-                save(p, ext, block.diagonal(per_sample))
+                products = Products(p, uses_without_columns(plan, p, subsampling), ext.needs)
+                for name in ext.needs:
+                    products.set_value(name, block.diagonal(name == "batch_square"))
+                save(p, ext, ext.extract(products))
 
 
 @dataclass(frozen=True)
 class BatchAveraged(Propagation):
     """One matrix for the whole batch, averaged over the samples after every module."""
+
+    offers = frozenset({"gram"})
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``E[Jᵀ M J]``."""
@@ -280,13 +316,7 @@ class BatchAveraged(Propagation):
         for call in plan.losses:
             nonnegative_scale(call, ", ".join(ext.savefield for ext in exts))
         for p, matrix in sweep.run().items():
-            uses = [
-                Use(call, name, Factor(matrix.new_empty(1).expand(1, count), count), rows)
-                for call, name in plan.uses[p]
-                for rows in [plan.rows(call, subsampling)]
-                for count in [len(row_numbers(plan.num_rows(call), rows))]
-            ]
-            products = Products(p, uses, ("gram",))
+            products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
             products.set_value("gram", matrix)
             for ext in exts:
                 save(p, ext, ext.extract(products))
@@ -296,6 +326,7 @@ class BatchAveraged(Propagation):
 class Blocks(Propagation):
     """Nothing is propagated now: products with curvature blocks are evaluated on demand."""
 
+    offers = frozenset({"product"})
     modify: Modify
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
