@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["REDUCTIONS", "CSVWriter", "Monitor", "Writer", "gradient_snr", "plot_histograms"]
 
-Metric = Callable[[Sequence[Parameter]], Tensor]
-"""Maps parameters to a scalar ``[]``, or to values ``[K]`` that make a histogram."""
+Metric = Callable[[Sequence[Parameter]], Tensor | float]
+"""Maps parameters to a number, or to values ``[K]`` that make a histogram."""
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": torch.linalg.vector_norm,
@@ -111,8 +111,8 @@ class Monitor:
               parameters, then one of :data:`REDUCTIONS`, or ``q`` and a percentage. For all
               parameters together, their entries are put into one vector.
             - ``"grad"``, ``"diag_ggn_mc"``: the attribute alone is written as a histogram.
-            - A function of a list of parameters, like :func:`gradient_snr`. It returns a scalar
-              ``[]``, or values ``[K]`` for a histogram.
+            - A function of a list of parameters, like :func:`gradient_snr`. It returns a number, or
+              values ``[K]`` for a histogram.
         writer: Has ``add_scalar(tag, value, step)``, ``add_histogram(tag, values, step)`` and
             ``close()``: a :class:`CSVWriter`, or a ``torch.utils.tensorboard.SummaryWriter``
             (``pip install tensorboard``). The tags are ``grad.norm/0.weight`` for a parameter,
@@ -139,7 +139,7 @@ class Monitor:
             raise ValueError(f"every is 1 (write in each step) or more, but not {every}.")
         self._metrics: dict[str, Metric] = {}
         for metric in metrics:
-            tag = metric if isinstance(metric, str) else metric.__name__
+            tag = metric if isinstance(metric, str) else getattr(metric, "__name__", repr(metric))
             if tag in self._metrics:
                 raise ValueError(f"There are two metrics with the name {tag}.")
             self._metrics[tag] = _parse(metric) if isinstance(metric, str) else metric
@@ -181,7 +181,8 @@ class Monitor:
                 self._write(tag, metric(list(self._parameters.values())))
         self.steps += 1
 
-    def _write(self, tag: str, value: Tensor) -> None:
+    def _write(self, tag: str, value: Tensor | float) -> None:
+        value = torch.as_tensor(value)
         if value.ndim == 0:
             self._writer.add_scalar(tag, value.item(), self.steps)
         else:

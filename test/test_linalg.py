@@ -19,6 +19,7 @@ from torch.testing import assert_close
 
 from backpack import backpack, disable, extend
 from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact
 from backpack.linalg import (
@@ -184,7 +185,7 @@ def dense_fisher(problem: Problem) -> Tensor:
     f = output(at)
     g = jacobian(lambda f: loss_function.forward(f, *targets), f)
     J = jacobian(output, at)
-    gradients = torch.einsum("nc,ncp->np", g.flatten(1), J.flatten(1, -2))
+    gradients = torch.einsum("nc,ncp->np", g.reshape(N, -1), J.reshape(N, -1, J.shape[-1]))
     W: Any = N
     if loss_function.reduction == "sum":
         W = 1
@@ -228,6 +229,15 @@ def test_matrix(kind: Any, problem: Problem) -> None:
     assert_close(operator @ matrix[:, 0], truth @ matrix[:, 0])
     assert (operator @ matrix[:, :0]).shape == (len(truth), 0)
     assert_close(operator.damped(0.3) @ matrix, truth @ matrix + 0.3 * matrix)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher])
+def test_one_number_for_each_sample(kind: Any) -> None:
+    """The output may have no other axis than that of the samples."""
+    model = nn.Sequential(mlp(), nn.Linear(3, 1), nn.Flatten(0))
+    whole = (inputs(3), torch.rand(N).round())
+    problem = Problem(model, nn.BCEWithLogitsLoss(), whole)
+    assert_close(build(kind, problem).to_dense(), TRUTH[kind](problem))
 
 
 @pytest.mark.parametrize("vectors_at_once", [1, 3])
@@ -302,6 +312,7 @@ def test_nothing_is_left_behind() -> None:
     problem = PROBLEMS["cnn"]()
     extend(problem.model)
     gradients = [torch.randn_like(p) for p in problem.model.parameters()]
+    copies = [g.clone() for g in gradients]
     for p, g in zip(problem.model.parameters(), gradients, strict=True):
         p.grad, p.diag_ggn_exact, p.kflr = g, g, g  # type: ignore[attr-defined]
     attributes = {p: dict(vars(p)) for p in problem.model.parameters()}
@@ -311,6 +322,26 @@ def test_nothing_is_left_behind() -> None:
     for p, g in zip(problem.model.parameters(), gradients, strict=True):
         assert p.grad is g
         assert vars(p) == attributes[p]
+    assert all(map(torch.equal, gradients, copies))
+
+
+@pytest.mark.parametrize("kind", TRUTH)
+def test_inference_mode(kind: Any) -> None:
+    """It has no derivatives, so that operators leave it."""
+    problem = PROBLEMS["mlp"]()
+    truth = TRUTH[kind](problem)
+    with torch.inference_mode():
+        assert_close(build(kind, problem).to_dense(), truth)
+
+
+def test_ggn_needs_what_the_loss_stores() -> None:
+    """Nothing is stored within ``disable()``: a call from before must not take its place."""
+    problem = PROBLEMS["mlp"]()
+    X, y = problem.whole
+    before = extend(problem.loss_function)(problem.model(X), y)
+    with disable(), pytest.raises(ValueError, match=r"outside of disable\(\)"):
+        build(GGN, problem).to_dense()
+    assert before.requires_grad
 
 
 def test_float32() -> None:
@@ -514,6 +545,29 @@ def test_other_kronecker_methods(method: str, reduction: str) -> None:
     assert_close(operator.factors, totals)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_factors_have_no_inverse(dtype: torch.dtype) -> None:
+    """The Hessian of softmax cross entropy is singular, whatever rounding makes of it."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 4).to(dtype)
+        data = [(torch.rand(30, 5, dtype=dtype), torch.randint(4, (30,)))]
+        operator = KroneckerGGN(model, nn.CrossEntropyLoss(), data)
+        for split in (False, True):
+            with pytest.raises(ValueError, match="singular"):
+                operator.inverse(split=split)
+        with pytest.raises(ValueError, match="not positive definite"):
+            operator.logdet()
+
+
+def test_low_precision_has_eigenvalues() -> None:
+    factors = [spd(2), spd(3)]
+    dense = KroneckerOperator([factors]).inverse(0.5).to_dense()
+    low = KroneckerOperator([[f.bfloat16() for f in factors]]).inverse(0.5)
+    assert low.dtype == torch.bfloat16
+    assert_close(low.to_dense().double(), dense, rtol=0.05, atol=0.05)
+
+
 def test_monte_carlo_diagonal() -> None:
     problem = PROBLEMS["mlp"]()
     torch.manual_seed(0)
@@ -597,6 +651,13 @@ def test_wrong_parameters() -> None:
     for params in (None, list(frozen.model.parameters())):
         with pytest.raises(ValueError, match="require a gradient"):
             build(GGN, frozen, params=params)
+    trained = PROBLEMS["mlp"]()
+    weight = trained.model[0].weight  # type: ignore[index]
+    for wrong in (weight, mlp().parameters(), [weight, weight]):
+        with pytest.raises(ValueError, match=r"parameters of the model, each .* params=\[p\]"):
+            build(GGN, trained, params=wrong)
+    with pytest.raises(ValueError, match="vectors_at_once has to be at least 1, got -1"):
+        build(GGN, trained, vectors_at_once=-1)
     mixed = PROBLEMS["mlp"]()
     mixed.model[0].float()  # type: ignore[index]
     with pytest.raises(ValueError, match=r"float32 on cpu.*float64 on cpu"):
@@ -666,6 +727,7 @@ def test_wrong_structure() -> None:
         lambda: [nn.Dropout(0.5)],
         lambda: [nn.BatchNorm1d(4)],
         lambda: [nn.RReLU()],
+        lambda: [StochasticDepth(0.5, "row")],
         lambda: [
             nn.Unflatten(1, (2, 2)),
             nn.GRU(2, 2, 2, dropout=0.1, batch_first=True),

@@ -129,8 +129,11 @@ def test_own_metric(model: Any, tmp_path: Path) -> None:
     def norms(params: Any) -> Tensor:
         return torch.stack([p.norm() for p in params])
 
+    def count(params: Any) -> int:
+        return sum(p.numel() for p in params)
+
     model[0].weight.requires_grad_(False)
-    with Monitor(model, [trace, norms], CSVWriter(tmp_path / "log.csv")) as monitor:
+    with Monitor(model, [trace, norms, count], CSVWriter(tmp_path / "log.csv")) as monitor:
         backward(model, KFAC())
         monitor.step()
     values = read(tmp_path / "log.csv")
@@ -139,6 +142,7 @@ def test_own_metric(model: Any, tmp_path: Path) -> None:
     assert values[0, "trace"] == pytest.approx(sum(traces), rel=1e-12)
     assert values[0, "trace/2.bias"] == pytest.approx(traces[-1], rel=1e-12)
     assert (0, "trace/0.weight") not in values
+    assert values[0, "count"] == 4 + 8 + 2
     assert values[0, "norms/q100"] == max(p.norm() for p in list(model.parameters())[1:])
 
 

@@ -252,6 +252,19 @@ def test_curvature_is_computed_when_it_is_due(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [DiagGGN, KFAC])
+def test_frozen_parameters_are_never_due(make: Any) -> None:
+    """They have no steps behind them, but wait for no curvature either."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimiser = make(model.parameters(), curvature_every=3)
+    due = []
+    for _ in range(7):
+        due.append(len(optimiser.extensions))
+        optimiser.step(make_closure(model, optimiser))
+    assert due == [1, 0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("make", [DiagGGN, KFAC])
 def test_kl_clip_bounds_the_length_of_the_whole_step(make: Any) -> None:
     """``δᵀ(C + λI)δ``, over all parameters, is the bound, and the direction does not change."""
 
@@ -519,6 +532,34 @@ def test_options_of_a_group_out_of_range() -> None:
         KFAC([{"params": [nn.Parameter(torch.ones(1))], "damping": -1}])
 
 
+@pytest.mark.parametrize("options", [{"damping": -1}, {"betas": (1, 0)}, {"lr": -1}])
+def test_a_group_out_of_range_is_not_added(options: dict[str, Any]) -> None:
+    optimiser = KFAC([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match=r"have to be|has to be"):
+        optimiser.add_param_group({"params": [nn.Parameter(torch.ones(1))], **options})
+    assert len(optimiser.param_groups) == 1
+
+
+@pytest.mark.parametrize("make", [DiagGGN, KFAC, partial(DPSGD, **PRIVATE)])
+def test_bfloat16(make: Any) -> None:
+    """Steps in low precision are those in double precision, about."""
+    models = []
+    for dtype in (torch.bfloat16, torch.float64):
+        p = nn.Parameter(torch.ones(3, 4, dtype=dtype))
+        vars(p).update(
+            diag_ggn_mc=torch.full_like(p, 0.5),
+            kfac=[torch.eye(d, dtype=dtype) + 1 for d in (3, 4)],
+            grad_batch=torch.linspace(-1, 2, 24, dtype=dtype).reshape(2, 3, 4),
+        )
+        p.grad = p.grad_batch.sum(0)
+        optimiser = make([p])
+        optimiser.noise_multiplier = 0
+        optimiser.step()
+        assert p.dtype == dtype
+        models.append(p.detach().double())
+    assert_close(*models, rtol=2e-2, atol=1e-3)
+
+
 def test_adapting_the_damping_needs_a_closure() -> None:
     p = one_parameter((2,), "diag_ggn_mc", torch.ones(2))
     with pytest.raises(ValueError, match=r"give step\(\) a closure"):
@@ -632,6 +673,18 @@ def test_a_sample_without_gradient_is_not_clipped() -> None:
     p.grad_batch = torch.tensor([[0.5, 0.0], [0.0, 0.0]], dtype=torch.float64)
     DPSGD([p], lr=1, max_grad_norm=0.1, noise_multiplier=0, expected_batch_size=1).step()
     assert_close(p.detach(), torch.tensor([0.9, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float16], [torch.float32, torch.bfloat16]])
+def test_the_bound_in_low_precision(dtypes: list[torch.dtype]) -> None:
+    """Squares of small entries are zero in float16, but the norm is not; precisions may differ."""
+    ps: list[Any] = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes]
+    for p in ps:
+        p.grad, p.grad_batch = torch.zeros_like(p), torch.full((1, 4), 1e-4, dtype=p.dtype)
+    options: dict[str, Any] = {"noise_multiplier": 0, "expected_batch_size": 1}
+    DPSGD(ps, lr=1, max_grad_norm=1e-5, **options).step()
+    total = torch.cat([p.detach().double() for p in ps]).norm()
+    assert total.item() == pytest.approx(1e-5, rel=0.02)
 
 
 def test_different_numbers_of_samples_are_an_error() -> None:

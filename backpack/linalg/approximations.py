@@ -230,7 +230,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
     totals: list[Any] = []
     weights = 0.0
     for X, targets in objective:
-        with torch.enable_grad(), backpack(ext):
+        with torch.inference_mode(False), torch.enable_grad(), backpack(ext):
             output = objective.model(X)
             loss = objective.loss_function(output, *targets)
             weight = objective.weight(output, targets)
@@ -246,6 +246,8 @@ def _values(params: Sequence[Parameter], ext: BackpropExtension, loss: Tensor) -
     """Run a backward pass that leaves no trace at the parameters."""
     gradients = [p.grad for p in params]
     ext.savefield = "_backpack_linalg"
+    for p in params:  # backward() would add to the tensors of the caller, in place
+        p.grad = None
     try:
         loss.backward(inputs=list(params))
         values = [vars(p).pop(ext.savefield, None) for p in params]

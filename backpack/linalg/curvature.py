@@ -79,9 +79,12 @@ class MatrixFreeOperator(LinearOperator):
 
         Raises:
             ValueError: If the data can be read only once, there are no trainable parameters, they
-                are of several precisions or devices, the reduction is unknown, or a module in
-                training mode is random or mixes samples.
+                are not the model's, or of several precisions or devices, the reduction is unknown,
+                ``vectors_at_once`` is not positive, or a module in training mode is random or mixes
+                samples.
         """
+        if vectors_at_once < 1:
+            raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
         if isinstance(data, Iterator):
             raise ValueError(
                 "The data is an iterator, which can be read only once, but each product reads it: "
@@ -101,10 +104,10 @@ class MatrixFreeOperator(LinearOperator):
         params = self._objective.params
         pieces = matrix.T.split([p.numel() for p in params], 1)
         vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
-        product = torch.zeros_like(matrix.T)  # [V, P]
         weights = loss = 0.0
         math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
-        with torch.enable_grad(), backpack(), math:
+        with torch.inference_mode(False), torch.enable_grad(), backpack(), math:
+            product = torch.zeros_like(matrix.T)  # [V, P]
             for X, targets in self._objective:
                 batch = self._batch(X, targets)
                 if batch.weight == 0:  # no target counts
@@ -202,6 +205,8 @@ class GGN(JacobianOperator):
     def _at_output(
         self, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        if not disable.should_store_io():
+            raise ValueError("The GGN reads what the loss stores: use it outside of disable().")
         loss_function = extend(self._objective.loss_function)
         loss = loss_function(prediction, *targets)
         calls = live_calls(loss_function)
@@ -243,7 +248,7 @@ class EmpiricalFisher(JacobianOperator):
         (gradient,) = grad(loss, prediction)
 
         def curvature(tangents: Tensor) -> Tensor:
-            along = (gradient * tangents).flatten(2).sum(2)  # [V, N]
+            along = (gradient * tangents).reshape(*tangents.shape[:2], -1).sum(2)  # [V, N]
             along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1))
             return weight * gradient * along
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import CrossEntropyLoss, Module, NLLLoss, Parameter, RReLU
+from torch.nn import CrossEntropyLoss, Module, NLLLoss, Parameter
 from torch.nn.functional import nll_loss
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map
 from backpack.custom_module.weighted_loss import WeightedLoss
 
 REDUCTIONS = ("mean", "sum", "batchmean")
+# Classes of torch, torchvision and timm that are random in training mode, beside dropout.
+ALWAYS_RANDOM = ("RReLU", "StochasticDepth", "DropPath")
 
 
 class Objective:
@@ -50,17 +52,24 @@ class Objective:
             progress: Show a bar while iterating over the data.
 
         Raises:
-            ValueError: If there are no trainable parameters, they are of several precisions or on
-                several devices, the reduction of the loss is unknown, or a module in training mode
-                is no function of a sample.
+            ValueError: If there are no trainable parameters, they are not the model's, of several
+                precisions or on several devices, the reduction of the loss is unknown, or a module
+                in training mode is no function of a sample.
         """
         self.model = model
         self.loss_function = loss_function
         self.data = data
         self.progress = progress
-        given = model.parameters() if params is None else list(params)
-        self.params = tuple(p for p in given if params is not None or p.requires_grad)
-        if not self.params or not all(p.requires_grad for p in self.params):
+        own = list(model.parameters())
+        given = [p for p in own if p.requires_grad] if params is None else list(params)
+        self.params = tuple(given)
+        known = set(map(id, own))
+        if len(known.intersection(map(id, given))) < len(given):
+            raise ValueError(
+                "params has to be a list of parameters of the model, each of them once. A single "
+                "one is params=[p]."
+            )
+        if not given or not all(p.requires_grad for p in given):
             raise ValueError(
                 "Curvature needs parameters that require a gradient: pass some of the model's as "
                 "params, and set p.requires_grad_(True)."
@@ -162,7 +171,8 @@ def check_is_function_of_samples(model: Module) -> None:
     """
     for name, module in model.named_modules():
         rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
-        random = isinstance(module, RReLU) or (isinstance(rate, (int, float)) and rate > 0)
+        always = type(module).__name__ in ALWAYS_RANDOM
+        random = always or (isinstance(rate, (int, float)) and rate > 0)
         mixing = isinstance(module, _BatchNorm)
         if (random or mixing) and module.training:
             raise ValueError(

@@ -9,7 +9,11 @@ import torch
 from torch import Generator, Tensor
 
 from backpack.linalg.operators import LinearOperator
-from backpack.utils.kroneckers import apply_kfac_mat_prod
+from backpack.utils.kroneckers import (
+    apply_kfac_mat_prod,
+    eigh_semidefinite,
+    factored_damping,
+)
 
 # Kronecker factors of each diagonal block; no blocks at all stand for the identity.
 Blocks = Sequence[Sequence[Tensor]]
@@ -142,9 +146,7 @@ class KroneckerOperator(SpectralOperator):
 
     @cached_property
     def _eigenpairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        # semidefinite up to rounding
-        pairs = [[torch.linalg.eigh(factor) for factor in block] for block in self.factors]
-        return [[(values.clamp(min=0), basis) for values, basis in block] for block in pairs]
+        return [[eigh_semidefinite(factor) for factor in block] for block in self.factors]
 
     @property
     def spectrum(self) -> Tensor:
@@ -186,22 +188,16 @@ class KroneckerOperator(SpectralOperator):
         """
         if not split:
             return super().inverse(damping)
-        damped = torch.cat(
-            [_outer(_with_split_damping([v for v, _ in b], damping)) for b in self._eigenpairs]
-        )
-        return SpectralOperator(damped, self.bases).inverse()
+        blocks = [[values for values, _ in block] for block in self._eigenpairs]
+        shifts = [factored_damping(values, damping) for values in blocks]
+        damped = [
+            _outer([v + shift for v, shift in zip(values, block_shifts, strict=True)])
+            for values, block_shifts in zip(blocks, shifts, strict=True)
+        ]
+        return SpectralOperator(torch.cat(damped), self.bases).inverse()
 
 
 _NOT_POSITIVE = "not positive definite. Use (more) damping, or the GGN instead of the Hessian."
-
-
-def _with_split_damping(values: Sequence[Tensor], damping: float) -> list[Tensor]:
-    """Add to the eigenvalues of each factor its share of the damping."""
-    means = torch.stack([v.mean() for v in values])
-    if not means.min() > 0:  # a factor is zero: there are no ratios
-        means = torch.ones_like(means)
-    shifts = damping ** (1 / len(values)) * means / means.log().mean().exp()
-    return [v + shift for v, shift in zip(values, shifts, strict=True)]
 
 
 def _multiply(blocks: Blocks, matrix: Tensor) -> Tensor:

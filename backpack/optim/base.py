@@ -58,14 +58,14 @@ class ExtensionOptimizer(Optimizer):
         Raises:
             ValueError: If an option is out of range.
         """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = {**self.defaults, **param_group}
         for name, least in self.at_least.items():
             if not group[name] >= least:
                 raise ValueError(f"{name} has to be at least {least}, got {group[name]}.")
         for name, least in self.more_than.items():
             if not group[name] > least:
                 raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
+        super().add_param_group(param_group)
 
     def step(self, closure: Closure | None = None) -> Any:
         """Update every parameter that has a gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -52,7 +53,10 @@ class DPSGD(ExtensionOptimizer):
             expected_batch_size: B, number of samples in a batch on average over batches.
             loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
                 gradients by the number of samples in the batch, which is undone before clipping.
+                It has to be ``"sum"`` if a mean would divide by something that depends on other
+                samples: with class weights or ``ignore_index``.
             generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
+                No part of ``state_dict``: a new one with the old seed draws the old noise again.
 
         Raises:
             ValueError: If an option is out of range.
@@ -80,7 +84,7 @@ class DPSGD(ExtensionOptimizer):
         for group, p, _ in self._trained():
             noise = torch.empty_like(p).normal_(generator=self.generator)
             noise *= self.noise_multiplier * self.max_grad_norm
-            gradient = torch.tensordot(weights, individual[p], dims=1) + noise
+            gradient = torch.tensordot(weights.to(p.dtype), individual[p], dims=1) + noise
             gradient /= self.expected_batch_size
             gradient.add_(p, alpha=group["weight_decay"])
             if group["momentum"]:
@@ -103,7 +107,10 @@ class DPSGD(ExtensionOptimizer):
                 f"DPSGD: the parameters differ in their numbers of individual gradients: {counts}."
             )
         scale = num_samples if self.loss_reduction == "mean" else 1
-        squares = [g.reshape(num_samples, p.numel()).square().sum(1) for p, g in individual.items()]
-        norms = scale * torch.stack(squares).sum(0).sqrt()
+        rows = [g.reshape(num_samples, p.numel()) for p, g in individual.items()]
+        # in float16, squares of small entries are zero
+        precision = reduce(torch.promote_types, (r.dtype for r in rows), torch.float32)
+        norms = torch.stack([torch.linalg.vector_norm(r, dim=1, dtype=precision) for r in rows])
+        norms = scale * torch.linalg.vector_norm(norms, dim=0)
         # a norm of zero is less than any bound: infinity becomes 1
         return scale * (self.max_grad_norm / norms).clamp(max=1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -14,29 +12,11 @@ from backpack import extensions
 from backpack.extensions import HBP
 from backpack.optim.base import Group
 from backpack.optim.preconditioned import PreconditionedOptimizer
-from backpack.utils.kroneckers import apply_kfac_mat_prod
-
-
-def factored_damping(eigenvalues: Sequence[Tensor], shift: float) -> list[float]:
-    """Split damping between Kronecker factors.
-
-    ``A ⊗ B ⊗ …`` becomes ``(A + s_A I) ⊗ (B + s_B I) ⊗ …``. The damping of a factor is in
-    proportion to its mean eigenvalue, and their product is ``shift``. For two factors, that is
-    ``s_A = π sqrt(shift)`` and ``s_B = sqrt(shift) / π`` with
-    ``π² = (tr A / dim A) / (tr B / dim B)``. Source: Martens, Grosse, Optimizing neural networks
-    with Kronecker-factored approximate curvature (ICML 2015), section 6.3.
-
-    Args:
-        eigenvalues: Of each factor, none negative. ``[D_1], [D_2], ...``
-        shift: Damping of the product.
-
-    Returns:
-        Damping of each factor.
-    """
-    means = [float(values.mean()) for values in eigenvalues]
-    if prod(means) == 0:
-        means = [1.0 for _ in means]
-    return [mean * (shift / prod(means)) ** (1 / len(means)) for mean in means]
+from backpack.utils.kroneckers import (
+    apply_kfac_mat_prod,
+    eigh_semidefinite,
+    factored_damping,
+)
 
 
 class KFAC(PreconditionedOptimizer):
@@ -82,7 +62,8 @@ class KFAC(PreconditionedOptimizer):
                 ``extensions`` is empty.
             inverse_every: Number of steps between eigendecompositions of the factors. In each of
                 the first that many steps there is one, as the averages change fast then.
-            factored: Damp each factor, see :func:`factored_damping`, instead of their product.
+            factored: Damp each factor, see :func:`~backpack.utils.kroneckers.factored_damping`,
+                instead of their product.
             extension: ``KFAC()`` (default), ``KFLR()`` or ``KFRA()`` of ``backpack.extensions``.
             kl_clip: Bound κ for ``δᵀ(C + (λ + η) I)δ``, with δ the whole step, which is scaled down
                 if it is longer. None: no bound.
@@ -113,10 +94,9 @@ class KFAC(PreconditionedOptimizer):
     def _solve(self, group: Group, state: dict[str, Any], shift: float) -> Tensor:
         age, interval = state["step"] - 1, group["inverse_every"]
         if age < interval or age % interval == 0:  # at the start, the averages change fast
-            decompositions = [torch.linalg.eigh(factor) for factor in state["curvature"]]
-            # the factors are positive semidefinite up to round-off
-            state["eigenvalues"] = [d.eigenvalues.clamp(min=0) for d in decompositions]
-            state["eigenvectors"] = [d.eigenvectors for d in decompositions]
+            decompositions = [eigh_semidefinite(factor) for factor in state["curvature"]]
+            state["eigenvalues"] = [values for values, _ in decompositions]
+            state["eigenvectors"] = [vectors for _, vectors in decompositions]
 
         eigenvalues = state["eigenvalues"]
         if group["factored"]:

@@ -74,10 +74,10 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         Raises:
             ValueError: If an option is out of range.
         """
-        super().add_param_group(param_group)
-        betas = self.param_groups[-1]["betas"]
+        betas = param_group.get("betas", self.defaults["betas"])
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas have to be at least 0 and less than 1, got {betas}.")
+        super().add_param_group(param_group)
 
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:
@@ -86,6 +86,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             self._is_due(group, self.state.get(p, {}))
             for group in self.param_groups
             for p in group["params"]
+            if p.requires_grad
         )
         return (self.extension,) if due else ()
 
@@ -148,7 +149,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     def _count(self) -> int:
         """Return the number of steps."""
-        return max(state["step"] for state in self.state.values() if state)
+        return max((state["step"] for state in self.state.values() if state), default=0)
 
     def _objective(self, loss: Any) -> float:
         """Add η/2 ‖θ‖², of every group with a weight decay η, to a loss."""
@@ -162,10 +163,11 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     def _adapt_damping(self, gain: float, predicted: float, steps: int) -> None:
         """Raise the damping if the quadratic model promised too much, lower it if it was right."""
-        low, high = (ratio * predicted for ratio in TRUSTED)
+        low, high = TRUSTED
+        ratio = gain / predicted if predicted > 0 else 0.0
         factor = ADAPTATION**steps
         for group in self.param_groups:
-            if gain > high:
+            if ratio > high:
                 group["damping"] *= factor
-            elif not gain >= low:  # a loss that is NaN counts as no gain
+            elif not ratio >= low:  # a loss that is NaN counts as no gain
                 group["damping"] /= factor

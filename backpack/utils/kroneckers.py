@@ -146,6 +146,45 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     ]
 
 
+def eigh_semidefinite(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose a factor that is positive semidefinite up to round-off.
+
+    Args:
+        factor: Symmetric matrix, of any precision. ``[D, D]``
+
+    Returns:
+        Eigenvalues in ascending order, those that cannot be told from zero being zero, and
+        eigenvectors in the columns. ``[D], [D, D]``
+    """
+    wide = factor.to(torch.promote_types(factor.dtype, torch.float32))  # none in less
+    values, vectors = torch.linalg.eigh(wide)
+    round_off = 10 * torch.finfo(wide.dtype).eps * values[-1:]
+    values = torch.where(values > round_off, values, 0)
+    return values.to(factor.dtype), vectors.to(factor.dtype)
+
+
+def factored_damping(eigenvalues: Sequence[Tensor], shift: float) -> list[float]:
+    """Split damping between Kronecker factors.
+
+    ``A ⊗ B ⊗ …`` becomes ``(A + s_A I) ⊗ (B + s_B I) ⊗ …``. The damping of a factor is in
+    proportion to its mean eigenvalue, and their product is ``shift``. For two factors, that is
+    ``s_A = π sqrt(shift)`` and ``s_B = sqrt(shift) / π`` with
+    ``π² = (tr A / dim A) / (tr B / dim B)``. Source: Martens, Grosse, Optimizing neural networks
+    with Kronecker-factored approximate curvature (ICML 2015), section 6.3.
+
+    Args:
+        eigenvalues: Of each factor, none negative. ``[D_1], [D_2], ...``
+        shift: Damping of the product.
+
+    Returns:
+        Damping of each factor.
+    """
+    means = [float(values.mean()) for values in eigenvalues]
+    if prod(means) == 0:
+        means = [1.0 for _ in means]
+    return [mean * (shift / prod(means)) ** (1 / len(means)) for mean in means]
+
+
 def _inverse(mat: Tensor) -> Tensor:
     """Invert a matrix: by Cholesky if it is symmetric positive definite, else by LU.
 
