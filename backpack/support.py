@@ -130,12 +130,13 @@ def support_matrix(mixing: bool = False) -> Matrix:
 
 
 def _family(module_class: type[Module]) -> tuple[bool, bool, str, bool, bool]:
-    """Sort and group by kind and by the file of the derivatives; losses by their likelihood."""
+    """Sort and group by kind and by the file of the derivatives; losses by what they have."""
     derivatives = _rows()[module_class]
     if derivatives is None:
         return False, False, "", False, False
     is_loss = isinstance(derivatives, BaseLossDerivatives)
-    file = "" if is_loss else type(derivatives).__module__
+    by_file = not is_loss or isinstance(derivatives, CTCLossDerivatives)  # not like other losses
+    file = type(derivatives).__module__ if by_file else ""
     parameters = not is_loss and _has_parameters(derivatives)
     automatic, likelihood = _is_automatic(derivatives), _is_likelihood(derivatives)
     return is_loss, not parameters, file, automatic, not likelihood
