@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [
     "backpack",
     "test",
+    "benchmark",
     "docs_src",
     "*.md",
     "*.cff",
@@ -29,7 +30,7 @@ SOURCES = [
     "MANIFEST.in",
     "makefile",
 ]
-GENERATED = shutil.ignore_patterns("__pycache__", "_build", "gallery", "generated")
+GENERATED = shutil.ignore_patterns("__pycache__", ".peers", "_build", "gallery", "generated")
 BUILD = """
 import sys
 from setuptools import build_meta

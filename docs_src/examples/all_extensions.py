@@ -92,8 +92,8 @@ for extension in instances:
 Console(width=100).print(table)
 
 # %%
-# They fit together. Some are sums of others, and all approximations of the generalised Gauss-Newton
-# matrix (GGN) have its diagonal, exactly or nearly so.
+# They fit together. Some are sums of others, and the square root of the generalised Gauss-Newton
+# matrix (GGN) has its diagonal.
 
 assert torch.allclose(weight.grad_batch.sum(0), weight.grad, atol=1e-6)
 assert torch.allclose(weight.grad_batch.flatten(1).square().sum(1), weight.batch_l2)

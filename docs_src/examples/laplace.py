@@ -3,7 +3,7 @@
 
 A trained network is sure of itself far away from its data, too. A Laplace approximation is a normal
 distribution over the weights whose covariance is the inverse of the curvature; the
-predictions it gives fade to one half where there were no data. Here with the whole GGN, and with
+predictions it gives fade towards one half away from the data. Here with the whole GGN, and with
 its Kronecker and diagonal approximations.
 """
 

@@ -127,6 +127,8 @@ for i in range(STEPS):
     if on_screen and i % 10 == 0:
         redraw()
         plt.pause(0.001)
+redraw()
+plt.show()
 
 # %%
 # The ratio is largest when the loss leaves its plateau, and ends near that of gradients with
@@ -135,6 +137,3 @@ for i in range(STEPS):
 for values in map(smooth, ratios.values()):
     assert max(values) > 2 * values[-1]
     assert values[-1] < 2 / (BATCH_SIZE - 1)
-
-redraw()
-plt.show()

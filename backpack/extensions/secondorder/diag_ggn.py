@@ -49,7 +49,8 @@ class DiagGGNMC(SecondOrderBackpropExtension):
     draws.
 
     :Shape: ``[*p]``
-    :Scale: That of :class:`DiagGGNExact`, which is its expectation.
+    :Scale: That of :class:`DiagGGNExact`, which is its expectation (but see :doc:`losses` for those
+        whose Hessian depends on the targets).
     :Cost: M columns travel back where the gradient is one, whatever the number of classes.
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """

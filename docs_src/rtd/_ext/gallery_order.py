@@ -38,26 +38,21 @@ class Position:
 
     def __call__(self, filename: str) -> int:
         """Return the position in the list."""
-        name = Path(filename).stem
-        return ORDER.index(name) if name in ORDER else len(ORDER)
+        return ORDER.index(Path(filename).stem)
 
 
 def sort_into_groups(examples: Path, target: Path) -> None:
-    """Copy the scripts into one folder for each group; what no group names comes last."""
+    """Copy the scripts into one folder for each group."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     (target / "GALLERY_HEADER.rst").write_text(HEADER, encoding="utf-8")
-    scripts = {path.stem: path for path in sorted(examples.glob("*.py"))}
-    others = tuple(name for name in scripts if name not in ORDER)
-    for i, (title, names) in enumerate({**GROUPS, "More": others}.items(), 1):
-        found = [scripts[name] for name in names if name in scripts]
-        if found:
-            folder = target / f"{i}_{title.lower().replace(' ', '_')}"
-            folder.mkdir()
-            header = f"{title}\n{'-' * len(title)}\n"
-            (folder / "GALLERY_HEADER.rst").write_text(header, encoding="utf-8")
-            for path in found:
-                shutil.copy2(path, folder)
+    for i, (title, names) in enumerate(GROUPS.items(), 1):
+        folder = target / f"{i}_{title.lower().replace(' ', '_')}"
+        folder.mkdir()
+        header = f"{title}\n{'-' * len(title)}\n"
+        (folder / "GALLERY_HEADER.rst").write_text(header, encoding="utf-8")
+        for name in names:
+            shutil.copy2(examples / f"{name}.py", folder)
 
 
 HEADER = """\

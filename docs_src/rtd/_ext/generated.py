@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from benchmark.report import markdown
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmark" / "results" / "cpu.json"
-
-# packages on top of the extensions
-BATTERIES = ("optim", "linalg", "monitor")
 
 PROPAGATED = {
     type(None): "gradient",
@@ -129,41 +125,13 @@ def draw_problem(data: Data, problem: str, folder: Path) -> str:
     return name
 
 
-def batteries(folder: Path) -> str:
-    """List what the packages on top export, but for those that a page of theirs documents."""
-    pages = "\n".join(p.read_text(encoding="utf-8") for p in folder.parent.glob("*.rst"))
-    lines: list[str] = []
-    for package in BATTERIES:
-        name = f"backpack.{package}"
-        if find_spec(name) and not re.search(rf"auto(module|class)::\s+{name}", pages):
-            lines += [f"``{name}``", "-" * (len(name) + 4), ""]
-            lines += [f".. automodule:: {name}", "   :members:", "   :imported-members:", ""]
-    return "\n".join(lines)
+def repository_file(name: str) -> Callable[[Path], str]:
+    """Return the function that reads a Markdown file of the repository."""
+    return lambda _: without_relative_links((ROOT / name).read_text(encoding="utf-8"))
 
 
-def repository_file(name: str) -> Callable[[Path], str | None]:
-    """Return the function that reads a Markdown file of the repository, None if it is not there."""
-
-    def read(folder: Path) -> str | None:
-        path = ROOT / name
-        return without_relative_links(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    return read
-
-
-def toctree(caption: str, *pages: str) -> Callable[[Path], str]:
-    """Return the function that lists those of the pages that are there."""
-
-    def make(folder: Path) -> str:
-        here = [page for page in pages if [*folder.parent.glob(f"{page}.*")]]
-        lines = [".. toctree::", ":hidden:", f":caption: {caption}", "", *here]
-        return "\n   ".join(lines) + "\n" if here else ""
-
-    return make
-
-
-# file -> what makes its contents, None for no file; `.inc` is included into a page
-FILES: dict[str, Callable[[Path], str | None]] = {
+# file -> what makes its contents; `.inc` is included into a page
+FILES: dict[str, Callable[[Path], str]] = {
     "idea.inc.rst": lambda _: idea(),
     "support_summary.inc.md": lambda _: support_matrix(summary=True),
     "support.inc.md": lambda _: support_matrix(summary=False),
@@ -171,11 +139,6 @@ FILES: dict[str, Callable[[Path], str | None]] = {
     "benchmark.md": benchmark,
     "changelog.md": repository_file("CHANGELOG.md"),
     "contributing.md": repository_file("CONTRIBUTING.md"),
-    "batteries.inc.rst": batteries,
-    "built_on_top.inc.rst": toctree("Built on top", *BATTERIES),
-    "project.inc.rst": toctree(
-        "Project", "reference/index", "generated/changelog", "generated/contributing", "citation"
-    ),
 }
 
 
@@ -186,9 +149,7 @@ def generate(app: Sphinx) -> None:
     sort_into_groups(ROOT / "docs_src" / "examples", folder / "examples")
     for name, make in FILES.items():
         text, path = make(folder), folder / name
-        if text is None:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
 
 

@@ -37,7 +37,7 @@ def visit(self: Any, node: nodes.Element) -> None:
     block = isinstance(node, nodes.math_block)
     try:
         formula = mathml(node.astext(), block)
-    except MathError as error:
+    except (MathError, ElementTree.ParseError) as error:
         logging.getLogger(__name__).warning("%s in %r", error, node.astext(), location=node)
         raise nodes.SkipNode from None
     self.body.append(f'<div class="math-block">{formula}</div>' if block else formula)
