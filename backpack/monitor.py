@@ -260,10 +260,10 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
     r"""Signal-to-noise ratio of the gradient of a sample.
 
     With individual gradients :math:`g_n` it is
-    :math:`\|\bar g\|^2 / \frac 1 N \sum_n \|g_n - \bar g\|^2`, from ``grad`` and, by
-    :class:`~backpack.extensions.BatchL2Grad`, ``batch_l2`` of one backward pass. That of the
-    gradient of the whole batch is ``N`` times as large. Gradients that have nothing in common give
-    about :math:`1 / (N - 1)`.
+    :math:`\lVert \bar g \rVert^2 / \frac 1 N \sum_n \lVert g_n - \bar g \rVert^2`,
+    from ``grad`` and, by :class:`~backpack.extensions.BatchL2Grad`, ``batch_l2`` of one backward
+    pass. That of the gradient of the whole batch is ``N`` times as large. Gradients that have
+    nothing in common give about :math:`1 / (N - 1)`.
 
     Args:
         params: Parameters with ``grad`` and ``batch_l2``.

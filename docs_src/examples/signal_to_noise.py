@@ -42,9 +42,10 @@ layers = {"convolution": model[0], "first dense layer": model[4], "last layer": 
 # The ratio
 # ---------
 #
-# With individual gradients :math:`g_n` and their mean :math:`\bar g` it is :math:`\|\bar g\|^2 /
-# (\frac 1 N \sum_n \|g_n - \bar g\|^2)`. Multiplied out, that needs the norm of the gradient
-# :math:`\sum_n g_n` and the norms of the individual ones alone, and any constant factor cancels.
+# With individual gradients :math:`g_n` and their mean :math:`\bar g` it is
+# :math:`\lVert \bar g \rVert^2 / (\frac 1 N \sum_n \lVert g_n - \bar g \rVert^2)`. Multiplied out,
+# that needs the norm of the gradient :math:`\sum_n g_n` and the norms of the individual ones alone,
+# and any constant factor cancels.
 # :func:`backpack.monitor.gradient_snr` is the same.
 
 
