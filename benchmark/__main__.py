@@ -17,7 +17,7 @@ from benchmark.quantities import EVERY, FIRST, NONE
 from benchmark.report import report
 
 RESULTS = Path(__file__).resolve().parent / "results"
-QUICK_PROBLEMS = ("logreg", "mlp", "3c3d", "allcnnc-32", "lstm")
+QUICK_PROBLEMS = ("logreg", "mlp", "3c3d", "lstm")
 QUICK_QUANTITIES = (NONE, *FIRST, "DiagGGNMC", "KFAC")
 
 
