@@ -261,8 +261,9 @@ def report(markdown: bool = False, summary: bool = False) -> str:
     families = [list(members) for _, members in groupby(matrix, _family)]
     lines = (_summary if summary else _full)(matrix, families, markdown)
     cells = {cell for row in matrix.values() for cell in row.values()}
+    quote = "`" if markdown else ""  # some symbols would begin a list in markdown
     notes = [
-        f"{cell.value if summary else f'{SYMBOLS[cell]} {cell.value}'}: {text}."
+        f"{'' if summary else f'{quote}{SYMBOLS[cell]}{quote} '}{cell.value}: {text}."
         for cell, text in EXPLANATIONS.items()
         if cell in cells
     ]

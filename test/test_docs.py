@@ -151,5 +151,5 @@ def test_facts_about_an_extension(name: str) -> None:
     savefield = (instance or getattr(extensions, name)()).savefield
     assert f"``{savefield}``" in text
     assert ".. math::" in text
-    for fact in ("Shape", "Scale", "Cost"):
+    for fact in ("Shape", "Scale", "Cost", "Source"):
         assert f":{fact}: " in text

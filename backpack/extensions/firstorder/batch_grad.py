@@ -19,6 +19,7 @@ class BatchGrad(FirstOrderBackpropExtension):
     :Shape: ``[N, *p]``
     :Scale: That of the loss: with a mean each carries 1/N. They sum to ``p.grad``.
     :Cost: The products of the gradient, not summed over n. The memory of N gradients.
+    :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
     needs = ("individual",)

@@ -16,6 +16,7 @@ class SumGradSquared(FirstOrderBackpropExtension):
     :Scale: With a mean it carries 1/N².
     :Cost: The products of the gradient, squared in slices: the individual gradients are never held
         all at once.
+    :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
     needs = ("square",)

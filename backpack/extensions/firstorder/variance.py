@@ -25,6 +25,7 @@ class Variance(FirstOrderBackpropExtension):
     :Scale: With a mean it carries 1/N²: multiply it by N² for the variance of the gradients of the
         samples' own losses.
     :Cost: That of :class:`SumGradSquared`.
+    :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
     needs = ("square", "gradient")

@@ -76,6 +76,7 @@ class BatchDiagGGNExact(SecondOrderBackpropExtension):
     :Shape: ``[N, *p]``
     :Scale: With a mean each carries 1/N. They sum to :class:`DiagGGNExact`.
     :Cost: That of :class:`DiagGGNExact`, and the memory of N gradients.
+    :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
     propagation = ExactFactor()
@@ -98,6 +99,7 @@ class BatchDiagGGNMC(SecondOrderBackpropExtension):
     :Shape: ``[N, *p]``
     :Scale: With a mean each carries 1/N. They sum to :class:`DiagGGNMC`.
     :Cost: That of :class:`DiagGGNMC`, and the memory of N gradients.
+    :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
     needs = ("batch_square",)

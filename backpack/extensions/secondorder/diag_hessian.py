@@ -44,6 +44,7 @@ class BatchDiagHessian(SecondOrderBackpropExtension):
     :Shape: ``[N, *p]``
     :Scale: With a mean each carries 1/N. They sum to :class:`DiagHessian`.
     :Cost: That of :class:`DiagHessian`, and the memory of N gradients.
+    :Source: That of :class:`DiagHessian`.
     """
 
     propagation = HessianFactors()

@@ -55,6 +55,9 @@ def idea() -> str:
             for needs in EXTRACTED.values()
         ]
         rows.append([title, *(" |br| ".join(cell) for cell in names)])
+    placed = "".join(cell for row in rows for cell in row).count(":class:")
+    if placed != len(exts):
+        raise ValueError("PROPAGATED or EXTRACTED has no place for an extension.")
     return list_table(rows, "idea")
 
 
