@@ -501,12 +501,23 @@ def test_plain_backward_does_not_release() -> None:
 # ------------------------------------------------------------------ inputs=, autograd.grad
 
 
+RESTRICTED: dict[str, Callable[[Tensor, list[Any]], None]] = {
+    "method": lambda loss, inputs: loss.backward(inputs=inputs),
+    "method, by position": lambda loss, inputs: loss.backward(None, None, False, inputs),
+    "function": lambda loss, inputs: torch.autograd.backward(loss, inputs=inputs),
+    "function, by position": lambda loss, inputs: torch.autograd.backward(
+        loss, None, None, False, None, inputs
+    ),
+}
+
+
 @pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
-def test_backward_inputs_restricts(exts: list[Any]) -> None:
+@pytest.mark.parametrize("how", RESTRICTED)
+def test_backward_inputs_restricts(how: str, exts: list[Any]) -> None:
     model, (X, y) = extend(mlp()), data()
     loss = extend(nn.CrossEntropyLoss())(model(X), y)
     with backpack(*exts):
-        loss.backward(inputs=[model[0].bias, model[2].weight])
+        RESTRICTED[how](loss, [model[0].bias, model[2].weight])
     whole = copy.deepcopy(model)
     run(whole, *exts, batch=(X, y))
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
-from backpack.core import memory, tape
+from backpack.core import memory, sweep, tape
 from backpack.core.backward_pass import BackwardPass
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.extensions import BatchGrad
@@ -470,6 +470,33 @@ def test_individual_gradients_are_written_over() -> None:
     assert torch.equal(kept, before)
 
 
+def test_second_order_results_are_written_over() -> None:
+    """At every step: no view keeps memory alive."""
+    model, lossfunc = extend(nn.Linear(512, 64)), extend(nn.MSELoss())
+    addresses = set()
+    for _ in range(4):
+        with backpack(extensions.BatchDiagGGNExact()):
+            lossfunc(model(torch.rand(64, 512)), torch.rand(64, 64)).backward()
+        addresses.add(model.weight.diag_ggn_exact_batch.data_ptr())
+        assert model.weight.diag_ggn_exact_batch._base is None
+    assert len(addresses) == 1
+
+
+def test_weight_and_bias_have_factors_of_their_own() -> None:
+    """What they have in common is computed once, but may be changed in one place."""
+    model, lossfunc = extend(nn.Linear(5, 3)), extend(nn.MSELoss())
+    with backpack(extensions.KFLR(), extensions.KFAC()):
+        lossfunc(model(torch.rand(4, 5)), torch.rand(4, 3)).backward()
+    for of_weight, of_bias in [
+        (model.weight.kflr[0], model.bias.kflr[0]),
+        (model.weight.kfac[0], model.bias.kfac[0]),
+    ]:
+        assert torch.equal(of_weight, of_bias)
+        before = of_bias.clone()
+        of_weight.mul_(2)
+        assert torch.equal(of_bias, before)
+
+
 def test_extension_hook_frees_memory() -> None:
     """What the hook deletes is gone at once, not at the end of the backward pass."""
     model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
@@ -486,3 +513,39 @@ def test_extension_hook_frees_memory() -> None:
     with backpack(BatchGrad(), extension_hook=drop):
         lossfunc(model(X), y).backward()
     assert kept == [False] * len(list(model.parameters()))
+
+
+def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the slices that wait are alive."""
+    slices: list[weakref.ref[sweep.State]] = []
+    alive = []
+    restricted, split = sweep.State.restricted, sweep.Sweep._split
+
+    def recording(self: sweep.State, *args: Any) -> sweep.State:
+        state = restricted(self, *args)
+        slices.append(weakref.ref(state))
+        return state
+
+    def counting(self: sweep.Sweep, state: sweep.State, call: tape.Call) -> list[sweep.State]:
+        if call.module is model[0]:
+            alive.append(sum(ref() is not None for ref in slices))
+        return split(self, state, call)
+
+    monkeypatch.setattr(sweep.State, "restricted", recording)
+    monkeypatch.setattr(sweep.Sweep, "_split", counting)
+    model = extend(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(8, 4)))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(1, 16)), torch.tensor([0]))
+    with sweep.slice_bytes(48), backpack(extensions.DiagGGNExact()):  # three columns of the loss
+        loss.backward()
+    assert alive == [3, 2, 1]
+
+
+def test_slices_of_columns_are_added_in_place() -> None:
+    """The sum over slices stays where it is."""
+    every = sweep.Part(range(1), range(1), range(3), range(3))
+    total, places = sweep.Gathered(sweep.REDUCTIONS["square"]), set()
+    for part in every.split(1, 1):
+        total.add(torch.ones(5), part)
+        places.add(total.value.data_ptr())
+    assert len(places) == 1
+    assert total.total().tolist() == [3.0] * 5

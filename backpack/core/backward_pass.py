@@ -20,7 +20,15 @@ from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
 from backpack.core.propagations import UserRules
 from backpack.core.sweep import call_gradients, separate_samples
-from backpack.core.tape import Call, describe, is_used, origin, parameter_behind, upstream
+from backpack.core.tape import (
+    CLASSES_WITH_RULES,
+    Call,
+    describe,
+    is_used,
+    origin,
+    parameter_behind,
+    upstream,
+)
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ class BackwardPass:
 
     _running: ClassVar[dict[int, BackwardPass]] = {}
     called_on: tuple[Tensor, ...] | None = None  # the argument of backward(), where it is known
+    called_with_inputs = True  # whether its inputs= may be given
 
     def __init__(self) -> None:
         """Read the active configuration."""
@@ -86,7 +95,8 @@ class BackwardPass:
         self.roots = BackwardPass.called_on
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
         self.is_nested = bool(BackwardPass._running)
-        self.restricted = True  # whether autograd can tell which parameters it accumulates into
+        # whether to ask autograd which parameters it accumulates into (and whether it can tell)
+        self.restricted = BackwardPass.called_with_inputs
 
     # ------------------------------------------------------------------ life cycle
 
@@ -119,8 +129,7 @@ class BackwardPass:
 
     def _undone_on_error(self, task: int, work: Callable[[], None]) -> None:
         try:
-            with without_autocast():
-                work()
+            work()
         except BaseException:
             self._undo()
             memory.forget()
@@ -148,10 +157,14 @@ class BackwardPass:
         call.g_out[slot] = grad
         if call.derivatives is not None:
             self.parameters.update(call.params.values())
-        self._check_foreign_uses(call)
-        self._check_mixing(call)
+        if self.first_order:
+            self._check_foreign_uses(call)
+            self._check_mixing(call)
+        elif self.second_order:
+            return
         if self._is_independent(call):
-            self._run_first_order(Plan([call]))
+            if call.trained or type(call.module) in CLASSES_WITH_RULES:
+                self._run_first_order(Plan([call]))
             if not self.second_order:
                 self._done(call)
                 self.calls.pop()
@@ -167,7 +180,7 @@ class BackwardPass:
     def _check_mixing(self, call: Call) -> None:
         """Warn of modules without parameters that mix samples, where others have gradients."""
         rule = call.derivatives
-        if self.first_order and not call.params and rule and rule.mixes_in_secret(call):
+        if not call.params and rule and rule.mixes_in_secret(call):
             warn(
                 f"{describe(call.module)} mixes the samples of a batch: individual gradients of "
                 "modules before it are those of the loss as a whole with respect to one sample's "
@@ -177,8 +190,6 @@ class BackwardPass:
 
     def _check_foreign_uses(self, call: Call) -> None:
         """Notice parameters of extended modules that a function above the call uses as well."""
-        if not self.first_order:
-            return
         for x, mark in zip(call.inputs, call.origins_in, strict=True):
             leaves: Sequence[Tensor]
             if mark is None:  # perhaps a parameter itself, as an argument
@@ -215,7 +226,8 @@ class BackwardPass:
         if self.deferred:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         if self.second_order:
-            self._run_second_order()
+            with without_autocast():
+                self._run_second_order()
         for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
             self._done(call)
 
@@ -234,6 +246,8 @@ class BackwardPass:
             return
         if isinstance(value, Tensor):
             value = value.to(p.dtype)
+            if value._base is not None and not value.requires_grad:
+                value = value.detach()  # a view keeps the tensor alive that it is one of
         elif isinstance(value, list):
             value = [factor.to(p.dtype) for factor in value]
         if self.configuration.debug:
@@ -244,8 +258,13 @@ class BackwardPass:
     # ------------------------------------------------------------------ first order
 
     def _run_first_order(self, plan: Plan) -> None:
-        if self.first_order:
-            separate_samples(plan)
+        if not self.first_order:
+            return
+        with without_autocast():
+            self._first_order_of(plan)
+
+    def _first_order_of(self, plan: Plan) -> None:
+        separate_samples(plan)
         for subsampling, exts in self.first_order_groups:
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
@@ -455,6 +474,7 @@ class WatchBackward(TorchFunctionMode):
     """Notes which tensors ``backward()`` is called on, so that a modified loss can be noticed."""
 
     _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    _BEFORE_INPUTS = 4  # positional arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
@@ -462,9 +482,11 @@ class WatchBackward(TorchFunctionMode):
         if func not in self._ENTRIES:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        outer = BackwardPass.called_on
+        outer = BackwardPass.called_on, BackwardPass.called_with_inputs
         BackwardPass.called_on = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        everything = func is not torch.autograd.grad and kwargs.get("inputs") is None
+        BackwardPass.called_with_inputs = not everything or len(args) > self._BEFORE_INPUTS
         try:
             return func(*args, **kwargs)
         finally:
-            BackwardPass.called_on = outer
+            BackwardPass.called_on, BackwardPass.called_with_inputs = outer

@@ -50,6 +50,10 @@ class Factor:
     weights: Tensor | None = None
     adds_up: bool = False
 
+    def holding(self, mat: Tensor) -> Factor:
+        """Return other columns of the same groups and weights."""
+        return Factor(mat, self.groups, self.weights, self.adds_up)
+
     def coarsened(self, groups: int) -> Factor:
         """Merge groups of rows."""
         if groups == self.groups:
@@ -78,7 +82,7 @@ class Factor:
                 f"Cannot follow a reshape of {list(self.mat.shape[1:])} to {list(shape)} between "
                 "two modules: the first (batch) axis of one is not a multiple of the other's."
             )
-        return replace(factor, mat=factor.mat.reshape(-1, *shape))
+        return factor.holding(factor.mat.reshape(-1, *shape))
 
     def on(self, device: torch.device) -> Factor:
         """Move to where a tensor was computed."""
@@ -90,7 +94,7 @@ class Factor:
     def gathered(self, groups: int) -> Factor:
         """Merge groups of rows and sum the rows of each, for a tensor that all of them share."""
         factor = self.coarsened(groups)
-        return replace(factor, mat=factor.mat.unflatten(1, (groups, -1)).sum(2))
+        return factor.holding(factor.mat.unflatten(1, (groups, -1)).sum(2))
 
     def reduced(self) -> Factor:
         """Return as many columns as a sample has entries: S = Rᵀ Qᵀ has the S Sᵀ of Rᵀ."""
@@ -98,11 +102,10 @@ class Factor:
         stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
         precision = torch.promote_types(stacked.dtype, torch.float32)
         triangles = torch.linalg.qr(stacked.to(precision), mode="r").R  # [R, D, D]
-        mat = triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape)
-        return replace(self, mat=mat)
+        return self.holding(triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape))
 
     def __add__(self, other: Factor) -> Factor:
         """Add what arrives over two branches, column by column."""
         groups = min(self.groups, other.groups)
         mine, others = self.coarsened(groups), other.coarsened(groups)
-        return replace(mine, mat=mine.mat + others.mat)
+        return mine.holding(mine.mat + others.mat)

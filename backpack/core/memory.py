@@ -1,8 +1,9 @@
 """Memory for large results on a CPU.
 
 The system hands out fresh memory page by page, at the first access. For large tensors that takes
-longer than computing their entries. Two things help: to write over the result of the backward pass
-before, which is about to be replaced, where nobody else has it; else, to ask for huge pages.
+longer than computing their entries. Three things help: to let the allocator keep what was freed; to
+write over the result of the backward pass before, which is about to be replaced, where nobody else
+has it; else, to ask for huge pages.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 # Bytes. Below this size, the allocator has memory at hand that was used before.
 LARGE = 2**22
 
+# The GNU allocator returns freed memory to the system, unless it has seen larger blocks come and go
+# (of up to 32 MiB). One that nobody writes to, and so takes no memory, teaches it that.
+torch.empty(2**25 - 2**13, dtype=torch.uint8)
+
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _spare: list[Tensor] = []
 
@@ -33,7 +38,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     for i, tensor in enumerate(_spare):
         same = tensor.dtype == like.dtype and tensor.device == like.device
         if same and tensor.numel() == prod(shape):
-            return _spare.pop(i).view(shape)
+            return _spare.pop(i).resize_(shape)  # no view, which would keep both alive
     tensor = like.new_empty(shape)
     if tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
         page = mmap.PAGESIZE

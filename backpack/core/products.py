@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class Use(NamedTuple):
         factor: Columns at the first output that has any.
         rows: Rows of the call that the columns hold.
         mats: Columns at each output, None for zero. Default: that of the only output.
+        shared: What was computed of these columns for another parameter of the call, by name.
     """
 
     call: Call
@@ -33,6 +34,7 @@ class Use(NamedTuple):
     factor: Factor
     rows: Rows
     mats: Sequence[Tensor | None] = ()
+    shared: dict[str, Tensor] | None = None
 
     @property
     def derivatives(self) -> BaseDerivatives:
@@ -70,6 +72,13 @@ def add(one: Any, other: Any) -> Any:
     if isinstance(one, list):
         return [a + b for a, b in zip(one, other, strict=True)]
     return one + other
+
+
+def _gram_of_rows(rows: Tensor) -> Tensor:
+    """Sum the outer products of rows, averages over the last but one axis: ``[*, G, O]``."""
+    vectors = rows.flatten(0, 2)
+    gram = vectors.T @ vectors
+    return gram if rows.shape[2] == 1 else gram.div_(rows.shape[2])
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
@@ -297,9 +306,11 @@ class Products:
             return self._marginals()
         if not self._have_one_structure:
             return self._block()
+        return self._shared("gram_expand", self._sum_of_grams)
+
+    def _sum_of_grams(self) -> Tensor:
         each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
-        grams = [(r.flatten(0, 2).T @ r.flatten(0, 2)).div_(r.shape[2]) for r in each]
-        return reduce(add, grams)
+        return reduce(add, map(_gram_of_rows, each))
 
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
@@ -307,6 +318,9 @@ class Products:
             return self._marginals()
         if not self._have_one_structure:
             return self._block()
+        return self._shared("gram", self._gram_of_sums)
+
+    def _gram_of_sums(self) -> Tensor:
         values = []
         for use in self.uses:
             value = use.apply("kronecker_rows")
@@ -317,9 +331,17 @@ class Products:
             if groups != value.shape[1] and not as_samples:
                 value = value.unflatten(1, (groups, -1)).sum(2)
             values.append((value, use))
-        rows = values[0][0] if len(values) == 1 else self._align(values)
-        vectors = rows.flatten(0, 2)
-        return (vectors.T @ vectors).div_(rows.shape[2])
+        return _gram_of_rows(values[0][0] if len(values) == 1 else self._align(values))
+
+    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute a quantity that all parameters of a call have in common, or recall it."""
+        use, *others = self.uses
+        in_common = use.derivatives.kronecker_rows_are_shared and self.terms is None
+        if others or use.shared is None or not in_common:
+            return compute()
+        if name not in use.shared:
+            use.shared[name] = compute()
+        return use.shared[name].clone()
 
     def _input_factors_expand(self) -> list[Tensor]:
         return self._input_factors("expand")

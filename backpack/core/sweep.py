@@ -7,7 +7,7 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -79,8 +79,8 @@ class Source(Protocol):
 
     call: Call
 
-    def num_columns(self) -> int:
-        """Number of columns V."""
+    def num_columns(self, rows: Rows) -> int:
+        """Number of columns V; may compute those of ``rows``."""
 
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
@@ -102,9 +102,9 @@ class LossSource:
     sampled: bool = False
     _last: tuple[Rows, tuple[Columns, Tensor | None]] | None = field(default=None, init=False)
 
-    def num_columns(self) -> int:
-        """Number of columns, without computing more than one row of them."""
-        columns, _ = self._emit(slice(0, 1))
+    def num_columns(self, rows: Rows) -> int:
+        """Number of columns."""
+        columns, _ = self._emit(rows)
         return len(first_of(columns))
 
     def _emit(self, rows: Rows) -> tuple[Columns, Tensor | None]:
@@ -129,7 +129,7 @@ class ResidualSource:
 
     call: Call
 
-    def num_columns(self) -> int:
+    def num_columns(self, rows: Rows) -> int:
         """One column for each entry of a sample's input."""
         return prod(call_products.shape_in(self.call, 0, 1))
 
@@ -156,6 +156,11 @@ class Part:
     of_samples: range = range(0)
     columns: range = range(0)
     of_columns: range = range(0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is no slice but everything."""
+        return self.samples == self.of_samples and self.columns == self.of_columns
 
     def split(self, samples: int, columns: int) -> list[Part]:
         """Split in slices of about so many samples and columns."""
@@ -241,15 +246,16 @@ class Gathered:
             (self.reduction.column_axis, part.columns, part.of_columns),
         ]
         axes = [(axis, some, all_) for axis, some, all_ in places if axis is not None]
-        if all(some == all_ for _, some, all_ in axes):
+        if part.is_whole or isinstance(value, list):
             self.value = value if self.value is None else add(self.value, value)
             return
-        if self.value is None:
+        summed, new = self.reduction.sample_axis is None, self.value is None
+        if new:
             self._allocate(value, axes)
         view = self.value
         for axis, some, all_ in axes:
             view = _narrow(view, axis, some, all_)
-        first = self.reduction.column_axis is not None or not part.columns.start
+        first = new if summed else self.reduction.column_axis is not None or not part.columns.start
         if first and not self.continues:
             view.copy_(value)
         else:
@@ -277,6 +283,9 @@ class Gathered:
         if self.before is None:
             return self.value
         return self.reduction.joined(self.before, self.value)
+
+
+Receive = Callable[[Products, Part], None]
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -338,17 +347,23 @@ class Sweep:
         totals: dict[Parameter, dict[str, Any]] = {}
         for source in sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
-            for products, part in self._sweep(source):
+
+            def gather(products: Products, part: Part, into: Any = of_source) -> None:
                 p = products.parameter
-                if p not in of_source:
+                if part.is_whole and len(sources) == 1 and not self.plan.mixing:
+                    self._extract(products)
+                    return
+                if p not in into:
                     if p in totals and _are_per_sample(self.wanted):
                         self.plan.check_one_batch(p)
                     before = totals.get(p, {})
-                    of_source[p] = {
+                    into[p] = {
                         name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.wanted
                     }
-                for name, gathered in of_source[p].items():
+                for name, gathered in into[p].items():
                     gathered.add(products[name], part)
+
+            self._sweep(source, gather)
             for p, whole in of_source.items():
                 totals[p] = {name: gathered.total() for name, gathered in whole.items()}
         for p, values in totals.items():
@@ -357,10 +372,13 @@ class Sweep:
             )
             for name, value in values.items():
                 products.set_value(name, value)
-            for ext in self.exts:
-                self.save(p, ext, ext.extract(products))
+            self._extract(products)
         for (p, ext), value in self.rule_values.items():
             self.save(p, ext, value)
+
+    def _extract(self, products: Products) -> None:
+        for ext in self.exts:
+            self.save(products.parameter, ext, ext.extract(products))
 
     def _whole_uses(self, p: Parameter) -> list[Use]:
         """List the uses of a parameter with columns that have a shape but take no memory."""
@@ -386,13 +404,17 @@ class Sweep:
         plan = self.plan
         if not self.sliced:
             return [Part()]
-        call, num_v, limit = source.call, source.num_columns(), self.limit
+        call, limit = source.call, self.limit
         size = call.outputs[0].element_size()
+        whole = self._entries(call, call.shape_in)
+        # no more columns than entries, as a rule: all at once, or one row to count them
+        few = size * whole * (whole // max(1, plan.base)) <= limit
+        num_v = source.num_columns(plan.rows(call, self.subsampling) if few else slice(0, 1))
         if self.mixing:
             calls = [c for c in plan.calls if c is call or c not in plan.losses]
             per_column = size * max(self._entries(c, c.shape_in + c.shape_out) for c in calls)
         else:
-            per_column = -(-size * self._entries(call, call.shape_in) // max(1, plan.base))
+            per_column = -(-size * whole // max(1, plan.base))
         samples = max(1, limit // (per_column * num_v))
         columns = max(1, limit // per_column) if samples == 1 else num_v
         count = len(row_numbers(plan.base, self.subsampling)) if plan.base else 1
@@ -457,52 +479,65 @@ class Sweep:
 
     # ------------------------------------------------------------------ one sweep
 
-    def _sweep(self, source: Source) -> Iterator[tuple[Products, Part]]:
-        """Carry columns back; yield the products of each parameter that they reach, in slices."""
+    def _sweep(self, source: Source, receive: Receive) -> None:
+        """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
         for part in self._first_parts(source):
             state = State(part)
             starts = self._start(source, part)
             deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
-            yield from self._carry(state, calls)
+            self._carry(state, calls, receive)
 
     def _travelling(self, state: State) -> Rows:
         """Return the samples whose rows travel."""
         return None if self.plan.mixing else self._samples(state.part)
 
-    def _carry(self, state: State, calls: Sequence[Call]) -> Iterator[tuple[Products, Part]]:
+    def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
-        travelling = self._travelling(state)
-        terms = len(state.part.samples) if self.mixing else None
-        arrived, pending = state.arrived, state.pending
         for i, call in enumerate(calls):
             slices = self._split(state, call)
             if len(slices) > 1:
-                for thinner in slices:
-                    yield from self._carry(thinner, calls[i:])
+                while slices:  # a slice is freed before the next one travels
+                    self._carry(slices.pop(0), calls[i:], receive)
                 return
-            factors = fetch(call, arrived)
-            if factors is None:
-                continue
-            factor, mats = factors
-            ratio = factor.mat.shape[1] // factor.groups
-            self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
-            rows = self.plan.rows(call, travelling)
-            if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
-                continue  # a module without any rule was reported before
-            for name, p in call.trained.items():
-                use = Use(call, name, factor, rows, mats)
-                if len(self.plan.uses[p]) == 1:
-                    yield Products(p, [use], self.wanted, terms), state.part
-                else:
-                    pending.setdefault(p, []).append(use)
-            if len(mats) == 1 and not arrived and not pending and self._is_reducible(state, factor):
-                factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
-                mats = [factor.mat]
-                state.part = replace(state.part, columns=everything, of_columns=everything)
-            self._propagate(call, factor, mats, arrived, travelling)
-        for p, uses in pending.items():
-            yield Products(p, uses, self.wanted, terms), state.part
+            arrived = fetch(call, state.arrived)
+            if arrived is not None:
+                with call.bound():
+                    self._through(state, call, *arrived, receive)
+        for p, uses in state.pending.items():
+            receive(Products(p, uses, self.wanted, self._terms(state)), state.part)
+
+    def _terms(self, state: State) -> int | None:
+        return len(state.part.samples) if self.mixing else None
+
+    def _through(
+        self,
+        state: State,
+        call: Call,
+        factor: Factor,
+        mats: list[Tensor | None],
+        receive: Receive,
+    ) -> None:
+        """Hand over the products of a call's parameters, and carry columns to its inputs."""
+        travelling, arrived = self._travelling(state), state.arrived
+        ratio = factor.mat.shape[1] // factor.groups
+        self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
+        rows = self.plan.rows(call, travelling)
+        if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
+            return  # a module without any rule was reported before
+        shared: dict[str, Tensor] = {}
+        for name, p in call.trained.items():
+            use = Use(call, name, factor, rows, mats, shared)
+            if len(self.plan.uses[p]) == 1:
+                receive(Products(p, [use], self.wanted, self._terms(state)), state.part)
+            else:
+                state.pending.setdefault(p, []).append(use)
+        alone = len(mats) == 1 and not arrived and not state.pending
+        if alone and self._is_reducible(state, factor):
+            factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
+            mats = [factor.mat]
+            state.part = replace(state.part, columns=everything, of_columns=everything)
+        self._propagate(call, factor, mats, arrived, travelling)
 
     def _is_reducible(self, state: State, factor: Factor) -> bool:
         """Whether fewer columns stand for the same matrices, and nobody sees the columns.
@@ -534,7 +569,7 @@ class Sweep:
         if not any(origin in self.plan.producers for origin in call.origins_in):
             return
         backs = self._transposed(call, mats, self.plan.rows(call, samples))
-        factors = [None if m is None else replace(factor, mat=m) for m in backs]
+        factors = [None if m is None else factor.holding(m) for m in backs]
         deliver(self.plan, call, factors, arrived, samples)
 
     def _transposed(
@@ -566,7 +601,7 @@ class Sweep:
                     grads = call_gradients(call)
                     back = rule.run(ext, module, *grads, factor.mat, self._add_rule_value)
                 mats = back if isinstance(back, tuple) else (back,)
-                factors = [None if m is None else replace(factor, mat=m) for m in mats]
+                factors = [None if m is None else factor.holding(m) for m in mats]
                 deliver(self.plan, call, factors, arrived, samples)
                 return True
         return False

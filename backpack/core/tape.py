@@ -489,7 +489,7 @@ class Call:
         )
 
     def bound(self, check: bool = True) -> AbstractContextManager[Any]:
-        """Give the module ``input0, input1, …`` and ``output`` of this call.
+        """Give the module ``input0, input1, …`` and ``output`` of this call, if it has others.
 
         Args:
             check: Refuse tensors that were changed in place.
@@ -500,6 +500,8 @@ class Call:
         Raises:
             RuntimeError: If the call was released or a stored tensor was changed in place.
         """
+        if vars(self.module).get("_backpack_call") is self:
+            return nullcontext(self.module)
         self.check_released()
         if check:
             self.check_unchanged()
@@ -583,7 +585,7 @@ class Call:
         relevant = self.inputs
         if getattr(self.derivatives, "needs_output", False):
             relevant += self.outputs
-        if tuple(map(_version, relevant)) != self.versions[: len(relevant)]:
+        if any(map(_has_changed, relevant, self.versions)):
             raise RuntimeError(
                 f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
@@ -662,6 +664,10 @@ def _facts(layout: Layout | None) -> tuple[int, int] | None:
 
 def _version(tensor: Any) -> int:
     return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+
+
+def _has_changed(x: Any, version: int) -> bool:
+    return isinstance(x, Tensor) and not x.is_inference() and x._version != version
 
 
 def describe(module: Module) -> str:

@@ -52,6 +52,7 @@ class BaseDerivatives:
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
+        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -61,6 +62,7 @@ class BaseDerivatives:
     needs_output: ClassVar[bool] = False
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
+    kronecker_rows_are_shared: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ facts about the module
 

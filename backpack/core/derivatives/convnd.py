@@ -245,6 +245,8 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     Letters: n sample, t position, g group, o output channel, i entry of an input patch.
     """
 
+    kronecker_rows_are_shared = True
+
     # ------------------------------------------------------------------ padding
 
     def _margins(self, module: Any) -> list[tuple[int, int]]:

@@ -38,22 +38,32 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
                 f"{describe(module)}: the prediction needs a batch axis, got shape {list(x.shape)}."
             )
         num_classes = x.shape[1]
-        weight = x.new_ones(num_classes) if module.weight is None else module.weight.to(x.dtype)
+        weight = None if module.weight is None else module.weight.to(x.dtype)
         smooth = getattr(module, "label_smoothing", 0.0)
         if y.is_floating_point():  # the target is a distribution over the classes
             target = (1 - smooth) * y + smooth / num_classes
-            scale = torch.einsum("nc...,c->n...", target, weight)
+            scale = (
+                target.sum(1) if weight is None else torch.einsum("nc...,c->n...", target, weight)
+            )
             total: Any = scale.numel()
         else:
             kept = y != module.ignore_index
-            own = torch.where(kept, weight[y.where(kept, y.new_zeros(()))], 0.0)
-            scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
+            if weight is None:
+                scale = own = kept.to(x.dtype)
+            else:
+                own = torch.where(kept, weight[y.where(kept, y.new_zeros(()))], 0.0)
+                scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
             total = own.sum()
         scale = scale / total if module.reduction == "mean" else scale
         return subsample(scale, subsampling=subsampling).unsqueeze(1)
 
+    @staticmethod
+    def _counts_samples(module: Any) -> bool:
+        """Whether the scale is one number for all samples that are not ignored."""
+        return module.weight is None and not module.input1.is_floating_point()
+
     def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        if is_negative(self._scale(module, subsampling)):
+        if not self._counts_samples(module) and is_negative(self._scale(module, subsampling)):
             raise not_convex(module, "a weight or a target is negative")
 
     def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
@@ -80,16 +90,15 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             return self._sqrt_hessian(module, subsampling)
         log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min / 8)  # p = 0: no inf - inf below
         log_q = log_p.flip(1).logcumsumexp(1).flip(1)
-        head, tail, beyond = log_p[:, :-1], log_q[:, :-1], log_q[:, 1:]
-        roots = self._scale(module, subsampling).abs().sqrt() * ((head + beyond - tail) / 2).exp()
-        shares = log_p - beyond.movedim(1, 0).unsqueeze(2)  # [C - 1, N, C, *d]
-        classes = torch.arange(num_classes, device=log_p.device)
-        later = (classes > classes[:-1, None]).reshape(
-            -1, 1, num_classes, *(1,) * (log_p.dim() - 2)
-        )
-        columns = -shares.where(later, -torch.inf).exp()
-        columns[classes[:-1], :, classes[:-1]] += 1
-        return _with_positions_apart(columns * roots.movedim(1, 0).unsqueeze(2))
+        beyond = log_q[:, 1:]
+        # the logarithm of sqrt(p_k / (q_k q_{k+1}))
+        roots = (log_p[:, :-1] - log_q[:, :-1] - beyond) / 2
+        later = log_p.new_ones(num_classes - 1, num_classes, dtype=torch.bool).triu(1)
+        later = later.reshape(-1, 1, num_classes, *(1,) * (log_p.dim() - 2))
+        entries = log_p + roots.movedim(1, 0).unsqueeze(2)  # [C - 1, N, C, *d]
+        columns = -entries.where(later, -torch.inf).exp()
+        columns.diagonal(0, 0, 2).copy_((roots + beyond).exp().movedim(1, -1))
+        return _with_positions_apart(columns * self._scale(module, subsampling).sqrt())
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         self._need_convex(module, None)
@@ -102,6 +111,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         columns = self._sqrt_hessian(module, subsampling)
+        if self._counts_samples(module):
+            return columns, None
         sign = self._scale(module, subsampling).sign().flatten(1).T  # [positions, N]
         num_classes = module.input0.shape[1]
         weights = sign.repeat_interleave(num_classes, 0) if is_negative(sign) else None

@@ -29,6 +29,7 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     params = ("weight", "bias")
     batch_axis = BatchAxis.LEADING
     kronecker_rows_are_constant = True
+    kronecker_rows_are_shared = True
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -45,8 +45,13 @@ def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
         if not s.is_contiguous():  # merge n and t as they are in memory: nothing is copied
             s, x = s.transpose(1, 2), x.transpose(0, 1)
         return s.flatten(1, 2).mT @ x.flatten(0, 1)
+    return _of_each_sample(s, x)
+
+
+def _of_each_sample(s: Tensor, x: Tensor) -> Tensor:
+    """Return ``sum_t s_t x_tᵀ`` for s with or without columns: ``[*, N, O, I]``."""
     if x.shape[1] == 1:
-        return memory.product(s.squeeze(2).unsqueeze(-1), x)  # [V, N, O, 1] * [N, 1, I]
+        return memory.product(s.squeeze(-2).unsqueeze(-1), x)  # [*, N, O, 1] * [N, 1, I]
     return s.mT @ x
 
 
@@ -108,9 +113,9 @@ def _of_outer_products(
         squares = reductions.sum_of_squares(s, weights)  # [N, T, O]
         x_squares = x.square()
         if "batch_square" in wanted:
-            values["batch_square"] = mjp(squares.unsqueeze(0), x_squares, sum_batch=False)[0]
+            values["batch_square"] = _of_each_sample(squares, x_squares)
         if "square" in wanted:
-            values["square"] = mjp(squares.unsqueeze(0), x_squares, sum_batch=True)[0]
+            values["square"] = squares.flatten(0, 1).mT @ x_squares.flatten(0, 1)
     return values
 
 
@@ -148,7 +153,7 @@ def position_rows(s: Tensor, approximation: str | None) -> Tensor:
     Source: Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network
     architectures (NeurIPS 2023).
     """
-    return s.flatten(1, 2) if approximation == "expand" else s.sum(2)
+    return s.flatten(1, 2) if approximation == "expand" else _over_positions(s)
 
 
 def input_factor(x: Tensor, approximation: str | None) -> Tensor:
