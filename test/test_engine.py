@@ -1462,3 +1462,54 @@ def test_slices_of_samples_and_columns(limit: int) -> None:
             run(model, *exts, batch=batch)
         found.append([values(model, ext.savefield) for ext in exts])
     torch.testing.assert_close(*found, **TOLERANCE)
+
+
+def test_kronecker_factors_of_two_losses_in_slices() -> None:
+    """A slice has a gram of its own, also of a parameter whose other use is elsewhere."""
+    model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+    batches, found = [data(), data()], []
+    for size in (2**40, 1):
+        exts = [extensions.KFLR(), extensions.KFLR(approximation="expand")]
+        exts[1].savefield = "expanded"
+        loss = sum(lossfunc(model(X), y) for X, y in batches)
+        with slice_bytes(size), backpack(*exts):
+            loss.backward()
+        found.append([values(model, ext.savefield) for ext in exts])
+    torch.testing.assert_close(*found, **TOLERANCE)
+
+
+class WithUnused(nn.Linear):
+    """A linear layer with a parameter that the forward pass does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.unused = nn.Parameter(torch.rand(2))
+
+
+def container_with_unused() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("unused", nn.Parameter(torch.rand(2)))
+    return model
+
+
+@pytest.mark.parametrize("make", [WithUnused, container_with_unused])
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_unused_parameters_have_no_quantities(
+    make: Callable[[], nn.Module], exts: list[Any]
+) -> None:
+    model = make()
+    run(model, *exts, batch=data())
+    for name, p in model.named_parameters():
+        assert all(hasattr(p, ext.savefield) == (name != "unused") for ext in exts)
+
+
+def test_error_of_an_extension_leaves_the_module_alone() -> None:
+    class Failing(extensions.DiagGGNExact):
+        def extract(self, products: Any) -> Tensor:
+            raise ZeroDivisionError
+
+    model = mlp()
+    before = [set(vars(m)) for m in extend(model).modules()]
+    with pytest.raises(ZeroDivisionError):
+        run(model, Failing(), batch=data())
+    assert [set(vars(m)) for m in model.modules()] == before

@@ -74,7 +74,6 @@ class BackwardPass:
 
     _running: ClassVar[dict[int, BackwardPass]] = {}
     called_on: tuple[Tensor, ...] | None = None  # the argument of backward(), where it is known
-    called_with_inputs = True  # whether its inputs= may be given
 
     def __init__(self) -> None:
         """Read the active configuration."""
@@ -95,8 +94,7 @@ class BackwardPass:
         self.roots = BackwardPass.called_on
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
         self.is_nested = bool(BackwardPass._running)
-        # whether to ask autograd which parameters it accumulates into (and whether it can tell)
-        self.restricted = BackwardPass.called_with_inputs
+        self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
 
@@ -129,7 +127,8 @@ class BackwardPass:
 
     def _undone_on_error(self, task: int, work: Callable[[], None]) -> None:
         try:
-            work()
+            with without_autocast():
+                work()
         except BaseException:
             self._undo()
             memory.forget()
@@ -226,8 +225,7 @@ class BackwardPass:
         if self.deferred:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         if self.second_order:
-            with without_autocast():
-                self._run_second_order()
+            self._run_second_order()
         for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
             self._done(call)
 
@@ -247,7 +245,7 @@ class BackwardPass:
         if isinstance(value, Tensor):
             value = value.to(p.dtype)
             if value._base is not None and not value.requires_grad:
-                value = value.detach()  # a view keeps the tensor alive that it is one of
+                value = value.detach()  # without its base, which memory.recycle would count
         elif isinstance(value, list):
             value = [factor.to(p.dtype) for factor in value]
         if self.configuration.debug:
@@ -260,10 +258,6 @@ class BackwardPass:
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:
             return
-        with without_autocast():
-            self._first_order_of(plan)
-
-    def _first_order_of(self, plan: Plan) -> None:
         separate_samples(plan)
         for subsampling, exts in self.first_order_groups:
             plan.check_subsampling(subsampling, exts)
@@ -474,7 +468,6 @@ class WatchBackward(TorchFunctionMode):
     """Notes which tensors ``backward()`` is called on, so that a modified loss can be noticed."""
 
     _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-    _BEFORE_INPUTS = 4  # positional arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
@@ -482,11 +475,9 @@ class WatchBackward(TorchFunctionMode):
         if func not in self._ENTRIES:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        outer = BackwardPass.called_on, BackwardPass.called_with_inputs
+        outer = BackwardPass.called_on
         BackwardPass.called_on = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        everything = func is not torch.autograd.grad and kwargs.get("inputs") is None
-        BackwardPass.called_with_inputs = not everything or len(args) > self._BEFORE_INPUTS
         try:
             return func(*args, **kwargs)
         finally:
-            BackwardPass.called_on, BackwardPass.called_with_inputs = outer
+            BackwardPass.called_on = outer

@@ -27,7 +27,8 @@ LARGE = 2**22
 
 # The GNU allocator returns freed memory to the system, unless it has seen larger blocks come and go
 # (of up to 32 MiB). One that nobody writes to, and so takes no memory, teaches it that.
-torch.empty(2**25 - 2**13, dtype=torch.uint8)
+if sys.platform == "linux":
+    torch.empty(2**25 - 2**13, dtype=torch.uint8, device="cpu")
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _spare: list[Tensor] = []

@@ -249,14 +249,15 @@ class Gathered:
         if part.is_whole or isinstance(value, list):
             self.value = value if self.value is None else add(self.value, value)
             return
-        summed, new = self.reduction.sample_axis is None, self.value is None
-        if new:
+        is_first = self.value is None
+        if is_first:
             self._allocate(value, axes)
         view = self.value
         for axis, some, all_ in axes:
             view = _narrow(view, axis, some, all_)
-        first = new if summed else self.reduction.column_axis is not None or not part.columns.start
-        if first and not self.continues:
+        if self.reduction.sample_axis is not None:  # nothing was written to these samples yet
+            is_first = self.reduction.column_axis is not None or not part.columns.start
+        if is_first and not self.continues:
             view.copy_(value)
         else:
             view += value
@@ -500,44 +501,53 @@ class Sweep:
                 while slices:  # a slice is freed before the next one travels
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
-            arrived = fetch(call, state.arrived)
-            if arrived is not None:
-                with call.bound():
-                    self._through(state, call, *arrived, receive)
+            self._through(state, call, receive)
         for p, uses in state.pending.items():
             receive(Products(p, uses, self.wanted, self._terms(state)), state.part)
 
     def _terms(self, state: State) -> int | None:
+        """Return how many terms of the loss have columns of their own."""
         return len(state.part.samples) if self.mixing else None
 
-    def _through(
-        self,
-        state: State,
-        call: Call,
-        factor: Factor,
-        mats: list[Tensor | None],
-        receive: Receive,
-    ) -> None:
+    def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
+        found = fetch(call, state.arrived)
+        if found is None:
+            return
+        factor, mats = found
+        del found  # columns are freed once they have travelled on
         travelling, arrived = self._travelling(state), state.arrived
+        rows = self.plan.rows(call, travelling)
         ratio = factor.mat.shape[1] // factor.groups
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
-        rows = self.plan.rows(call, travelling)
         if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
             return  # a module without any rule was reported before
-        shared: dict[str, Tensor] = {}
-        for name, p in call.trained.items():
-            use = Use(call, name, factor, rows, mats, shared)
+        goes_on = any(origin in self.plan.producers for origin in call.origins_in)
+        if not (goes_on or call.trained):
+            return
+        with call.bound():
+            self._hand_over(state, Use(call, "", factor, rows, mats), receive)
+            if not goes_on:
+                return
+            alone = len(mats) == 1 and not arrived and not state.pending
+            if alone and self._is_reducible(state, factor):
+                factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
+                mats = [factor.mat]
+                state.part = replace(state.part, columns=everything, of_columns=everything)
+            backs = self._transposed(call, mats, rows)
+        factors = [None if m is None else factor.holding(m) for m in backs]
+        deliver(self.plan, call, factors, arrived, travelling)
+
+    def _hand_over(self, state: State, use: Use, receive: Receive) -> None:
+        """Hand over the products of a call's parameters; keep those with other uses to come."""
+        shared: dict[str, Tensor] | None = {} if len(use.call.trained) > 1 else None
+        for name, p in use.call.trained.items():
+            own = use._replace(name=name)
             if len(self.plan.uses[p]) == 1:
-                receive(Products(p, [use], self.wanted, self._terms(state)), state.part)
+                own = own._replace(shared=shared)
+                receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
             else:
-                state.pending.setdefault(p, []).append(use)
-        alone = len(mats) == 1 and not arrived and not state.pending
-        if alone and self._is_reducible(state, factor):
-            factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
-            mats = [factor.mat]
-            state.part = replace(state.part, columns=everything, of_columns=everything)
-        self._propagate(call, factor, mats, arrived, travelling)
+                state.pending.setdefault(p, []).append(own)
 
     def _is_reducible(self, state: State, factor: Factor) -> bool:
         """Whether fewer columns stand for the same matrices, and nobody sees the columns.
@@ -557,20 +567,6 @@ class Sweep:
             and state.part.columns == state.part.of_columns
             and not torch.is_grad_enabled()
         )
-
-    def _propagate(
-        self,
-        call: Call,
-        factor: Factor,
-        mats: Sequence[Tensor | None],
-        arrived: dict[Origin, Factor],
-        samples: Rows,
-    ) -> None:
-        if not any(origin in self.plan.producers for origin in call.origins_in):
-            return
-        backs = self._transposed(call, mats, self.plan.rows(call, samples))
-        factors = [None if m is None else factor.holding(m) for m in backs]
-        deliver(self.plan, call, factors, arrived, samples)
 
     def _transposed(
         self, call: Call, mats: Sequence[Tensor | None], rows: Rows

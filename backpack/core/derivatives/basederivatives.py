@@ -52,7 +52,8 @@ class BaseDerivatives:
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
-        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
+        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
+            with rows of its own for one of them sets it to False.
     """
 
     params: ClassVar[tuple[str, ...]] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from backpack.core.products import Products
@@ -34,6 +33,4 @@ class BatchGrad(FirstOrderBackpropExtension):
 
     def extract(self, products: Products) -> Tensor:
         """Return ``[N, *p]``."""
-        individual = products.take("individual")  # [1, N, *p]
-        # not a view: its memory is then known to be nobody else's
-        return torch.ops.aten._unsafe_view(individual, individual.shape[1:])
+        return products.take("individual").squeeze(0)  # one column
