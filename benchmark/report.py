@@ -51,7 +51,12 @@ def environment(data: Data) -> str:
         "commit": e["commit"],
         "clock": e["clock"],
     }
-    return ", ".join(f"{name} {value}" for name, value in rows.items() if value is not None) + "."
+    text = ", ".join(f"{name} {value}" for name, value in rows.items() if value is not None) + "."
+    runs = [f"{run['date']} (commit {run['commit']})" for run in e.get("earlier", ())]
+    others = dict.fromkeys(run for run in runs if run != f"{e['date']} (commit {e['commit']})")
+    if others:
+        text += f" What was not measured again then is of {', '.join(others)}."
+    return text
 
 
 def goal_section(found: list[Goal]) -> str:

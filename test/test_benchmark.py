@@ -18,7 +18,7 @@ from benchmark.measure import deviation
 from benchmark.plots import plot
 from benchmark.problems import ALL, PROBLEMS, TINY
 from benchmark.quantities import EVERY, FIRST, NONE, QUANTITIES, SETS
-from benchmark.report import markdown
+from benchmark.report import environment, markdown
 from benchmark.worker import fingerprint
 
 LIGHT = [name for name in PROBLEMS if not name.startswith(("allcnnc", "wrn", "resnet"))]
@@ -221,3 +221,12 @@ def test_report_and_pictures_of_made_up_figures(tmp_path: Path) -> None:
     assert "ValueError: a \\| b" in text
     assert "![cpu-overhead.png](cpu-overhead.png)" in text
     assert (tmp_path / "cpu-overhead.png").stat().st_size > 10_000
+
+
+def test_the_report_names_earlier_runs() -> None:
+    data = made_up(0.2)
+    data["environment"] |= {"date": "2026-02-02", "commit": "bbb"}
+    runs = [{"date": "2026-01-01", "commit": "aaa"}, {"date": "2026-02-02", "commit": "bbb"}]
+    text = environment(Data(data | {"environment": data["environment"] | {"earlier": runs}}))
+    assert text.endswith("not measured again then is of 2026-01-01 (commit aaa).")
+    assert "aaa" not in environment(Data(data))
