@@ -1513,3 +1513,17 @@ def test_error_of_an_extension_leaves_the_module_alone() -> None:
     with pytest.raises(ZeroDivisionError):
         run(model, Failing(), batch=data())
     assert [set(vars(m)) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("exts", HOOK_EXTS, ids=len)
+def test_hooks_run_without_autocast(exts: list[Any]) -> None:
+    """What a hook makes of the quantities has their precision."""
+    model, (X, y), found = extend(mlp()), data(), []
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+
+    def hook(module: nn.Module) -> None:
+        found.append(torch.is_autocast_enabled("cpu"))
+
+    with torch.autocast("cpu"), backpack(*exts, extension_hook=hook):
+        loss.backward()
+    assert found and not any(found)
