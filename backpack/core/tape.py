@@ -6,6 +6,7 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -489,7 +490,7 @@ class Call:
         )
 
     def bound(self, check: bool = True) -> AbstractContextManager[Any]:
-        """Give the module ``input0, input1, …`` and ``output`` of this call, if it has others.
+        """Give the module ``input0, input1, …`` and ``output`` of this call, unless it has them.
 
         Args:
             check: Refuse tensors that were changed in place.
@@ -585,7 +586,7 @@ class Call:
         relevant = self.inputs
         if getattr(self.derivatives, "needs_output", False):
             relevant += self.outputs
-        if any(map(_has_changed, relevant, self.versions)):
+        if any(map(operator.ne, map(_version, relevant), self.versions)):
             raise RuntimeError(
                 f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
@@ -664,10 +665,6 @@ def _facts(layout: Layout | None) -> tuple[int, int] | None:
 
 def _version(tensor: Any) -> int:
     return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
-
-
-def _has_changed(x: Any, version: int) -> bool:
-    return isinstance(x, Tensor) and not x.is_inference() and x._version != version
 
 
 def describe(module: Module) -> str:
