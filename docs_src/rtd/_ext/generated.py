@@ -118,7 +118,7 @@ def draw_problem(data: Data, problem: str, folder: Path) -> str:
         figure.legend(
             handles,
             [*titles.values(), "floor"],
-            ncols=len(handles),
+            ncols=min(len(handles), 4),
             loc="outside upper center",
             frameon=False,
         )
