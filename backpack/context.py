@@ -107,9 +107,9 @@ class CTX:
 
 def without_autocast() -> AbstractContextManager[Any]:
     """Compute in the precision of the tensors, also inside of ``torch.autocast``."""
-    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not enabled:
+    if not torch._C._is_any_autocast_enabled():
         return nullcontext()
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     stack = ExitStack()
     for device in enabled:
         stack.enter_context(torch.autocast(device, enabled=False))

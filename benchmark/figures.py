@@ -81,6 +81,14 @@ class Data:
         found = [(n, ratio) for n, ratio in ratios.items() if ratio is not None]
         return max(found, key=lambda pair: pair[1].median, default=None)
 
+    def together(self, problem: str, quantity: str, parts: Iterable[str]) -> Figure | None:
+        """Return the ratio of a set of extensions to the dearest of some, of the same rounds."""
+        cell = self.get(problem, quantity)
+        if cell is None or not cell.get("parts"):
+            return None
+        each = zip(*(cell["parts"][name] for name in parts), strict=True)
+        return Figure.of([a / max(b) for a, b in zip(cell["seconds"], each, strict=True)])
+
     def floor(self, problem: str, quantity: str) -> float | None:
         """Return the floor, relative to the plain pass."""
         for library in self.titles:
@@ -178,10 +186,9 @@ def goals(data: Data) -> list[Goal]:
 
     def together(names: str, parts: Iterable[str], bound: float) -> Found:
         for problem in problems:
-            whole = data.overhead(problem, names)
-            each = [figure.median for p in parts if (figure := data.overhead(problem, p))]
-            if whole is not None and each:
-                yield problem, whole.median / max(each), bound
+            figure = data.together(problem, names, parts)
+            if figure is not None:
+                yield problem, figure.median, bound
 
     def nothing() -> Found:
         for problem in problems:

@@ -149,6 +149,7 @@ class Cell:
         reason: Why there are no figures.
         seconds: Of each round, forward pass, backward pass and quantity.
         plain: Of each round, forward and backward pass of the plain model in the same process.
+        parts: Of each round, the parts of a set of extensions, one after the other (this library).
         bytes: The memory of a step, beyond what is there before.
         plain_bytes: That of a plain pass.
         error: Largest relative deviation from this library's values.
@@ -163,6 +164,7 @@ class Cell:
     reason: str = ""
     seconds: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
     bytes: int = 0
     plain_bytes: int = 0
     error: float | None = None
@@ -251,7 +253,7 @@ class Run:
         for status in ("absent", "limit", "error"):
             if status in answer:
                 cell.status, cell.reason = status, answer[status]
-                cell.seconds, cell.plain = [], []
+                cell.seconds, cell.plain, cell.parts = [], [], {}
                 return True
         return False
 
@@ -271,6 +273,8 @@ class Run:
                 if not self._failed(cell, answer):
                     cell.seconds.append(answer["seconds"])
                     cell.plain.append(answer["plain"])
+                    for name, seconds in answer["parts"].items():
+                        cell.parts.setdefault(name, []).append(seconds)
 
 
 def environment(options: Options, rates: Rates) -> dict[str, Any]:

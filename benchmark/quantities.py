@@ -27,6 +27,11 @@ class Quantity:
         """The name in tables and on the command line."""
         return "+".join(self.extensions) or NONE
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The quantities of a set, by name; none if it is a single one."""
+        return self.extensions if len(self.extensions) > 1 else ()
+
 
 FIRST = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
 SAMPLED = ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable, without_autocast
-from backpack.core import call_products, memory
+from backpack.core import batch_gradients, call_products, memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -74,6 +74,7 @@ class BackwardPass:
 
     _running: ClassVar[dict[int, BackwardPass]] = {}
     called_on: tuple[Tensor, ...] | None = None  # the argument of backward(), where it is known
+    spared: ClassVar[set[Parameter]] = set()  # whose gradients autograd was not asked for
 
     def __init__(self) -> None:
         """Read the active configuration."""
@@ -94,6 +95,8 @@ class BackwardPass:
         self.roots = BackwardPass.called_on
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
         self.is_nested = bool(BackwardPass._running)
+        self.owed: set[Parameter] = set()  # those of the spared ones that were reached
+        self.gradients: dict[Parameter, Tensor] = {}  # of those
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
@@ -109,7 +112,7 @@ class BackwardPass:
         if current is None:
             current = cls._running[task] = cls()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
-        current._undone_on_error(task, partial(current._reach, call, slot, grad))
+        current._undone_on_error(task, current._reach, call, slot, grad)
 
     @classmethod
     def _finish(cls, task: int) -> None:
@@ -125,10 +128,10 @@ class BackwardPass:
                 current._undo()
                 del cls._running[task]
 
-    def _undone_on_error(self, task: int, work: Callable[[], None]) -> None:
+    def _undone_on_error(self, task: int, work: Callable[..., None], *arguments: Any) -> None:
         try:
             with without_autocast():
-                work()
+                work(*arguments)
         except BaseException:
             self._undo()
             memory.forget()
@@ -149,7 +152,7 @@ class BackwardPass:
         call.check_batched()
         call.check_parameters(trained_only=not self.second_order)
         if all(g is None for g in call.g_out):
-            call.trained = {name: p for name, p in call.params.items() if self._is_accumulated(p)}
+            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
             self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
             self.reached_calls.append(call)
             self.calls.append(call)
@@ -164,11 +167,21 @@ class BackwardPass:
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
                 self._run_first_order(Plan([call]))
+            self._sum_up(call)
             if not self.second_order:
                 self._done(call)
                 self.calls.pop()
         else:
             self.deferred.append(call)
+
+    def _sum_up(self, call: Call) -> None:
+        """Compute the gradients that autograd leaves out, unless they were found on the way."""
+        for name, p in call.trained.items():
+            if p in self.owed and p not in self.gradients:
+                grads = call_products.gradients(call)
+                mats = [None if g is None else g.unsqueeze(0) for g in grads]
+                product = call_products.param(call, "param_mjp", name, mats, None, sum_batch=True)
+                self.gradients[p] = product.squeeze(0)
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
@@ -206,15 +219,24 @@ class BackwardPass:
                             "use is not counted."
                         )
 
+    def _is_trained(self, p: Parameter) -> bool:
+        """Whether ``p`` gets a gradient, from autograd or from here."""
+        if self._is_accumulated(p):
+            return True
+        if p.requires_grad and p in BackwardPass.spared:
+            self.owed.add(p)
+        return p in self.owed
+
     def _is_accumulated(self, p: Parameter) -> bool:
         """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
         if not p.requires_grad:
             return False
         if not self.restricted:
             return True
-        node = torch.autograd.graph.get_gradient_edge(p).node
+        with torch.enable_grad():
+            view: Any = p.view_as(p).grad_fn
         try:
-            return torch._C._will_engine_execute_node(node)
+            return torch._C._will_engine_execute_node(view.next_functions[0][0])
         except RuntimeError:  # torch.autograd.grad does not say
             self.restricted = False
             return True
@@ -224,6 +246,11 @@ class BackwardPass:
     def _run(self) -> None:
         if self.deferred:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
+        for call in self.deferred:
+            self._sum_up(call)
+        for p, gradient in self.gradients.items():
+            batch_gradients.accumulate(p, gradient)
+            BackwardPass.spared.discard(p)
         if self.second_order:
             self._run_second_order()
         for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
@@ -308,7 +335,8 @@ class BackwardPass:
         products = Products(
             p,
             [_gradient_use(plan, call, name, subsampling) for call, name in uses],
-            {name for ext in exts for name in ext.needs},
+            {name for ext in exts for name in ext.needs}
+            | ({"gradient"} if p in self.owed else set()),
         )
         for call, _ in uses:
             if call.mixes_samples:
@@ -320,6 +348,8 @@ class BackwardPass:
                 )
         for ext in exts:
             self._save(p, ext, ext.extract(products))
+        if p in self.owed:
+            self.gradients[p] = products.take("gradient")
         memory.forget()
 
     # ------------------------------------------------------------------ second order
@@ -465,7 +495,11 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
 
 
 class WatchBackward(TorchFunctionMode):
-    """Notes which tensors ``backward()`` is called on, so that a modified loss can be noticed."""
+    """Notes which tensors ``backward()`` is called on, and spares it what is computed anyway.
+
+    The first lets the engine notice a modified loss, for the second see
+    :mod:`backpack.core.batch_gradients`.
+    """
 
     _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -475,9 +509,38 @@ class WatchBackward(TorchFunctionMode):
         if func not in self._ENTRIES:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        outer = BackwardPass.called_on
-        BackwardPass.called_on = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        outer, BackwardPass.called_on = BackwardPass.called_on, roots
         try:
-            return func(*args, **kwargs)
+            if func is torch.autograd.grad:
+                return func(*args, **kwargs)
+            return self._backward(func, roots, args, kwargs)
         finally:
             BackwardPass.called_on = outer
+
+    @staticmethod
+    def _backward(func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        candidates = batch_gradients.costly(CTX.configuration.exts)
+        if not candidates:
+            return func(*args, **kwargs)
+        call = signature(func).bind(*args, **kwargs)
+        if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
+            return func(*args, **kwargs)
+        spared, others = batch_gradients.spare(roots, candidates)
+        if not spared:
+            return func(*args, **kwargs)
+        call.arguments["inputs"] = others
+        outer, BackwardPass.spared = BackwardPass.spared, spared
+        try:
+            result = func(*call.args, **call.kwargs)
+        finally:
+            BackwardPass.spared = outer
+        if spared:  # what is accumulated is taken out
+            shapes = [list(p.shape) for p in spared]
+            raise RuntimeError(
+                f"The gradients of parameters of shapes {shapes} are missing: no gradient has "
+                "arrived at the modules that use them. A hook of any parameter, such as "
+                "p.register_hook(lambda grad: None), makes autograd compute them; please report "
+                "this."
+            )
+        return result

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core import call_products
-from backpack.core.derivatives.basederivatives import BatchAxis, Rows, row_numbers
+from backpack.core.derivatives.basederivatives import BatchAxis, Rows, one_by_one, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.plan import Plan
 from backpack.core.sweep import loss_scale
@@ -73,6 +73,8 @@ class BatchAveragedSweep:
     def _factor(self, p: Parameter) -> Tensor:
         """Average the blocks of the groups that share a Kronecker factor."""
         groups = self.groups[p]
+        if groups == 1:
+            return self.blocks[p, p].clone()
         return (
             self.blocks[p, p]
             .reshape(groups, -1, groups, self.blocks[p, p].shape[0] // groups)
@@ -101,49 +103,57 @@ class BatchAveragedSweep:
         outs = [o for o in call.origins_out if o is not None and (o, o) in self.blocks]
         if not outs:
             return
-        own = torch.cat([torch.cat([self._block(a, b) for b in outs], 1) for a in outs])
-        others = {b for a, b in self.blocks if a in outs and b not in outs}
-        across = {b: torch.cat([self._block(a, b) for a in outs]) for b in others}
-        self.blocks = {k: m for k, m in self.blocks.items() if not set(k).intersection(outs)}
-        slots = [i for i, o in enumerate(call.origins_out) if o in outs]
-        nodes = self._nodes(call, slots)
+        own = _joined([_joined([self._block(a, b) for b in outs], 1) for a in outs], 0)
+        used_up = set(outs)
+        others = {b for a, b in self.blocks if a in used_up and b not in used_up}
+        across = {b: _joined([self._block(a, b) for a in outs], 0) for b in others}
+        self.blocks = {k: m for k, m in self.blocks.items() if used_up.isdisjoint(k)}
+        slots = [i for i, o in enumerate(call.origins_out) if o in used_up]
+        twins = self._twins(call)
+        nodes = [(n, j) for n, j in self._nodes(call, slots) if n not in twins]
         derivatives = call.derivatives
         assert derivatives is not None
-        rows = row_numbers(self.plan.base, self.subsampling)
         with call.bound() as module:
+            rows = one_by_one(self.plan.base, self.subsampling)
             if derivatives.jacobian_is_constant(module) and (
                 derivatives.kronecker_rows_are_constant or not call.trained
             ):
                 rows = rows[:1]
-        for other, matrix in across.items():  # E[J]ᵀ M
-            for node, jacobian in nodes:
-                block = jacobian(matrix, self.subsampling).T
-                self._add(node, other, block)
-                self._add(other, node, block.T)
-        inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
-        chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
-        if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
-            ((node, _),) = inputs
-            with call.bound() as module:
+            for other, matrix in across.items():  # E[J]ᵀ M
+                for node, jacobian in nodes:
+                    block = jacobian(matrix, self.subsampling).T
+                    self._add(node, other, block)
+                    self._add(other, node, block.T)
+            inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
+            chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
+            if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+                ((node, _),) = inputs
                 average = derivatives.ea_jac_t_mat_jac_prod(
                     module, None, None, own, self.subsampling
                 )
-            self._add(node, node, average)
-            nodes = [(n, j) for n, j in nodes if n is not node]
-            inputs = []
-        self._carry(own, nodes, rows, bool(inputs))
+                self._add(node, node, average)
+                nodes = [(n, j) for n, j in nodes if n is not node]
+                inputs = []
+            self._carry(own, nodes, rows, bool(inputs))
+        for twin, p in twins.items():
+            self.blocks[twin, twin], self.groups[twin] = self.blocks[p, p], self.groups[p]
 
     def _carry(
-        self, own: Tensor, nodes: list[tuple[Node, Jacobian]], rows: Sequence[int], joint: bool
+        self, own: Tensor, nodes: list[tuple[Node, Jacobian]], rows: Sequence[slice], joint: bool
     ) -> None:
         """Add ``E[J_aᵀ M J_b]`` for all pairs of nodes that somebody reads."""
         for a, jacobian_a in nodes:
             for b, jacobian_b in nodes:
                 if self._is_needed(a, b, joint):
-                    total: Any = 0
-                    for n in rows:
-                        total = total + jacobian_b(jacobian_a(own, [n]), [n])
-                    self._add(a, b, total / len(rows))
+                    terms = [jacobian_b(jacobian_a(own, row), row) for row in rows]
+                    self._add(a, b, _average(terms))
+
+    def _twins(self, call: Call) -> dict[Parameter, Parameter]:
+        """Map parameters to the one of the same call that has the same Kronecker factor."""
+        derivatives, trained = call.derivatives, list(call.trained.values())
+        alone = all(len(self.plan.uses[p]) == 1 for p in trained)
+        shared = derivatives is not None and derivatives.kronecker_rows_are_shared
+        return dict.fromkeys(trained[1:], trained[0]) if shared and alone and trained else {}
 
     def _block(self, a: Node, b: Node) -> Tensor:
         """Return a block, which is zero if nothing was added to it."""
@@ -178,7 +188,8 @@ class BatchAveragedSweep:
         """Stack the columns of ``[D_out, K]`` at the outputs in ``slots``, equal for all rows."""
         count = len(row_numbers(self.plan.base, rows))
         shapes = [call_products.shape_out(call, i, count) for i in slots]
-        parts = mat.T.split([prod(shape[1:]) for shape in shapes], 1)
+        sizes = [prod(shape[1:]) for shape in shapes]
+        parts = mat.T.split(sizes, 1) if len(slots) > 1 else (mat.T,)
         columns: list[Tensor | None] = [None] * len(call.outputs)
         for i, part, shape in zip(slots, parts, shapes, strict=True):
             columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
@@ -191,7 +202,7 @@ class BatchAveragedSweep:
             if back is None:
                 _, *shape = call_products.shape_in(call, i, 1)
                 return mat.new_zeros(mat.shape[1], prod(shape))
-            return back.mean(1).reshape(len(back), -1)
+            return _over_rows(back)
 
         return apply
 
@@ -200,6 +211,19 @@ class BatchAveragedSweep:
             columns = self._columns(call, slots, mat, rows)
             kronecker = call_products.param(call, "kronecker_rows", name, columns, rows)
             self.groups[call.trained[name]] = kronecker.shape[2]
-            return kronecker.mean(1).flatten(1)
+            return _over_rows(kronecker)
 
         return apply
+
+
+def _joined(blocks: list[Tensor], axis: int) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
+
+
+def _average(terms: Sequence[Tensor]) -> Tensor:
+    return terms[0] if len(terms) == 1 else sum(terms[1:], terms[0]) / len(terms)
+
+
+def _over_rows(mat: Tensor) -> Tensor:
+    """Average over the rows: ``[V, R, *] -> [V, D]``."""
+    return (mat.squeeze(1) if mat.shape[1] == 1 else mat.mean(1)).reshape(len(mat), -1)

@@ -44,6 +44,8 @@ def gradients(call: Call) -> list[Tensor | None]:
     """Return ``g_out`` in canonical form."""
     if call.g_samples is not None:
         return call.g_samples
+    if call.is_direct:
+        return call.g_out
     return [
         g if g is None or place is None else place.to_canonical(g)
         for g, place in ((g, call.place_out(i)) for i, g in enumerate(call.g_out))
@@ -52,58 +54,58 @@ def gradients(call: Call) -> list[Tensor | None]:
 
 def transposed(call: Call, mats: Columns, rows: Rows) -> list[Tensor | None]:
     """Apply the transposed Jacobian: columns at the outputs to columns at the inputs."""
-    side = _Border(call, rows)
+    side = _side(call, rows)
     with call.bound() as module:
         if side.is_folded:
             folded = [None if m is None else m.flatten(0, 1) for m in mats]
-            back = side.rule.jac_t_mat_prod(module, None, None, side.argument(folded))
+            back = side.rule.jac_t_mat_prod(module, None, None, _argument(folded))
             backs = list(back) if isinstance(back, tuple) else [back]
             like = next(m for m in mats if m is not None)
-            return side.padded(
-                [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs]
+            return _padded(
+                call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs]
             )
-        given = side.argument([side.to_output(i, m) for i, m in enumerate(mats)])
+        given = side.at_outputs(mats)
         back = side.rule.jac_t_mat_prod(module, None, side.gradients(), given, side.rows)
-    backs = list(back) if isinstance(back, tuple) else [back]
-    return side.padded([side.from_input(i, b) for i, b in enumerate(backs)])
+    return side.from_inputs(list(back) if isinstance(back, tuple) else [back])
 
 
 def forward(call: Call, mats: Columns, rows: Rows) -> list[Tensor]:
     """Apply the Jacobian: columns at the inputs to columns at the outputs."""
-    side = _Border(call, rows)
+    side = _side(call, rows)
     with call.bound() as module:
         if side.is_folded:
             given = [None if m is None else m.flatten(0, 1) for m in mats]
         else:
-            given = [side.to_input(i, m) for i, m in enumerate(mats)]
+            given = side.at_inputs(mats)
         argument: Any = given if len(given) > 1 else given[0]
         out = side.rule.jac_mat_prod(module, None, side.gradients(), argument, side.rows)
     outs = list(out) if isinstance(out, tuple) else [out]
     if side.is_folded:
         like = next(m for m in mats if m is not None)
         return [o.unflatten(0, like.shape[:2]) for o in outs]
-    return [side.from_output(i, o) for i, o in enumerate(outs)]
+    return side.from_outputs(outs)
 
 
 def param_forward(call: Call, name: str, mat: Tensor, rows: Rows) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to columns at the outputs."""
-    side = _Border(call, rows)
-    side.refuse_folded(name)
+    side = _side(call, rows)
+    if side.is_folded:
+        raise _no_samples(call, name)
     mat = mat.to(call.precision or mat.dtype)
     with call.bound() as module:
         out = side.rule.param_jac_mat_prod(name, module, None, side.gradients(), mat, side.rows)
-    outs = list(out) if isinstance(out, tuple) else [out]
-    return [side.from_output(i, o) for i, o in enumerate(outs)]
+    return side.from_outputs(list(out) if isinstance(out, tuple) else [out])
 
 
 def param(
     call: Call, method: str, name: str, mats: Columns, rows: Rows, *args: Any, **options: Any
 ) -> Any:
     """Call a method of the rule that takes columns at the outputs and is about a parameter."""
-    side = _Border(call, rows)
-    side.refuse_folded(name)
+    side = _side(call, rows)
+    if side.is_folded:
+        raise _no_samples(call, name)
     with call.bound() as module:
-        given = side.argument([side.to_output(i, m) for i, m in enumerate(mats)])
+        given = side.at_outputs(mats)
         function = getattr(side.rule, method)
         options["subsampling"] = side.rows
         return function(name, module, None, side.gradients(), given, *args, **options)
@@ -123,29 +125,81 @@ def second(
     Returns:
         Columns at the inputs, and ``[V, R, *p]`` for each of ``params``.
     """
-    side = _Border(call, rows)
-    if side.is_folded:
+    side = _side(call, rows)
+    if isinstance(side, _Border) and side.is_folded:
         return side.second_of_copies(inputs), {}
     params = {name: mat.to(call.precision or mat.dtype) for name, mat in params.items()}
     with call.bound() as module:
         grads = side.gradients()
-        given = [side.to_input(i, m) for i, m in enumerate(inputs)]
+        given = side.at_inputs(inputs)
         if params:
             backs, products = side.rule.mixed_residual(module, grads, given, params, side.rows)
         else:
             argument: Any = given if len(given) > 1 else given[0]
             back = side.rule.residual_mat_prod(module, None, grads, argument, side.rows)
             backs, products = [back] if isinstance(back, Tensor) else list(back), {}
-    return side.padded([side.from_input(i, b) for i, b in enumerate(backs)]), products
+    return side.from_inputs(backs), products
 
 
-class _Border:
+def _argument(mats: Columns) -> Any:
+    return mats[0] if len(mats) == 1 else list(mats)
+
+
+def _padded(call: Call, backs: list[Tensor | None]) -> list[Tensor | None]:
+    """Add what the rule leaves out: options at the end of the arguments."""
+    return backs + [None] * (len(call.inputs) - len(backs))
+
+
+def _no_samples(call: Call, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"the parameter '{name}' of {call!r}, whose input has no samples: write the operation with "
+        "modules such as torch.nn.Linear."
+    )
+
+
+class _Side:
+    """What the rule of one call sees, if it expects the samples where the engine has them: first.
+
+    Attributes:
+        call: The call.
+        rule: Its derivatives.
+        rows: Rows that the columns hold.
+        is_folded: Whether the columns of a tensor without samples are more vectors of the rule.
+    """
+
+    is_folded = False
+
+    def __init__(self, call: Call, rows: Rows):
+        self.call = call
+        self.rule: Any = call.derivatives
+        self.rows = rows
+
+    def gradients(self) -> list[Tensor | None]:
+        return self.call.g_out
+
+    def at_inputs(self, mats: Columns) -> list[Tensor | None]:
+        return list(mats)
+
+    def from_inputs(self, backs: list[Tensor | None]) -> list[Tensor | None]:
+        return _padded(self.call, backs)
+
+    def at_outputs(self, mats: Columns) -> Any:
+        return _argument(mats)
+
+    def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
+        return outs
+
+
+def _side(call: Call, rows: Rows) -> _Side:
+    return _Side(call, rows) if call.is_direct else _Border(call, rows)
+
+
+class _Border(_Side):
     """Moves the samples of one call between the canonical place and the one the rule expects."""
 
     def __init__(self, call: Call, rows: Rows):
         assert call.derivatives is not None
-        self.call = call
-        self.rule: Any = call.derivatives
+        super().__init__(call, rows)
         self.selected = rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
         self.is_folded = self.follows and call.is_unbatched
@@ -158,20 +212,6 @@ class _Border:
         places = [call.place_in(i) for i in range(len(call.shape_in))]
         places += [call.place_out(i) for i in range(len(call.shape_out))]
         return any(place is not None and place.outer > 1 for place in places)
-
-    def refuse_folded(self, name: str) -> None:
-        if self.is_folded:
-            raise NotImplementedError(
-                f"the parameter '{name}' of {self.call!r}, whose input has no samples: write the "
-                "operation with modules such as torch.nn.Linear."
-            )
-
-    def padded(self, backs: list[Tensor | None]) -> list[Tensor | None]:
-        """Add what the rule leaves out: options at the end of the arguments."""
-        return backs + [None] * (len(self.call.inputs) - len(backs))
-
-    def argument(self, mats: Columns) -> Any:
-        return mats[0] if len(mats) == 1 else list(mats)
 
     def gradients(self) -> list[Tensor | None]:
         call = self.call
@@ -186,6 +226,18 @@ class _Border:
         return mat if mat is None or not axis else mat.movedim(first, first + axis)
 
     # ------------------------------------------------------------------ columns
+
+    def at_inputs(self, mats: Columns) -> list[Tensor | None]:
+        return [self.to_input(i, m) for i, m in enumerate(mats)]
+
+    def from_inputs(self, backs: list[Tensor | None]) -> list[Tensor | None]:
+        return _padded(self.call, [self.from_input(i, b) for i, b in enumerate(backs)])
+
+    def at_outputs(self, mats: Columns) -> Any:
+        return _argument([self.to_output(i, m) for i, m in enumerate(mats)])
+
+    def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
+        return [self.from_output(i, o) for i, o in enumerate(outs)]
 
     def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
         axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)

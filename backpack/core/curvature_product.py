@@ -63,19 +63,13 @@ class CurvatureBlock:
         subsampling: Sequence[int] | None = None,
         differentiable: bool = False,
     ):
-        """Remember the state of the parameters that the product depends on."""
+        """Remember what the product depends on."""
         self.plan = plan
         self.parameter = parameter
         self.modify = modify
         self.subsampling = subsampling
         self.differentiable = differentiable
-        # a module that mixes samples changes its buffers (running statistics) and reads none
-        self.versions = {
-            t: t._version
-            for call in plan.calls
-            for t in [*call.params.values(), *call.module.parameters(), *call.module.buffers()]
-            if isinstance(t, Parameter) or not call.mixes_samples
-        }
+        self.versions = plan.versions
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Apply the block.

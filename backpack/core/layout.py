@@ -181,6 +181,8 @@ class Layout:
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits."""
         before, samples, *_ = self._root._facts
+        if before == 1 and shape and shape[0] == samples:
+            return Place(0, 1, samples)
         return _place(before, samples, tuple(shape))
 
 

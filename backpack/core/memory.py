@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,9 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     """Multiply entries (with broadcasting), for a large result."""
     if torch.is_grad_enabled() or one.dtype != other.dtype:
         return one * other
-    shape = torch.broadcast_shapes(one.shape, other.shape)
-    return torch.mul(one, other, out=empty(shape, one))
+    axes = zip_longest(reversed(one.shape), reversed(other.shape), fillvalue=1)
+    shape = [b if a == 1 else a for a, b in axes]
+    return torch.mul(one, other, out=empty(shape[::-1], one))
 
 
 def recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:

@@ -99,6 +99,17 @@ class Plan:
         """Whether a module mixes the samples of the batch."""
         return any(call.mixes_samples for call in self.calls)
 
+    @cached_property
+    def versions(self) -> dict[Tensor, int]:
+        """Versions of the parameters and buffers that the calls have read."""
+        # a module that mixes samples changes its buffers (running statistics) and reads none
+        return {
+            t: t._version
+            for call in self.calls
+            for t in [*call.params.values(), *call.module.parameters(), *call.module.buffers()]
+            if isinstance(t, Parameter) or not call.mixes_samples
+        }
+
     def check_one_batch(self, p: Parameter) -> None:
         """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
 

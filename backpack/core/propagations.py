@@ -318,8 +318,9 @@ class BatchAveraged(Propagation):
         for p, matrix in sweep.run().items():
             products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
             products.set_value("gram", matrix)
-            for ext in exts:
-                save(p, ext, ext.extract(products))
+            with products.uses[0].call.bound():
+                for ext in exts:
+                    save(p, ext, ext.extract(products))
 
 
 @dataclass(frozen=True)

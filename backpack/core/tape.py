@@ -1,6 +1,6 @@
 """What the forward hooks record: one :class:`Call` per module call, alive as long as its graph.
 
-A call is owned by the autograd graph of its output (through a hook on the output tensor), and never
+A call is owned by the autograd graph of its output (through a hook of the output's node), and never
 owns that output's graph itself: when the graph dies, the record dies, with no list to clean.
 """
 
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from inspect import signature
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -160,21 +160,16 @@ class Places(NamedTuple):
     """Where the samples of a call are, as far as is known now: see :class:`Layout`.
 
     Attributes:
-        inputs: Batch axis of each input. None if it has none, ``NOWHERE`` if no axis fits.
-        outputs: Batch axis of each output.
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
+        is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
         corrections: ``Layout.corrections`` when this was found.
     """
 
-    inputs: tuple[Place | None, ...]
-    outputs: tuple[Place | None, ...]
     is_plain: bool
+    is_direct: bool
     is_unbatched: bool
     corrections: int
-
-
-NOWHERE = Place(-1)
 
 
 class Call:
@@ -450,15 +445,14 @@ class Call:
         found = self._found
         if found is None or found.corrections != Layout.corrections:
             rule = self.derivatives
-            inputs = tuple(map(_place, self.layouts_in, self.shape_in))
-            outputs = tuple(map(_place, self.layouts_out, self.shape_out))
             is_plain = (
                 (rule is None or rule.sees_samples_first(self.module))
                 and all(map(_is_first, self.layouts_in, self.shape_in))
                 and all(map(_is_first, self.layouts_out, self.shape_out))
             )
+            is_direct = is_plain and rule is not None and rule.has_samples_first()
             is_unbatched = any(map(_has_no_samples, self.layouts_out))
-            found = Places(inputs, outputs, is_plain, is_unbatched, Layout.corrections)
+            found = Places(is_plain, is_direct, is_unbatched, Layout.corrections)
             self._found = found
         return found
 
@@ -468,26 +462,33 @@ class Call:
         return self.places.is_plain
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the rule has the samples where the engine has them: first."""
+        return self.places.is_direct
+
+    @property
     def is_unbatched(self) -> bool:
         """Whether the output has no samples: it depends on parameters alone."""
         return self.places.is_unbatched
 
     def place_in(self, i: int) -> Place | None:
         """Find the batch axis of an input; None if it has none."""
-        place = self.places.inputs[i]
-        return self._refuse(self.shape_in[i]) if place is NOWHERE else place
+        return self._place(self.layouts_in[i], self.shape_in[i])
 
     def place_out(self, i: int) -> Place | None:
         """Find the batch axis of an output; None if it has none."""
-        place = self.places.outputs[i]
-        return self._refuse(self.shape_out[i]) if place is NOWHERE else place
+        return self._place(self.layouts_out[i], self.shape_out[i])
 
-    def _refuse(self, shape: Size | None) -> NoReturn:
-        count = next(x.samples for x in (*self.layouts_in, *self.layouts_out) if x and x.is_batched)
-        raise ValueError(
-            f"{self!r}: a tensor of shape {list(shape or ())} has no axis for the {count} "
-            "samples of the batch. Keep the batch axis as it is."
-        )
+    def _place(self, layout: Layout | None, shape: Size | None) -> Place | None:
+        if shape is None or layout is None or not layout.is_batched:
+            return None
+        place = layout.place(shape)
+        if place is None:
+            raise ValueError(
+                f"{self!r}: a tensor of shape {list(shape)} has no axis for the {layout.samples} "
+                "samples of the batch. Keep the batch axis as it is."
+            )
+        return place
 
     def bound(self, check: bool = True) -> AbstractContextManager[Any]:
         """Give the module ``input0, input1, …`` and ``output`` of this call, unless it has them.
@@ -503,7 +504,8 @@ class Call:
         """
         if vars(self.module).get("_backpack_call") is self:
             return nullcontext(self.module)
-        self.check_released()
+        if self.is_released:
+            self.check_released()
         if check:
             self.check_unchanged()
         return _Bound(self)
@@ -594,6 +596,10 @@ class Call:
             )
 
 
+def _numbered(inputs: Sequence[Any]) -> dict[str, Any]:
+    return {f"input{i}": x for i, x in enumerate(inputs)}
+
+
 class _Bound:
     """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
 
@@ -607,7 +613,7 @@ class _Bound:
         """Set the attributes, and cast parameters and buffers."""
         call, own = self.call, vars(self.call.module)
         inputs, output = call.seen()
-        lent = {f"input{i}": x for i, x in enumerate(inputs)}
+        lent = {"input0": inputs[0]} if len(inputs) == 1 else _numbered(inputs)
         lent["output"] = output
         lent["_backpack_saved"] = call.saved
         lent["_backpack_call"] = call
@@ -635,12 +641,6 @@ class _Bound:
                 own.pop(name, None)
             else:
                 own[name] = value
-
-
-def _place(layout: Layout | None, shape: Size | None) -> Place | None:
-    if shape is None or layout is None or not layout.is_batched:
-        return None
-    return layout.place(shape) or NOWHERE
 
 
 def _has_no_samples(layout: Layout | None) -> bool:
@@ -676,13 +676,18 @@ def describe(module: Module) -> str:
 def is_used(tensor: Tensor) -> bool:
     """Whether a recorded call of a known module uses a tensor as a parameter of its own."""
     return id(tensor) in _uses and any(
-        tensor is p for call in list(_live) if call.derivatives for p in call.params.values()
+        tensor is p for call in all_live_calls() if call.derivatives for p in call.params.values()
     )
+
+
+def all_live_calls() -> list[Call]:
+    """Return the recorded calls that still hold tensors."""
+    return list(_live)
 
 
 def live_calls(module: Module) -> list[Call]:
     """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
-    calls = [call for call in list(_live) if call.module is module]
+    calls = [call for call in all_live_calls() if call.module is module]
     return sorted(calls, key=lambda call: call.index)
 
 
@@ -707,7 +712,7 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
             copies[id(x)] = own if x.requires_grad else own.detach()
         return copies[id(x)]
 
-    for call in list(_live):
+    for call in all_live_calls():
         stored, count = (*call.inputs, *call.outputs), len(call.inputs)
         new = tuple(map(kept, stored, call.versions))
         if any(one is not other for one, other in zip(new, stored, strict=True)):
@@ -781,6 +786,10 @@ NO_REPLICAS = (
 )
 
 
+def _hook(call: Call, i: int, slot: int, reached: OnReach) -> Callable[[Sequence[Any]], None]:
+    return lambda grads: reached(call, i, grads[slot])
+
+
 def record(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, reached: OnReach
 ) -> Any:
@@ -814,7 +823,8 @@ def record(
     call = Call(module, *positional(module, args, kwargs), outputs)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
-            out.register_hook(lambda grad, i=i: reached(call, i, grad))
+            # of the node: it sees what hooks of the tensor have made of the gradient
+            out.grad_fn.register_prehook(_hook(call, i, out.output_nr, reached))
     if CTX.get_debug():
         print(f"[backpack] recorded {call!r}")
     return apart

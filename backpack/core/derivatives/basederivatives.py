@@ -99,6 +99,10 @@ class BaseDerivatives:
         """Return the module's own parameters by name."""
         return module._parameters
 
+    def costly_gradients(self, call: Call) -> tuple[str, ...]:
+        """Return the parameters whose gradient takes autograd a product that can be spared."""
+        return ()
+
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter."""
         return True
@@ -134,6 +138,15 @@ class BaseDerivatives:
     def sees_samples_first(self, module: Module) -> bool:
         """Return whether the rule sees the tensors as they are, if their samples come first."""
         return True
+
+    @classmethod
+    def has_samples_first(cls) -> bool:
+        """Return whether the samples are along the first axis of all that the rule sees."""
+        return (
+            cls.batch_axis is not BatchAxis.FOLLOWED
+            and cls.batch_axis_in is BaseDerivatives.batch_axis_in
+            and cls.batch_axis_out is BaseDerivatives.batch_axis_out
+        )
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs, and correct what was assumed of the inputs.
@@ -337,18 +350,18 @@ class BaseDerivatives:
     def _ea_jac_t_mat_jac_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        samples = row_numbers(module.input0.shape[0], subsampling)
+        samples = one_by_one(module.input0.shape[0], subsampling)
         if self.jacobian_is_constant(module):
             samples = samples[:1]
         total: Tensor | int = 0
-        for n in samples:  # one sample at a time: its Jacobian is a dense matrix
-            once = self._average_product(module, g_out, mat, [n])
-            total = total + self._average_product(module, g_out, once, [n])
+        for row in samples:  # the Jacobian of each is a dense matrix
+            once = self._average_product(module, g_out, mat, row)
+            total = total + self._average_product(module, g_out, once, row)
         return total / len(samples)  # type: ignore[return-value]
 
     def _average_product(self, module: Any, g_out: Grads, mat: Tensor, rows: Rows) -> Tensor:
         """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
-        shape = subsample(module.output, subsampling=rows).shape
+        shape = self.shape_of_rows(module.output.shape, 0, rows)
         stacked = mat.T.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
         return self.jac_t_mat_prod(module, None, g_out, stacked, rows).mean(1).flatten(1)
 
@@ -806,6 +819,11 @@ def row_numbers(size: int, subsampling: Rows) -> Sequence[int]:
     if isinstance(subsampling, slice):
         return range(*subsampling.indices(size))
     return subsampling
+
+
+def one_by_one(size: int, subsampling: Rows) -> list[slice]:
+    """Return the selected rows of a batch of ``size``, each as a slice (no copy)."""
+    return [slice(n % size, n % size + 1) for n in row_numbers(size, subsampling)]
 
 
 def take_rows(rows: Sequence[int], span: slice) -> Sequence[int] | slice:

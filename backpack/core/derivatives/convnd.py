@@ -23,6 +23,7 @@ from backpack.core.derivatives.shared_weight import (
     square_norm,
 )
 from backpack.core.registry import register
+from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
 
 CONVOLUTION = {1: conv1d, 2: conv2d, 3: conv3d}
@@ -213,6 +214,10 @@ class ChannelBiasDerivatives(BaseDerivatives):
 
     params = ("weight", "bias")
     kronecker_rows_are_constant = True
+
+    def costly_gradients(self, call: Call) -> tuple[str, ...]:
+        """Return both: one kernel computes them."""
+        return self.params
 
     def min_dims(self, module: Any) -> int:
         """Return the number of spatial axes, and batch and channels."""

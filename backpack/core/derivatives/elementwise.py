@@ -74,7 +74,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
         df = self.df(module, subsampling).flatten(1)
-        return mat * (df.T @ df) / df.shape[0]
+        return mat * (df.T @ df).div_(len(df))
 
     def _hessian_diagonal(self, module: Any, g_inp: Grads, g_out: Any, subsampling: Rows) -> Tensor:
         if self.hessian_is_zero(module):

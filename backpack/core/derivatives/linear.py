@@ -11,12 +11,13 @@ from torch.nn import Linear, Module
 from backpack.core.derivatives import shared_weight
 from backpack.core.derivatives.basederivatives import BatchAxis, Grads, Rows
 from backpack.core.registry import register
+from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
 
 
 def positions(mat: Tensor) -> Tensor:
     """Return ``[V, N, *, O]`` as ``[V, N, T, O]``, T positions (1 without extra axes)."""
-    return mat.reshape(*mat.shape[:2], -1, mat.shape[-1])
+    return mat.unsqueeze(2) if mat.dim() == 3 else mat.flatten(2, -2)
 
 
 @register(Linear)
@@ -41,6 +42,10 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     ) -> Tensor:
         return mat @ module.weight
 
+    def costly_gradients(self, call: Call) -> tuple[str, ...]:
+        """Return the weight, unless the sum takes a product as well: that of a single position."""
+        return ("weight",) if len(call.shape_out[0]) > 2 else ()
+
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2
@@ -53,13 +58,22 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return True."""
         return True
 
+    def _ea_jac_t_mat_jac_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
+    ) -> Tensor:
+        if module.input0.dim() > 2:
+            return super()._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat, subsampling)
+        right = self._jac_t_mat_prod(module, None, None, mat.T, subsampling)  # matᵀ J
+        return self._jac_t_mat_prod(module, None, None, right.T, subsampling)
+
     # ------------------------------------------------------------------ parameters
 
     def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return what a parameter is multiplied with: for the weight the input, ``[N, T, I]``."""
         if param_str != "weight":
             return [None]
-        return [positions(subsample(module.input0, subsampling=rows).unsqueeze(0)).squeeze(0)]
+        x = subsample(module.input0, subsampling=rows)
+        return [x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)]
 
     def pairs(
         self, param_str: str, module: Any, mat: Any, rows: Rows

@@ -37,6 +37,11 @@ SUMS = frozenset({"gradient", "square"})
 Product = Callable[[slice, slice, Tensor | None], Tensor]
 
 
+def over_columns(values: Tensor) -> Tensor:
+    """Sum ``[V, *]`` over V, as a view if there is one."""
+    return values.squeeze(0) if len(values) == 1 else values.sum(0)
+
+
 def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the squares of ``[V, N, *]`` over V, with weights ``[V, N]``: ``[N, *]``."""
     if weights is None:

@@ -77,7 +77,7 @@ def reduced(
     values = {}
     if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s, x):
         if "gradient" in wanted:
-            values["gradient"] = mjp(s, x, sum_batch=True).sum(0)
+            values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
         if "square_norm" in wanted:
             values["square_norm"] = square_norm(s, x)
         return values
@@ -106,7 +106,7 @@ def _of_outer_products(
     if "individual" in wanted:
         values["individual"] = mjp(s, x, sum_batch=False)
     if "gradient" in wanted:
-        values["gradient"] = mjp(s, x, sum_batch=True).sum(0)
+        values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
     if "square_norm" in wanted:
         values["square_norm"] = (s.square().sum((0, 3)) * x.square().sum(2)).sum(1)
     if "batch_square" in wanted or "square" in wanted:
@@ -166,7 +166,8 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
     count = num_n * num_t if approximation == "expand" else num_n
-    return einsum("nti,ntj->ij", x, x).div_(count)
+    rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
+    return (rows.T @ rows).div_(count)
 
 
 class SharedWeightDerivatives(BaseDerivatives):

@@ -1,0 +1,181 @@
+"""Gradients of the batch that autograd need not compute: individual gradients add up to them.
+
+The gradient of a convolution's weight takes about a third of a backward pass. Where individual
+gradients pass by anyway, it is their sum. Autograd is then asked for the gradients of all other
+leaves (``backward(inputs=...)``), and the sum is accumulated when the backward pass is over.
+
+A parameter takes part if one known module alone uses it. There are no hooks of parameters that
+could miss a gradient, no functions written in Python that could run a backward pass of their own,
+and no distributed wrappers. Hooks of the graph's nodes go unnoticed: torch does not list them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
+
+from backpack.context import disable
+from backpack.core import tape
+from backpack.core.tape import Call, Origin
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+# Multiplications of all gradients together from which on it pays to look at the graph.
+WORTHWHILE = 2**26
+# Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
+PRECISIONS = (torch.float32, torch.float64)
+
+
+def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
+    """Find parameters whose individual gradients are computed, and whose gradient is dear.
+
+    Args:
+        exts: The active extensions.
+
+    Returns:
+        The parameters of each recorded call. Empty if it does not pay.
+    """
+    first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
+    whole_batch = all(ext.get_subsampling() is None for ext in first_order)
+    if not (whole_batch and any(ext.needs for ext in first_order) and disable.should_store_io()):
+        return {}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return {}
+    found, work = {}, 0
+    for call in tape.all_live_calls():
+        if any(ext.rule_for(call.module) is not None for ext in first_order):
+            continue
+        parameters = _costly_parameters(call)
+        if parameters:
+            found[call] = set(parameters)
+            positions = call.shape_out[0].numel() // max(1, len(parameters[0]))
+            work += positions * sum(p.numel() for p in parameters)
+    return found if work >= WORTHWHILE else {}
+
+
+def _costly_parameters(call: Call) -> list[Parameter]:
+    rule = call.derivatives
+    names = () if rule is None else rule.costly_gradients(call)
+    parameters = [p for name, p in call.params.items() if name in names]
+    known = (
+        bool(parameters)
+        and call.misplaced is None
+        and not (call.module._backward_hooks or call.module._backward_pre_hooks)
+        and not (call.is_unbatched or call.unbatched_inputs())
+        and len(call.dtypes) == 1
+        and call.uses_each_parameter_alone()
+        and all(map(_is_ordinary, parameters))
+    )
+    return parameters if known else []
+
+
+def _is_ordinary(p: Any) -> bool:
+    """Whether a parameter and its gradient are tensors like any other."""
+    grad = p.grad
+    return (
+        type(p) is Parameter
+        and p.dtype in PRECISIONS
+        and (grad is None or (grad.layout is torch.strided and not grad.requires_grad))
+    )
+
+
+def spare(
+    roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]
+) -> tuple[set[Parameter], list[Tensor]]:
+    """Choose the parameters whose gradients autograd need not compute.
+
+    Every call that has one has to be reached all the same. So it has to lead to another leaf, too:
+    the first ones of a network keep their gradients.
+
+    Args:
+        roots: What ``backward()`` is called on.
+        candidates: See :func:`costly`.
+
+    Returns:
+        The parameters, and all other leaves of the graph. Nothing if none are spared.
+    """
+    if not all(isinstance(root, Tensor) for root in roots):
+        return set(), []
+    order, users = _upstream_first(roots)
+    if any(isinstance(node, BackwardCFunction) for node in order):
+        return set(), []  # may run a backward pass of its own, which knows nothing of this one
+    leaves = {node: node.variable for node in order if hasattr(node, "variable")}
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves.values()):
+        return set(), []  # may look at the gradients of others
+    calls = {mark: call for call in candidates for mark in call.origins_out}
+    computed_by = {node: {calls.get(mark) for mark in marks} for node, marks in _marked(order)}
+    # the call that every path from the roots to a node enters last
+    owner: dict[Any, Any] = {None: None}
+    for node in reversed(order):
+        found = computed_by.get(node) or {owner[user] for user in users[node]}
+        owner[node] = next(iter(found)) if len(found) == 1 else None
+    spared = {
+        p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
+    }
+    others: list[Tensor] = []
+    running = set()
+    for node in order:
+        if node in leaves:
+            leaf = leaves[node]
+            kept = [leaf] if leaf.requires_grad and leaf not in spared else []
+        elif any(parent in running for parent, _ in node.next_functions):
+            running.add(node)
+            continue
+        else:
+            alone = [call for call in computed_by.get(node, ()) if call is not None]
+            kept = [p for call in alone for p in candidates[call] if p in spared]
+        if kept:
+            running.add(node)
+            others += kept
+            spared.difference_update(kept)
+    return (spared, others) if spared else (set(), [])
+
+
+def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """List the nodes of a graph, each after those that it leads to, and who leads to each.
+
+    Nobody (None) leads to the roots.
+    """
+    order: list[Any] = []
+    users: dict[Any, list[Any]] = defaultdict(list)
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = []
+    for root in roots:
+        users[root.grad_fn].append(None)
+        stack.append((root.grad_fn, False))
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for parent, _ in node.next_functions:
+                users[parent].append(node)
+                stack.append((parent, False))
+    return order, users
+
+
+def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
+    """Find the nodes that compute what a call has returned (or read)."""
+    for node in nodes:
+        marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
+        if marks:
+            yield node, marks
+
+
+def accumulate(p: Parameter, gradient: Tensor) -> None:
+    """Add a gradient to ``p.grad`` as autograd does: in place, with the strides of ``p``."""
+    if p.grad is not None:
+        p.grad += gradient
+    elif gradient.stride() == p.stride():
+        p.grad = gradient.detach()
+    else:
+        p.grad = torch.empty_like(p).copy_(gradient)

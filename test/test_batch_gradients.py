@@ -1,0 +1,459 @@
+"""Gradients of the batch that individual gradients add up to: autograd is spared them, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend
+from backpack.core import batch_gradients
+from backpack.core.backward_pass import BackwardPass
+from backpack.extensions import (
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    SumGradSquared,
+    Variance,
+)
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+
+EXTENSIONS = (BatchGrad, BatchL2Grad, SumGradSquared, Variance)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
+    """Let small networks take part, and note what is spared in each backward pass."""
+    found: list[set[Any]] = []
+    spare = batch_gradients.spare
+
+    def noting(*args: Any) -> Any:
+        result = spare(*args)
+        found.append(set(result[0]))
+        return result
+
+    monkeypatch.setattr(batch_gradients, "WORTHWHILE", 0)
+    monkeypatch.setattr(batch_gradients, "spare", noting)
+    return found
+
+
+def network() -> nn.Sequential:
+    """Convolutions with and without bias, and a linear layer at several positions."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Tanh(),
+        nn.Conv2d(4, 5, 3, bias=False, padding=1),
+        nn.Tanh(),
+        nn.ConvTranspose2d(5, 2, 2),
+        nn.Flatten(2),
+        nn.Linear(49, 6),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    ).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.rand(5, 3, 8, 8, dtype=torch.float64), torch.randint(3, (5,))
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+Step = Callable[[nn.Module, nn.Module], Tensor]
+
+
+def compare(model: nn.Module, step: Step, *exts: Any) -> nn.Module:
+    """Compare gradients of an extended model with those of the model as it was."""
+    lossfunc = nn.CrossEntropyLoss()
+    step(model, lossfunc).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    extend(model), extend(lossfunc)
+    loss = step(model, lossfunc)
+    with backpack(*exts):
+        loss.backward()
+    for found, one in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(found, one)
+    return model
+
+
+def plain(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    x, y = data()
+    return lossfunc(model(x), y)
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_gradients_are_those_of_autograd(
+    extension: Any, chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spare all but the first convolution; quantities are what they are without."""
+    model = compare(network(), plain, extension())
+    spared = {p for i in (2, 4) for p in model[i].parameters()} | {model[6].weight}
+    assert chosen == [spared]
+    values = [getattr(p, extension().savefield) for p in model.parameters()]
+    monkeypatch.setattr(batch_gradients, "WORTHWHILE", float("inf"))
+    other = compare(network(), plain, extension())
+    assert len(chosen) == 1
+    for value, p in zip(values, other.parameters(), strict=True):
+        torch.testing.assert_close(value, getattr(p, extension().savefield))
+
+
+def test_sum_of_individual_gradients_when_several_extensions_share_a_pass(
+    chosen: list[set[Any]],
+) -> None:
+    """First and second order together."""
+    exts = [extension() for extension in EXTENSIONS]
+    model = compare(network(), plain, *exts, DiagGGNExact())
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    assert len(chosen[0]) == 4
+
+
+def test_gradients_accumulate(chosen: list[set[Any]]) -> None:
+    """Two backward passes add up, in the tensor that is there."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    for _ in range(2):
+        loss = plain(model, lossfunc)
+        with backpack(Variance()):
+            loss.backward()
+        first = [p.grad for p in model.parameters()]
+    assert len(chosen) == 2 and all(chosen)
+    other = network()
+    (2 * plain(other, nn.CrossEntropyLoss())).backward()
+    for p, q, grad in zip(model.parameters(), other.parameters(), first, strict=True):
+        assert p.grad is grad
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_small_networks_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the threshold, nobody looks at the graph."""
+    monkeypatch.setattr(batch_gradients, "spare", lambda *_: pytest.fail("not worthwhile"))
+    compare(network(), plain, BatchGrad())
+
+
+def recurrent(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    x, y = data()
+    first, (state, _) = model[0](x.flatten(2))
+    second, _ = model[1](first)
+    return lossfunc(model[2](second).mean(1) + model[3](state[0]), y)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_recurrent_layers(extension: Any, bias: bool, chosen: list[set[Any]]) -> None:
+    """Their weights enter every time step; of several outputs, two are used."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.LSTM(64, 4, batch_first=True, bias=bias),
+        nn.GRU(4, 5, num_layers=2, bidirectional=True, batch_first=True),
+        nn.Linear(10, 3),
+        nn.Linear(4, 3),
+    ).double()
+    compare(model, recurrent, extension())
+    spared = {p for name, p in model[1].named_parameters() if name.startswith("weight")}
+    if bias:  # else, nothing lets the first layer run
+        spared |= {model[0].weight_ih_l0, model[0].weight_hh_l0}
+    assert chosen == [spared | {model[2].weight}]
+
+
+def decayed(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    return plain(model, lossfunc) + sum(p.square().sum() for p in model.parameters())
+
+
+def test_a_penalty_counts(chosen: list[set[Any]]) -> None:
+    """A parameter that something else uses keeps its gradient."""
+    compare(network(), decayed, SumGradSquared())
+    assert chosen == [set()]
+
+
+def test_tied_and_frozen_parameters(chosen: list[set[Any]]) -> None:
+    """One is used twice, one has no gradient."""
+    model = network()
+    model[2] = nn.Conv2d(4, 4, 3, padding=1).double()
+    model.insert(3, nn.Conv2d(4, 4, 3, padding=1).double())
+    model[3].weight = model[2].weight
+    model[5] = nn.ConvTranspose2d(4, 2, 2).double()
+    model[5].weight.requires_grad_(False)
+    compare(model, plain, BatchGrad())
+    assert chosen[0].isdisjoint({model[2].weight, model[5].weight})
+    assert model[5].bias in chosen[0]
+
+
+def functional(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    x, y = data()
+    return lossfunc(model[1:](F.conv2d(x, model[0].weight, model[0].bias)), y)
+
+
+def test_a_function_that_uses_the_parameters_of_a_module_that_ran_elsewhere(
+    chosen: list[set[Any]],
+) -> None:
+    """What matters is who uses a parameter in this graph."""
+    model, lossfunc = network(), nn.CrossEntropyLoss()
+    functional(model, lossfunc).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    extend(model), extend(lossfunc)
+    elsewhere = model[0](data()[0])  # recorded, alive, and no part of the graph below
+    loss = functional(model, lossfunc)
+    with backpack(BatchGrad()), pytest.warns(UserWarning, match="also used by a function"):
+        loss.backward()
+    del elsewhere
+    assert chosen and model[0].weight not in chosen[0]
+    for found, one in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated"])
+def test_hooks_of_parameters_run(kind: str, chosen: list[set[Any]]) -> None:
+    """A hook sees (and may change) the gradient, and finds those of later layers complete."""
+    seen = []
+    model = network()
+    p = model[0].weight
+    if kind == "tensor":
+        p.register_hook(lambda grad: seen.append(gradients(model[1:])) or 2 * grad)
+    else:
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(gradients(model)))
+    compare(model, plain, BatchGrad())
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other)
+    assert chosen == [set()]
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_backward_hook"])
+def test_hooks_of_modules_run(kind: str, chosen: list[set[Any]]) -> None:
+    """They see what they see without extensions."""
+    seen = []
+    model = network()
+    getattr(model[2], kind)(lambda module, g_in, g_out: seen.append([*g_in, *g_out]))
+    compare(model, plain, BatchGrad())
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other)
+    assert chosen[0].isdisjoint(model[2].parameters())
+
+
+def doubled(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    x, y = data()
+    inner = model[:3](x)
+    inner.register_hook(lambda grad: 2 * grad)
+    return lossfunc(model[3:](inner), y)
+
+
+def test_hooks_of_activations_count(chosen: list[set[Any]]) -> None:
+    """Individual gradients are those of the gradient that a hook has changed."""
+    model = compare(network(), doubled, BatchGrad())
+    assert model[2].weight in chosen[0]
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("outer", [BatchGrad, DiagGGNExact])
+def test_nested_contexts(outer: Any, chosen: list[set[Any]]) -> None:
+    """The inner one counts."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    other = network()
+    plain(other, nn.CrossEntropyLoss()).backward()
+    loss = plain(model, lossfunc)
+    with backpack(outer()), backpack(BatchL2Grad()):
+        loss.backward()
+    assert len(chosen) == 1 and chosen[0]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_second_attempt_after_an_error(chosen: list[set[Any]]) -> None:
+    """An error that was caught inside of the context leaves nothing behind."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    attempts = []
+
+    def fail_once(grad: Tensor) -> None:
+        attempts.append(grad)
+        if len(attempts) == 1:
+            raise RuntimeError("out of memory")
+
+    def attempt() -> None:
+        x, y = data()
+        inner = model[:3](x)
+        inner.register_hook(fail_once)
+        lossfunc(model[3:](inner), y).backward()
+
+    elsewhere = extend(network())(data()[0])  # so that backward() is watched
+    with backpack(BatchGrad()):
+        with suppress(RuntimeError):
+            attempt()
+        model.zero_grad()
+        attempt()
+    del elsewhere
+    assert len(attempts) == 2 and chosen[-1]
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_single_input(as_list: bool, chosen: list[set[Any]]) -> None:
+    """``inputs=`` may be a tensor, even one that is zero."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    gain = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    loss = plain(model, lossfunc) * gain.exp().sum()
+    with backpack(BatchGrad()):
+        loss.backward(inputs=[gain] if as_list else gain)
+    assert gain.grad is not None and model[2].weight.grad is None
+    assert not chosen
+
+
+def test_frozen_between_the_passes(chosen: list[set[Any]]) -> None:
+    """A parameter that needs no gradient any more has none."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    loss = plain(model, lossfunc)
+    for p in (model[0].weight, model[4].weight):
+        p.requires_grad_(False)
+    with backpack(BatchGrad()):
+        loss.backward()
+    assert model[0].weight.grad is None and model[4].weight.grad is None
+    assert model[2].weight in chosen[0]
+    torch.testing.assert_close(model[2].weight.grad_batch.sum(0), model[2].weight.grad)
+
+
+def test_autocast(chosen: list[set[Any]]) -> None:
+    """Nothing is spared where several precisions meet."""
+    model, lossfunc = extend(network().float()), extend(nn.CrossEntropyLoss())
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lossfunc(model(x.float()), y)
+    with backpack(BatchGrad(), Variance()):
+        loss.backward()
+    assert not any(chosen)
+    assert model[2].weight.grad_batch.shape == (5, *model[2].weight.shape)
+
+
+def test_a_gradient_that_does_not_arrive_is_an_error(
+    chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Better than a parameter that silently keeps its old gradient."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    loss = plain(model, lossfunc)
+    monkeypatch.setattr(BackwardPass, "_reach", lambda *_: None)
+    with backpack(BatchGrad()), pytest.raises(RuntimeError, match="are missing"):
+        loss.backward()
+
+
+def checkpointed(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+    x, y = data()
+    inner = checkpoint(model[1:4], model[0](x), use_reentrant=False)
+    return lossfunc(model[4:](inner), y)
+
+
+def test_checkpoint(chosen: list[set[Any]]) -> None:
+    """A forward pass that is repeated during the backward pass."""
+    compare(network(), checkpointed, SumGradSquared())
+    assert chosen[0]
+
+
+def test_gradient_of_the_data(chosen: list[set[Any]]) -> None:
+    """A leaf that is no parameter has its gradient; then the first layer can be spared, too."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    x, y = data()
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(lossfunc(model(x), y), x)
+    loss = lossfunc(model(x), y)
+    with backpack(BatchGrad()):
+        loss.backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert model[0].weight in chosen[0]
+    torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+
+
+def test_what_was_asked_for(chosen: list[set[Any]]) -> None:
+    """``inputs=`` and ``create_graph=`` are left alone, as is ``torch.autograd.grad``."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    loss = plain(model, lossfunc)
+    with backpack(BatchGrad()):
+        loss.backward(inputs=[model[2].weight])
+    assert model[4].weight.grad is None and not hasattr(model[4].weight, "grad_batch")
+    loss = plain(model, lossfunc)
+    with backpack(BatchGrad()):
+        torch.autograd.grad(loss, [model[4].weight])
+    assert model[4].weight.grad is None
+    loss = plain(model, lossfunc)
+    with backpack(BatchGrad()):
+        loss.backward(create_graph=True)
+    assert model[4].weight.grad.requires_grad
+    assert not chosen
+
+
+def test_graph_is_kept(chosen: list[set[Any]]) -> None:
+    """Two passes through one graph."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    loss = plain(model, lossfunc)
+    for _ in range(2):
+        with backpack(BatchGrad(), retain_graph=True):
+            torch.autograd.backward([loss], retain_graph=True)
+    assert len(chosen) == 2 and chosen[0] == chosen[1] != set()
+    for p in model.parameters():
+        torch.testing.assert_close(2 * p.grad_batch.sum(0), p.grad)
+
+
+def test_subsampling_needs_the_gradient_of_the_batch(chosen: list[set[Any]]) -> None:
+    """Individual gradients of some samples do not add up to it."""
+    compare(network(), plain, BatchGrad(subsampling=[0, 2]))
+    assert not chosen
+
+
+def test_rules_of_users(chosen: list[set[Any]]) -> None:
+    """A rule of one's own says nothing about the gradient."""
+
+    class Rule(FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight"])
+
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+            return torch.zeros(1)
+
+    extension = BatchGrad()
+    extension.set_module_extension(nn.Conv2d, Rule(), overwrite=True)
+    model = compare(network(), plain, extension)
+    assert model[4].weight in chosen[0] and model[2].weight not in chosen[0]
+
+
+def test_strides_of_the_parameter(chosen: list[set[Any]]) -> None:
+    """Gradients lie in memory as the parameters do."""
+    model = compare(network().to(memory_format=torch.channels_last), plain, SumGradSquared())
+    assert model[2].weight in chosen[0]
+    assert model[2].weight.grad.stride() == model[2].weight.stride()
+
+
+def test_distributed_training(chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper may wait for every gradient."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    compare(network(), plain, BatchGrad())
+    assert not chosen
+
+
+@pytest.mark.parametrize("context", [nullcontext, lambda: backpack(SumGradSquared())])
+def test_backward_pass_inside_of_a_hook(context: Any, chosen: list[set[Any]]) -> None:
+    """It computes its own gradients."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    pending = [model[8]]
+
+    def hook(module: nn.Module) -> None:
+        if module in pending:
+            pending.remove(module)
+            with torch.enable_grad(), context():
+                plain(model, nn.CrossEntropyLoss()).backward()
+
+    loss = plain(model, lossfunc)
+    with backpack(BatchGrad(), extension_hook=hook):
+        loss.backward()
+    assert len(chosen) == 1 and model[4].weight in chosen[0]
+    reference = network()
+    (2 * plain(reference, nn.CrossEntropyLoss())).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
