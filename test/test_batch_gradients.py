@@ -407,6 +407,37 @@ def test_subsampling_needs_the_gradient_of_the_batch(chosen: list[set[Any]]) -> 
     assert not chosen
 
 
+def test_extension_hooks_find_gradients(chosen: list[set[Any]]) -> None:
+    """Those of the layers that the backward pass has left behind."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    seen = []
+
+    def hook(module: nn.Module) -> None:
+        if module is model[2]:
+            seen.extend(gradients(model[4:]))
+
+    loss = plain(model, lossfunc)
+    with backpack(SumGradSquared(), extension_hook=hook):
+        loss.backward()
+    assert chosen[0]
+    for found, p in zip(seen, model[4:].parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad)
+
+
+def test_two_precisions(chosen: list[set[Any]]) -> None:
+    """The engine computes in the higher one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(64, 4, batch_first=True), nn.Linear(4, 3).double())
+
+    def step(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+        x, y = data()
+        states, (last, _) = model[0](x.flatten(2).float())
+        return lossfunc(model[1](states.double()).mean(1), y) + last.square().mean().double()
+
+    compare(model, step, SumGradSquared())
+    assert model[0].weight_ih_l0 in chosen[0]
+
+
 def test_rules_of_users(chosen: list[set[Any]]) -> None:
     """A rule of one's own says nothing about the gradient."""
 

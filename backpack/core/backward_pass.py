@@ -96,7 +96,7 @@ class BackwardPass:
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
         self.is_nested = bool(BackwardPass._running)
         self.owed: set[Parameter] = set()  # those of the spared ones that were reached
-        self.gradients: dict[Parameter, Tensor] = {}  # of those
+        self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
@@ -167,21 +167,26 @@ class BackwardPass:
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
                 self._run_first_order(Plan([call]))
-            self._sum_up(call)
+            self._accumulate(call)
             if not self.second_order:
                 self._done(call)
                 self.calls.pop()
         else:
             self.deferred.append(call)
 
-    def _sum_up(self, call: Call) -> None:
-        """Compute the gradients that autograd leaves out, unless they were found on the way."""
+    def _accumulate(self, call: Call) -> None:
+        """Accumulate the gradients that autograd leaves out."""
         for name, p in call.trained.items():
-            if p in self.owed and p not in self.gradients:
+            if p not in self.owed:
+                continue
+            if p not in self.gradients:  # no extension has found it on the way
                 grads = call_products.gradients(call)
                 mats = [None if g is None else g.unsqueeze(0) for g in grads]
                 product = call_products.param(call, "param_mjp", name, mats, None, sum_batch=True)
                 self.gradients[p] = product.squeeze(0)
+            batch_gradients.accumulate(p, self.gradients.pop(p))
+            self.owed.discard(p)
+            BackwardPass.spared.discard(p)
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
@@ -247,10 +252,7 @@ class BackwardPass:
         if self.deferred:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         for call in self.deferred:
-            self._sum_up(call)
-        for p, gradient in self.gradients.items():
-            batch_gradients.accumulate(p, gradient)
-            BackwardPass.spared.discard(p)
+            self._accumulate(call)
         if self.second_order:
             self._run_second_order()
         for call in sorted(self.calls, key=lambda call: call.index, reverse=True):

@@ -2,7 +2,7 @@
 
 The gradient of a convolution's weight takes about a third of a backward pass. Where individual
 gradients pass by anyway, it is their sum. Autograd is then asked for the gradients of all other
-leaves (``backward(inputs=...)``), and the sum is accumulated when the backward pass is over.
+leaves (``backward(inputs=...)``), and the sum is accumulated in its place.
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
 could miss a gradient, no functions written in Python that could run a backward pass of their own,
@@ -173,6 +173,7 @@ def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
 
 def accumulate(p: Parameter, gradient: Tensor) -> None:
     """Add a gradient to ``p.grad`` as autograd does: in place, with the strides of ``p``."""
+    gradient = gradient.to(p.dtype)
     if p.grad is not None:
         p.grad += gradient
     elif gradient.stride() == p.stride():
