@@ -3,7 +3,8 @@
 The system hands out fresh memory page by page, at the first access. For large tensors that takes
 longer than computing their entries. Three things help: to let the allocator keep what was freed; to
 write over the result of the backward pass before, which is about to be replaced, where nobody else
-has it; else, to ask for huge pages.
+has it; else, to ask for huge pages. A long sweep in many slices has the opposite problem: what the
+allocator keeps adds up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if sys.platform == "linux":
     torch.empty(2**25 - 2**13, dtype=torch.uint8, device="cpu")
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 _spare: list[Tensor] = []
 
 
@@ -81,6 +83,15 @@ def recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:
 def forget() -> None:
     """Free what was taken and not used."""
     _spare.clear()
+
+
+def give_back() -> None:
+    """Return memory between blocks in use to the system, where the allocator can.
+
+    What has been freed in small pieces adds up, if tensors of many sizes come and go.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(ctypes.c_size_t(0))
 
 
 def _references(attributes: MutableMapping[str, Any], name: str) -> tuple[int, ...]:

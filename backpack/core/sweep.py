@@ -7,6 +7,7 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +40,8 @@ Save = Callable[[Parameter, "BackpropExtension", Any], None]
 BYTES_PER_CORE = 2**22
 BYTES_OF_HEAP = 2**24
 BYTES_ELSEWHERE = 2**28
+# Seconds after which a sweep returns freed memory. What is returned has to be fetched again.
+LONG = 2.0
 
 
 class slice_bytes:
@@ -338,6 +341,7 @@ class Sweep:
         # user-written rules see the whole batch at once
         self.sliced = not any(ext.rules for ext in exts)
         self.mixing = plan.mixing and self.sliced
+        self.given_back = time.monotonic()
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
@@ -499,6 +503,9 @@ class Sweep:
             slices = self._split(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
+                    if time.monotonic() - self.given_back > LONG:
+                        memory.give_back()
+                        self.given_back = time.monotonic()
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
             self._through(state, call, receive)
