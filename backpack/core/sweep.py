@@ -7,7 +7,6 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,8 +39,9 @@ Save = Callable[[Parameter, "BackpropExtension", Any], None]
 BYTES_PER_CORE = 2**22
 BYTES_OF_HEAP = 2**24
 BYTES_ELSEWHERE = 2**28
-# Seconds after which a sweep returns freed memory. What is returned has to be fetched again.
-LONG = 2.0
+# Bytes of the parameters from which on sweeps in many slices return memory between them. What is
+# returned has to be fetched again, which small networks would notice.
+LARGE_NETWORK = 2**25
 
 
 class slice_bytes:
@@ -341,7 +341,8 @@ class Sweep:
         # user-written rules see the whole batch at once
         self.sliced = not any(ext.rules for ext in exts)
         self.mixing = plan.mixing and self.sliced
-        self.given_back = time.monotonic()
+        self.is_large = sum(p.nbytes for p in plan.uses) >= LARGE_NETWORK
+        self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
@@ -487,7 +488,9 @@ class Sweep:
     def _sweep(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
-        for part in self._first_parts(source):
+        parts = self._first_parts(source)
+        self.is_tight = len(parts) > 1 and self.is_large
+        for part in parts:
             state = State(part)
             starts = self._start(source, part)
             deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
@@ -503,9 +506,8 @@ class Sweep:
             slices = self._split(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
-                    if time.monotonic() - self.given_back > LONG:
+                    if self.is_tight:
                         memory.give_back()
-                        self.given_back = time.monotonic()
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
             self._through(state, call, receive)
