@@ -3,8 +3,8 @@
 The system hands out fresh memory page by page, at the first access. For large tensors that takes
 longer than computing their entries. Three things help: to let the allocator keep what was freed; to
 write over the result of the backward pass before, which is about to be replaced, where nobody else
-has it; else, to ask for huge pages. A sweep in many slices has the opposite problem: what the allocator
-keeps adds up.
+has it; else, to ask for huge pages. A sweep in many slices has the opposite problem: what the
+allocator keeps adds up.
 """
 
 from __future__ import annotations
