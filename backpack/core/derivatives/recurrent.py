@@ -136,10 +136,6 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return False."""
         return False
 
-    def costly_gradients(self, call: Call) -> tuple[str, ...]:
-        """Return the weights, which every time step adds to. Biases let the steps run."""
-        return tuple(name for name in call.params if name.startswith("weight"))
-
     def is_linear_in_params(self, module: Module) -> bool:
         """Return False: later steps depend on what the parameters did in earlier ones."""
         return False
