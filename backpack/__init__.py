@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch.nn import DataParallel, Module
 
 from backpack.context import CTX, Configuration, ExtensionHook, disable
-from backpack.core import batch_gradients, tape
+from backpack.core import spared_gradients, tape
 from backpack.core.backward_pass import BackwardPass, WatchBackward
 from backpack.core.hooks import extend_one
 from backpack.core.recording import is_open, is_recorded, record_functions
@@ -76,7 +76,7 @@ class backpack:
         # first-order extensions do not ask what backward() was called on, and short steps do not
         # pay for a mode
         second_order = any(ext.expects_backpropagation_quantities() for ext in self.exts)
-        is_watched = second_order or batch_gradients.costly(self.exts)
+        is_watched = second_order or spared_gradients.costly(self.exts)
         watch: AbstractContextManager[Any] = WatchBackward() if is_watched else nullcontext()
         self._outer.append((CTX.configuration, watch))
         CTX.configuration = self._configuration

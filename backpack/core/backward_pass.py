@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable, without_autocast
-from backpack.core import batch_gradients, call_products, memory
+from backpack.core import call_products, memory, spared_gradients
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -184,7 +184,7 @@ class BackwardPass:
                 mats = [None if g is None else g.unsqueeze(0) for g in grads]
                 product = call_products.param(call, "param_mjp", name, mats, None, sum_batch=True)
                 self.gradients[p] = product.squeeze(0)
-            batch_gradients.accumulate(p, self.gradients.pop(p))
+            spared_gradients.accumulate(p, self.gradients.pop(p))
             self.owed.discard(p)
             BackwardPass.spared.discard(p)
 
@@ -500,7 +500,7 @@ class WatchBackward(TorchFunctionMode):
     """Notes which tensors ``backward()`` is called on, and spares it what is computed anyway.
 
     The first lets the engine notice a modified loss, for the second see
-    :mod:`backpack.core.batch_gradients`.
+    :mod:`backpack.core.spared_gradients`.
     """
 
     _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -522,13 +522,13 @@ class WatchBackward(TorchFunctionMode):
 
     @staticmethod
     def _backward(func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        candidates = batch_gradients.costly(CTX.configuration.exts)
+        candidates = spared_gradients.costly(CTX.configuration.exts)
         if not candidates:
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
-        spared, others = batch_gradients.spare(roots, candidates)
+        spared, others = spared_gradients.spare(roots, candidates)
         if not spared:
             return func(*args, **kwargs)
         call.arguments["inputs"] = others

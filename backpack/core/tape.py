@@ -504,8 +504,7 @@ class Call:
         """
         if vars(self.module).get("_backpack_call") is self:
             return nullcontext(self.module)
-        if self.is_released:
-            self.check_released()
+        self.check_released()
         if check:
             self.check_unchanged()
         return _Bound(self)
@@ -596,10 +595,6 @@ class Call:
             )
 
 
-def _numbered(inputs: Sequence[Any]) -> dict[str, Any]:
-    return {f"input{i}": x for i, x in enumerate(inputs)}
-
-
 class _Bound:
     """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
 
@@ -613,7 +608,7 @@ class _Bound:
         """Set the attributes, and cast parameters and buffers."""
         call, own = self.call, vars(self.call.module)
         inputs, output = call.seen()
-        lent = {"input0": inputs[0]} if len(inputs) == 1 else _numbered(inputs)
+        lent = {f"input{i}": x for i, x in enumerate(inputs)}
         lent["output"] = output
         lent["_backpack_saved"] = call.saved
         lent["_backpack_call"] = call
