@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
@@ -358,6 +359,12 @@ class BackwardPass:
 
     def _run_second_order(self) -> None:
         plan = Plan(self.calls)
+        with ExitStack() as stack:
+            for loss in plan.losses:  # everything asks them something
+                stack.enter_context(loss.bound())
+            self._run_propagations(plan)
+
+    def _run_propagations(self, plan: Plan) -> None:
         self._check_losses(plan)
         self._check_support(plan)
         separate_samples(plan)

@@ -137,6 +137,17 @@ class Layout:
         first = shape[0] if shape else 0
         return before == 1 and samples > 0 and (samples == first or first % samples == 0)
 
+    def is_first_for_sure(self, shape: Sequence[int] | None, or_assumed: bool) -> bool:
+        """Whether each entry of the first axis is a sample, and no later module may correct that.
+
+        Args:
+            shape: Shape of the tensor.
+            or_assumed: An assumption is good enough.
+        """
+        before, samples, assumed, _ = self._root._facts
+        first = shape[0] if shape else 0
+        return before == 1 and 0 < samples == first and (or_assumed or not assumed)
+
     def confirm(self) -> None:
         """Take what was assumed for certain."""
         root = self._root

@@ -66,6 +66,16 @@ class Plan:
         return [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
 
     @cached_property
+    def predictions(self) -> dict[Call, tuple[int, ...]]:
+        """For each loss the numbers of the inputs that are predictions."""
+        found = {}
+        for loss in self.losses:
+            assert isinstance(loss.derivatives, BaseLossDerivatives)
+            with loss.bound() as module:
+                found[loss] = loss.derivatives.predictions(module)
+        return found
+
+    @cached_property
     def producers(self) -> dict[Origin, Producer]:
         """Who computed the tensor of an origin."""
         return {
@@ -106,8 +116,10 @@ class Plan:
         return {
             t: t._version
             for call in self.calls
-            for t in [*call.params.values(), *call.module.parameters(), *call.module.buffers()]
-            if isinstance(t, Parameter) or not call.mixes_samples
+            for holder in (call.module.modules() if call.module._modules else [call.module])
+            for tensors in (call.params, holder._parameters, holder._buffers)
+            for t in tensors.values()
+            if t is not None and (isinstance(t, Parameter) or not call.mixes_samples)
         }
 
     def check_one_batch(self, p: Parameter) -> None:
@@ -212,20 +224,12 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{savefields}: {error}") from error
 
-    @staticmethod
-    def predictions(loss: Call) -> tuple[int, ...]:
-        """Number the inputs of a loss that are predictions."""
-        assert isinstance(loss.derivatives, BaseLossDerivatives)
-        with loss.bound() as module:
-            return loss.derivatives.predictions(module)
-
     @cached_property
     def gap(self) -> str | None:
         """Describe the first break: a reached call feeds another through what is not a module."""
         for loss in self.losses:
-            predictions = self.predictions(loss)
             for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
-                if i in predictions:
+                if i in self.predictions[loss]:
                     continue
                 if origin in self.producers or (origin and self._above(x)[0]):
                     return (
@@ -274,7 +278,7 @@ class Plan:
         fed: set[Origin | None] = set()
         for call in reversed(self.calls):
             if call in self.losses:
-                fed.update(call.origins_in[i] for i in self.predictions(call))
+                fed.update(call.origins_in[i] for i in self.predictions[call])
             elif call not in self.after_loss:
                 if not fed.intersection(call.origins_out):
                     return call

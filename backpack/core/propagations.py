@@ -30,7 +30,7 @@ from backpack.core.sweep import (
     Sweep,
     call_gradients,
     loss_scale,
-    nonnegative_scale,
+    root_of_scale,
 )
 from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
@@ -92,8 +92,10 @@ def loss_rule(call: Call) -> BaseLossDerivatives:
     return call.derivatives
 
 
-def scaled(columns: Columns, scale: Tensor) -> Columns:
-    """Multiply columns at the prediction, or at every prediction."""
+def scaled(columns: Columns, scale: Tensor | None) -> Columns:
+    """Multiply columns at the prediction, or at every prediction; None for 1."""
+    if scale is None:
+        return columns
     if isinstance(columns, Tensor):
         return columns * scale
     return tuple(None if mat is None else mat * scale for mat in columns)
@@ -134,7 +136,7 @@ class ExactFactor(Propagation):
         sweep.run([self._source(call, sweep) for call in plan.losses])
 
     def _source(self, call: Call, sweep: Sweep) -> Source:
-        scale = nonnegative_scale(call, sweep.savefields)
+        scale = root_of_scale(call, sweep.savefields)
         thin = sweep.sliced and "individual" not in sweep.wanted  # nobody sees the columns
 
         def factor(rows: Rows) -> tuple[Columns, None]:
@@ -165,13 +167,13 @@ class SampledFactor(Propagation):
         sweep.run([self._source(call, sweep) for call in plan.losses])
 
     def _source(self, call: Call, sweep: Sweep) -> Source:
-        scale = nonnegative_scale(call, sweep.savefields)
+        scale = root_of_scale(call, sweep.savefields)
         rule = user_loss_rule(call, sweep.exts)
         if rule is not None:
             return LossSource(call, rule, sampled=True)
         with call.bound() as module:
             drawn = loss_rule(call).sqrt_hessian_sampled(module, None, None, self.mc_samples)
-        drawn = drawn * scale
+        drawn = drawn if scale is None else drawn * scale
 
         def factor(rows: Rows) -> tuple[Columns, None]:
             return subsample(drawn, 1, rows), None
@@ -314,7 +316,7 @@ class BatchAveraged(Propagation):
         refuse_rules(exts)
         sweep = BatchAveragedSweep(plan, subsampling)
         for call in plan.losses:
-            nonnegative_scale(call, ", ".join(ext.savefield for ext in exts))
+            root_of_scale(call, ", ".join(ext.savefield for ext in exts))
         for p, matrix in sweep.run().items():
             products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
             products.set_value("gram", matrix)

@@ -299,8 +299,8 @@ def loss_scale(call: Call) -> Tensor:
     return scale
 
 
-def nonnegative_scale(call: Call, savefields: str) -> Tensor:
-    """Return the square root of the constant factor of the loss.
+def root_of_scale(call: Call, savefields: str) -> Tensor | None:
+    """Return the square root of the constant factor of the loss; None for 1.
 
     Raises:
         ValueError: If it is negative: there is no real square root of the curvature.
@@ -311,6 +311,8 @@ def nonnegative_scale(call: Call, savefields: str) -> Tensor:
             f"{savefields}: the loss {describe(call.module)} was multiplied with a negative "
             f"number ({float(scale):g}). Its curvature has no square root."
         )
+    if not (scale.is_meta or scale.requires_grad) and scale.item() == 1:
+        return None
     return scale.sqrt()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -272,7 +271,7 @@ class Call:
         self.versions = tuple(map(_version, self.inputs + self.outputs))
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
-        if rule is not None:
+        if rule is not None and rule.keeps_something():
             with disable():  # if they differentiate, that is no backward pass of the user
                 self.saved = rule.saved(module, tuple(leaves), outputs)
         self.misplaced: str | None = None
@@ -373,7 +372,9 @@ class Call:
         Args:
             create_graph: Keep the inputs attached to the autograd graph.
         """
-        clone = copy(self)
+        clone: Call = object.__new__(Call)
+        for name in _FACTS:
+            setattr(clone, name, getattr(self, name))
         clone.counts_uses = False
         if not create_graph:
             clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
@@ -593,6 +594,10 @@ class Call:
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
                 "x.relu_(), …) by its out-of-place form."
             )
+
+
+# All of a call but its weak references.
+_FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
 
 
 class _Bound:

@@ -117,6 +117,11 @@ class BaseDerivatives:
         """Return what must be kept from the forward pass, for ``module._backpack_saved``."""
         return {}
 
+    @classmethod
+    def keeps_something(cls) -> bool:
+        """Return whether there is anything to keep from the forward pass."""
+        return cls.saved is not BaseDerivatives.saved
+
     # ------------------------------------------------------------------ where the samples are
 
     def batch_axis_in(self, module: Module, i: int) -> int:
@@ -155,6 +160,16 @@ class BaseDerivatives:
             ValueError: If the samples are not where the module needs them.
         """
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
+        main = call.layouts_in[0] if call.layouts_in else None
+        if (
+            main is not None
+            and self.has_samples_first()
+            and main.is_first_for_sure(call.shape_in[0], leading)
+            and not any(call.layouts_in[1:])
+            and not any(call.computed)
+            and (not leading or len(call.shape_in[0] or ()) > self.trailing_axes(module))
+        ):  # the usual case
+            return [main if shape else None for shape in call.shape_out]
         for i, layout in enumerate(call.layouts_in):
             if layout is None and call.computed[i] and self._has_axis_of_its_own(module, i):
                 raise ValueError(

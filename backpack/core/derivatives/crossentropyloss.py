@@ -30,6 +30,10 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         """Return the logarithms of the predicted probabilities: ``[N, C, *d]``."""
         return subsample(module.input0, subsampling=subsampling).log_softmax(1)
 
+    def p(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return the predicted probabilities: ``[N, C, *d]``."""
+        return subsample(module.input0, subsampling=subsampling).softmax(1)
+
     def _scale(self, module: Any, subsampling: Rows) -> Tensor:
         """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
         x, y = module.input0, module.input1
@@ -70,39 +74,38 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         log_p = self.log_p(module, subsampling)
         p, scale = log_p.exp(), self._scale(module, subsampling)
         # S = sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ): column k is sqrt(p_k) (e_k - p)
-        roots = scale.abs().sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
-        classes = range(p.shape[1])
+        roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
-        columns[classes, :, classes] += roots.movedim(1, 0)
+        columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
         return _with_positions_apart(columns)
 
     def _thin_factor(self, module: Any, subsampling: Rows) -> Tensor:
-        """Return the Cholesky factor of ``diag(p) - p pᵀ``, whose last column is zero.
+        return self._cholesky(module, self._scale(module, subsampling).sqrt(), subsampling)
 
-        With the tails ``q_k = sum_{j >= k} p_j``, column k is ``sqrt(p_k q_{k+1} / q_k)`` times
-        ``e_k - sum_{j > k} p_j / q_{k+1} e_j``. Source: Tanabe & Sagae, An exact Cholesky
-        decomposition and the generalized inverse of the variance-covariance matrix of the
-        multinomial distribution (1992).
+    def _cholesky(self, module: Any, root_of_scale: Tensor, subsampling: Rows) -> Tensor:
+        """Return the Cholesky factor of ``diag(p) - p pᵀ`` (last class first), scaled.
+
+        With the sums ``q_k = sum_{j <= k} p_j``, column ``k > 0`` is ``sqrt(p_k q_{k-1} / q_k)``
+        times ``e_k - sum_{j < k} p_j / q_{k-1} e_j``; column 0 is zero. Source: Tanabe & Sagae, An
+        exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix
+        of the multinomial distribution (1992).
         """
-        log_p = self.log_p(module, subsampling)
-        num_classes = log_p.shape[1]
-        if num_classes == 1:
-            return self._sqrt_hessian(module, subsampling)
-        log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min / 8)  # p = 0: no inf - inf below
-        log_q = log_p.flip(1).logcumsumexp(1).flip(1)
-        beyond = log_q[:, 1:]
-        # the logarithm of sqrt(p_k / (q_k q_{k+1}))
-        roots = (log_p[:, :-1] - log_q[:, :-1] - beyond) / 2
-        later = log_p.new_ones(num_classes - 1, num_classes, dtype=torch.bool).triu(1)
-        later = later.reshape(-1, 1, num_classes, *(1,) * (log_p.dim() - 2))
-        entries = log_p + roots.movedim(1, 0).unsqueeze(2)  # [C - 1, N, C, *d]
-        columns = -entries.where(later, -torch.inf).exp()
-        columns.diagonal(0, 0, 2).copy_((roots + beyond).exp().movedim(1, -1))
-        return _with_positions_apart(columns * self._scale(module, subsampling).sqrt())
+        given = self.p(module, subsampling).movedim(1, -1)  # [N, *d, C]
+        p = given.to(torch.promote_types(given.dtype, torch.float32))  # float16 would underflow
+        p = p.clamp(min=torch.finfo(p.dtype).tiny)  # p = 0: no 0 / 0 below
+        q = p.cumsum(-1)
+        before = q[..., :-1].sqrt()
+        roots = (p / q)[..., 1:].sqrt() * root_of_scale.movedim(1, -1)
+        columns = ((roots / -before).unsqueeze(-1) * p.unsqueeze(-2)).tril()  # [N, *d, C - 1, C]
+        columns.diagonal(1, -2, -1).copy_(roots * before)
+        if p.shape[-1] == 1:  # one class: the Hessian is zero
+            columns = (p - p).unsqueeze(-2)
+        columns = columns.to(given.dtype).movedim(-2, 0).movedim(-1, 2)
+        return _with_positions_apart(columns.contiguous())
 
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         self._need_convex(module, None)
-        p, scale = self.log_p(module, None).exp(), self._scale(module, None)
+        p, scale = self.p(module, None), self._scale(module, None)
         rows = p.detach().movedim(1, -1).flatten(0, -2)
         drawn = torch.multinomial(rows, mc_samples, replacement=True)  # [N·positions, M]
         one_hot = torch.nn.functional.one_hot(drawn.T, p.shape[1]).to(p.dtype)
@@ -110,16 +113,15 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return scale.sqrt() * (p - one_hot.movedim(-1, 2))
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
-        columns = self._sqrt_hessian(module, subsampling)
-        if self._counts_samples(module):
+        scale = self._scale(module, subsampling)
+        columns = self._cholesky(module, scale.abs().sqrt(), subsampling)
+        if self._counts_samples(module) or not is_negative(scale):
             return columns, None
-        sign = self._scale(module, subsampling).sign().flatten(1).T  # [positions, N]
-        num_classes = module.input0.shape[1]
-        weights = sign.repeat_interleave(num_classes, 0) if is_negative(sign) else None
-        return columns, weights
+        sign = scale.sign().flatten(1).T  # [positions, N]
+        return columns, sign.repeat_interleave(len(columns) // len(sign), 0)
 
     def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        p, scale = self.log_p(module, subsampling).exp(), self._scale(module, subsampling)
+        p, scale = self.p(module, subsampling), self._scale(module, subsampling)
         return scale * (p * mat - p * (p * mat).sum(2, keepdim=True))
 
 
@@ -151,6 +153,10 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     def log_p(self, module: Any, subsampling: Rows) -> Tensor:
         """Return the prediction."""
         return subsample(module.input0, subsampling=subsampling)
+
+    def p(self, module: Any, subsampling: Rows) -> Tensor:
+        """Return its exponential."""
+        return self.log_p(module, subsampling).exp()
 
     def _need_convex(self, module: Any, subsampling: Rows) -> None:
         super()._need_convex(module, subsampling)

@@ -301,7 +301,9 @@ def first_of(columns: Columns) -> Tensor:
 
 def is_negative(tensor: Tensor) -> bool:
     """Return whether an entry is negative; no on the meta device, where there are no values."""
-    return not tensor.is_meta and bool((tensor < 0).any())
+    if tensor.is_meta:
+        return False
+    return tensor.item() < 0 if tensor.numel() == 1 else bool((tensor < 0).any())
 
 
 def scaled_identity(diagonal: Tensor) -> Tensor:
