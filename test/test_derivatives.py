@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import Case, select
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, einsum, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -22,6 +24,7 @@ from backpack.core.derivatives import (
     BaseLossDerivatives,
     convnd,
     derivatives_of,
+    patches,
     reductions,
 )
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
@@ -510,8 +513,8 @@ def test_mixed_residual(probe: Probe) -> None:
     for rows in ROWS:
         tx = random_mat(x, rows)
         tps = {name: torch.randn(V, *p.shape, dtype=p.dtype) for name, p in call.params.items()}
-        for given, full in ([tx], embed(tx, rows, x.shape)), ([None], torch.zeros(V, *x.shape)):
-            (d_input,), d_params = mixed_residual(call, given, tps, rows)
+        for ts_given, full in ([tx], embed(tx, rows, x.shape)), ([None], torch.zeros(V, *x.shape)):
+            (d_input,), d_params = mixed_residual(call, ts_given, tps, rows)
             ts = [full.to(x.dtype), *tps.values()]
             close(d_input, directional(H_x, ts, rows))
             for H_p, name in zip(H_ps, tps, strict=True):
@@ -818,36 +821,51 @@ def test_without_a_forward_pass() -> None:
         derivatives_of(module).jac_t_mat_prod(module, None, None, torch.zeros(1, 4, 2))
 
 
-PATCHES = [
-    # shape, kernel, stride, dilation
-    ((9, 3, 7), (3,), (1,), (1,)),
-    ((9, 3, 9), (3,), (2,), (2,)),
-    ((9, 3, 12), (4,), (2,), (2,)),
-    ((9, 3, 12), (4,), (3,), (2,)),
-    ((9, 3, 5, 6), (3, 2), (1, 1), (1, 1)),
-    ((9, 2, 8, 7), (3, 3), (2, 2), (1, 1)),
-    ((30, 2, 3, 3), (3, 3), (1, 1), (1, 1)),
-    ((2, 2, 3, 3), (3, 3), (1, 1), (1, 1)),
-    ((3, 2, 4, 5), (1, 3), (1, 2), (1, 1)),
-    ((20, 3, 13, 4), (5, 2), (2, 1), (1, 1)),
-    ((19, 2, 4, 4, 5), (2, 2, 3), (1, 2, 1), (2, 1, 1)),
-]
+class Axis(NamedTuple):
+    """One axis of a convolution."""
+
+    size: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    after: int
+
+    @property
+    def positions(self) -> int:
+        """How often the kernel fits in."""
+        reach = self.dilation * (self.kernel - 1)
+        return (self.before + self.size + self.after - reach - 1) // self.stride + 1
 
 
-@pytest.mark.parametrize("case", PATCHES, ids=str)
-def test_patch_gram(case: Any) -> None:
-    """The blocks that follow from each other are those of the unfolded input."""
-    shape, kernel, stride, dilation = case
-    axes = zip(shape[2:], kernel, stride, dilation, strict=True)
-    positions = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in axes]
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    unfolded = convnd.patches(x, kernel, stride, dilation, positions)
-    unfolded = unfolded.reshape(len(x), shape[1] * math.prod(kernel), -1)
+SIZES = {"size": (1, 7), "kernel": (1, 4), "stride": (1, 3), "dilation": (1, 2)}
+MARGINS = {"before": (0, 3), "after": (0, 3)}
+AXES = st.builds(Axis, **{name: st.integers(*ends) for name, ends in (SIZES | MARGINS).items()})
+
+
+@given(axes=st.lists(AXES, min_size=1, max_size=3), channels=st.integers(1, 2))
+@settings(max_examples=100, deadline=None)
+def test_patch_gram(axes: list[Axis], channels: int) -> None:
+    """The blocks that follow from each other are those of the unfolded input, in every slice."""
+    sizes, kernel, stride, dilation, before, after = map(list, zip(*axes, strict=True))
+    positions = [axis.positions for axis in axes]
+    assume(min(positions) > 0)
+    torch.manual_seed(0)
+    x = torch.randn(40, channels, *sizes, dtype=torch.float64, requires_grad=True)
+    widths = [w for pair in zip(before[::-1], after[::-1], strict=True) for w in pair]
+    padded = nn.functional.pad(x, widths)
+    unfolded = patches.patches(padded, kernel, stride, dilation, positions)
+    unfolded = unfolded.reshape(len(x), channels * math.prod(kernel), -1)
     truth = einsum("nit,njt->ij", unfolded, unfolded)
-    found = convnd.patch_gram(x, kernel, stride, dilation, positions)
-    close(found, truth)
     weights = torch.randn_like(truth)
-    close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))
+    for fewest_channels in (1, 99):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patches, "CHANNELS", fewest_channels)
+            patch.setattr(patches, "INPUT_ENTRIES", 16 * x[0].numel())
+            patch.setattr(patches, "PATCH_ENTRIES", 16 * unfolded[0].numel())
+            found = patches.patch_gram(x, kernel, stride, dilation, positions, before)
+        close(found, truth)
+        close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool1d(2), nn.MaxPool2d(2, 1), nn.MaxPool3d(2)], ids=str)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import lru_cache, reduce
-from itertools import combinations_with_replacement
-from math import prod
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
+from backpack.core.derivatives.patches import patch_gram, patches
 from backpack.core.derivatives.shared_weight import (
     gram_is_cheaper,
     input_factor,
@@ -50,78 +49,6 @@ class weight_jac_t_save_memory:
     def __exit__(self, *exception: object) -> None:
         """Restore the rule that was selected before."""
         weight_jac_t_save_memory.active = self._outer
-
-
-def patches(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-) -> Tensor:
-    """View the patches that a kernel sees: ``[N, C, *in] -> [N, C, *kernel, *positions]``."""
-    spatial = x.stride()[2:]
-    return x.as_strided(
-        (*x.shape[:2], *kernel, *positions),
-        (
-            *x.stride()[:2],
-            *(s * d for s, d in zip(spatial, dilation, strict=True)),
-            *(s * step for s, step in zip(spatial, stride, strict=True)),
-        ),
-        x.storage_offset(),
-    )
-
-
-def patch_gram(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-) -> Tensor:
-    """Sum the outer products of all patches: padded ``[N, C, *in]`` to ``[C·k, C·k]``.
-
-    Patches are made along all axes but the first; let ``Z_u`` be those with row u of the input. The
-    block of the taps i and j of the first axis is ``sum_t Z_u Z_vᵀ`` over T positions,
-    ``u = d i + s t`` and ``v = d j + s t``, with stride s and dilation d. One stride further, the
-    window of the sum loses its first term and gains a last one: of the k² blocks, only those that
-    no shift reaches are summed in full.
-    """
-    num_n, channels, size = x.shape[:3]
-    features = channels * prod(kernel)
-    if num_n * prod(positions) < features or kernel[0] == 1:
-        unfolded = patches(x, kernel, stride, dilation, positions)
-        flat = unfolded.movedim(0, 1 + len(kernel)).reshape(features, -1)
-        return flat @ flat.T
-    (k, *others), s, d, num_t = kernel, stride[0], dilation[0], positions[0]
-    z = patches(x, (1, *others), (1, *stride[1:]), (1, *dilation[1:]), (size, *positions[1:]))
-    rest = prod(others)
-    z = z.movedim(0, 1 + len(kernel)).reshape(channels * rest, num_n, size, -1)
-    # row u is (u % s, u // s), so that the rows of a tap are next to each other in memory
-    z = pad(z, (0, 0, 0, -size % s)).unflatten(2, (-1, s)).permute(0, 3, 2, 1, 4)
-    per_row = z.shape[3] * z.shape[4]
-    z = z.flatten(2)
-
-    def rows(tap: int, start: int, count: int) -> Tensor:
-        first = (d * tap // s + start) * per_row
-        return z[:, d * tap % s, first : first + count * per_row]
-
-    blocks: dict[tuple[int, int], Tensor] = {}
-    for i, j in combinations_with_replacement(range(k), 2):
-        before = (i - s // d, j - s // d)
-        if s % d == 0 and before in blocks:
-            p, q = before
-            block = torch.addmm(blocks[before], rows(p, 0, 1), rows(q, 0, 1).T, alpha=-1)
-            blocks[i, j] = torch.addmm(block, rows(p, num_t, 1), rows(q, num_t, 1).T)
-        else:
-            blocks[i, j] = rows(i, 0, num_t) @ rows(j, 0, num_t).T
-    every = [blocks[i, j] if i <= j else blocks[j, i].T for i in range(k) for j in range(k)]
-    gram = torch.stack(every).reshape(k, k, channels, rest, channels, rest)
-    return gram.permute(2, 0, 3, 4, 1, 5).reshape(features, features)
-
-
-# About how many entries the patches (along all axes but one) of a slice of samples have.
-GRAM_ENTRIES = 2**24
 
 
 class PerSampleConvolution:
@@ -457,10 +384,10 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             unfolded = self._unfold(module, x)
             return [input_factor(unfolded.flatten(0, 1).transpose(1, 2), approximation)]
         positions = module.output.shape[2:]
-        each = self._pad(module, x, explicit=True).unflatten(1, (module.groups, -1)).flatten(0, 1)
+        before = [low for low, _ in self._margins(module)]
+        if module.padding_mode != "zeros":
+            x, before = self._pad(module, x, explicit=True), [0 for _ in before]
+        each = x.unflatten(1, (module.groups, -1)).flatten(0, 1)
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-        per_sample = each[0, :, 0].numel() * prod(kernel[1:]) * each.shape[2]
-        parts = each.split(max(1, GRAM_ENTRIES // per_sample))
-        grams = (patch_gram(part, kernel, stride, dilation, positions) for part in parts)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
-        return [reduce(torch.add, grams).div_(count)]
+        return [patch_gram(each, kernel, stride, dilation, positions, before).div_(count)]
