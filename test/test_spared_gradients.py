@@ -95,9 +95,14 @@ def plain(model: nn.Module, lossfunc: nn.Module) -> Tensor:
 def test_gradients_are_those_of_autograd(
     extension: Any, chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spare all but the first convolution; quantities are what they are without."""
+    """Spare all but the first convolution; quantities are what they are without.
+
+    At a single position, the sum of individual gradients takes a product, too: the linear layer
+    takes part if somebody wants that sum.
+    """
     model = compare(network(), plain, extension())
     spared = {p for i in (2, 4) for p in model[i].parameters()} | {model[6].weight}
+    spared |= {model[8].weight} if extension is Variance else set()
     assert chosen == [spared]
     values = [getattr(p, extension().savefield) for p in model.parameters()]
     monkeypatch.setattr(spared_gradients, "WORTHWHILE", float("inf"))
@@ -115,7 +120,15 @@ def test_sum_of_individual_gradients_when_several_extensions_share_a_pass(
     model = compare(network(), plain, *exts, DiagGGNExact())
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
-    assert len(chosen[0]) == 4
+    assert len(chosen[0]) == 5
+
+
+def test_first_linear_layer(chosen: list[set[Any]]) -> None:
+    """Its bias is what autograd is asked for; without one, the weight is."""
+    for bias in (True, False):
+        layers = [nn.Flatten(), nn.Linear(192, 4, bias=bias), nn.Tanh(), nn.Linear(4, 3, bias=bias)]
+        model = compare(nn.Sequential(*layers).double(), plain, Variance())
+        assert chosen.pop() == {model[3].weight} | ({model[1].weight} if bias else set())
 
 
 def test_gradients_accumulate(chosen: list[set[Any]]) -> None:
@@ -158,7 +171,8 @@ def test_recurrent_layers(extension: Any, chosen: list[set[Any]]) -> None:
         nn.Linear(4, 3),
     ).double()
     compare(model, recurrent, extension())
-    assert chosen == [{model[2].weight}]
+    wanted = extension is Variance  # of the linear layer that reads a state, see above
+    assert chosen == [{model[2].weight} | ({model[3].weight} if wanted else set())]
 
 
 def decayed(model: nn.Module, lossfunc: nn.Module) -> Tensor:

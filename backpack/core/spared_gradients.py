@@ -12,7 +12,7 @@ and no distributed wrappers. Hooks of the graph's nodes go unnoticed: torch does
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension
 
 # Multiplications of all gradients together from which on it pays to look at the graph.
-WORTHWHILE = 2**26
+WORTHWHILE = 2**24
 # Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
 PRECISIONS = (torch.float32, torch.float64)
 
@@ -44,7 +44,8 @@ def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
     """
     first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
     whole_batch = all(ext.get_subsampling() is None for ext in first_order)
-    if not (whole_batch and any(ext.needs for ext in first_order) and disable.should_store_io()):
+    wanted = frozenset(name for ext in first_order for name in ext.needs)
+    if not (whole_batch and wanted and disable.should_store_io()):
         return {}
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
@@ -52,7 +53,7 @@ def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
     for call in tape.all_live_calls():
         if any(ext.rule_for(call.module) is not None for ext in first_order):
             continue
-        parameters = _costly_parameters(call)
+        parameters = _costly_parameters(call, wanted)
         if parameters:
             found[call] = set(parameters)
             positions = call.shape_out[0].numel() // max(1, len(parameters[0]))
@@ -60,9 +61,9 @@ def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
     return found if work >= WORTHWHILE else {}
 
 
-def _costly_parameters(call: Call) -> list[Parameter]:
+def _costly_parameters(call: Call, wanted: Set[str]) -> list[Parameter]:
     rule = call.derivatives
-    names = () if rule is None else rule.costly_gradients(call)
+    names = () if rule is None else rule.costly_gradients(call, wanted)
     parameters = [p for name, p in call.params.items() if name in names]
     known = (
         bool(parameters)

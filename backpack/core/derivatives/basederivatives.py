@@ -99,8 +99,13 @@ class BaseDerivatives:
         """Return the module's own parameters by name."""
         return module._parameters
 
-    def costly_gradients(self, call: Call) -> tuple[str, ...]:
-        """Return the parameters whose gradient takes autograd a product that can be spared."""
+    def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
+        """Return the parameters whose gradient takes autograd a product that can be spared.
+
+        Args:
+            call: The call.
+            wanted: Names of the quantities that are extracted from individual gradients.
+        """
         return ()
 
     def is_linear_in_params(self, module: Module) -> bool:

@@ -142,7 +142,7 @@ class ChannelBiasDerivatives(BaseDerivatives):
     params = ("weight", "bias")
     kronecker_rows_are_constant = True
 
-    def costly_gradients(self, call: Call) -> tuple[str, ...]:
+    def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
         return self.params
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -42,9 +42,9 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     ) -> Tensor:
         return mat @ module.weight
 
-    def costly_gradients(self, call: Call) -> tuple[str, ...]:
-        """Return the weight, unless the sum takes a product as well: that of a single position."""
-        return ("weight",) if len(call.shape_out[0]) > 2 else ()
+    def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
+        """Return the weight, unless its gradient takes a product here as well (one position)."""
+        return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
