@@ -105,8 +105,10 @@ class BackwardPass:
     @classmethod
     def reached(cls, call: Call, slot: int, grad: Tensor | None) -> None:
         """Take note that a backward pass has the gradient of one of a call's outputs."""
-        active = CTX.configuration.exts or CTX.configuration.extension_hook
-        if grad is None or not active or not disable.should_store_io():
+        if grad is None or not disable.should_store_io():
+            return
+        if not (CTX.configuration.exts or CTX.configuration.extension_hook):
+            call.follow_autograd()
             return
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
@@ -262,7 +264,7 @@ class BackwardPass:
     def _done(self, call: Call) -> None:
         hook = self.configuration.extension_hook
         if hook is not None:
-            with call.bound(check=False) as module:
+            with call.bound(check=False, whole=True) as module:
                 hook(module)
         if self.configuration.retain_graph:
             call.forget()
@@ -311,7 +313,7 @@ class BackwardPass:
                     "of the module is used several times. Register derivatives instead "
                     "(backpack.core.derivatives.register)."
                 )
-            with call.bound() as module:
+            with call.bound(whole=True) as module:
                 rule.run(ext, module, *call_gradients(call), None, self._save)
 
     def _is_supported(

@@ -79,7 +79,7 @@ def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
         if rule is not None:
 
             def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Any:
-                with call.bound() as module:
+                with call.bound(whole=True) as module:
                     return rule.backpropagate(ext, module, *call_gradients(call), None), None
 
             return factor
@@ -387,7 +387,7 @@ class UserRules(Propagation):
                 f"set_module_extension({type(call.module).__name__}, …)."
             )
             return
-        with call.bound() as module:
+        with call.bound(whole=True) as module:
             back = rule.run(ext, module, *call_gradients(call), quantity, save)
         several = isinstance(back, tuple) and len(call.origins_in) > 1
         backs = back if several else (back,)

@@ -604,7 +604,7 @@ class Sweep:
         for ext in self.exts:
             rule = ext.rule_for(call.module)
             if rule is not None:
-                with call.bound() as module:
+                with call.bound(whole=True) as module:
                     grads = call_gradients(call)
                     back = rule.run(ext, module, *grads, factor.mat, self._add_rule_value)
                 mats = back if isinstance(back, tuple) else (back,)
@@ -736,7 +736,7 @@ class InputGradients(Sequence[Any]):
                 g.squeeze(0) if g is not None and i in needed else None for i, g in enumerate(grads)
             )
         with torch.enable_grad(), disable():
-            xs = [x.detach() if isinstance(x, Tensor) else x for x in call.inputs]
+            xs = [x.detach() if isinstance(x, Tensor) else x for x in call.whole_inputs()]
             for i in needed:
                 xs[i].requires_grad_()
             outputs = flatten_outputs(call.forward(xs))

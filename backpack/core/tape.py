@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Size, Tensor
@@ -56,7 +56,11 @@ OnReach = Callable[["Call", int, Tensor], None]
 CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 # One entry for each forward pass whose functions are recorded, None for those inside of another.
 RECORDERS: list[Any] = []
+# Entries of an output from which on it matters whether tensors are kept.
+LARGE = 2**20
 _index = count()
+# Who computes a tensor again that is not kept.
+_makers: WeakKeyDictionary[Origin, ref[Call]] = WeakKeyDictionary()
 _live: WeakSet[Call] = WeakSet()
 _uses: dict[int, int] = {}  # number of live calls that use a parameter, by its id
 
@@ -188,6 +192,7 @@ class Call:
         computed: Which inputs a function has computed from what recorded calls returned.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         kept: Names in ``saved`` that a backward pass has to leave there.
+        makers: Calls that compute inputs again that are not kept.
         copies: Number of samples for which a call without samples (of parameters) stands.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
@@ -213,6 +218,8 @@ class Call:
         "kept",
         "layouts_in",
         "layouts_out",
+        "made_with",
+        "makers",
         "misplaced",
         "mixes_samples",
         "module",
@@ -268,6 +275,10 @@ class Call:
         self.inputs = tuple([x.detach() if _is_one_of(x, owned) else x for x in leaves])
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
+        self.makers: dict[int, Call] = {}
+        self.made_with: list[int] | None = None  # versions, if the output is not kept
+        if rule is not None and self.outputs[0].numel() >= LARGE:
+            self._drop(rule)
         self.versions = tuple(map(_version, self.inputs + self.outputs))
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
@@ -293,6 +304,56 @@ class Call:
         for key in map(id, self.params.values()):
             _uses[key] = _uses.get(key, 0) + 1
         self.counts_uses = True
+
+    def _drop(self, rule: BaseDerivatives) -> None:
+        """Keep no large tensor that the derivatives do not read, if it can be computed again.
+
+        Autograd frees it as well, where an activation reads the output of a layer.
+        """
+        if torch._C._is_any_autocast_enabled() or not type(rule).__module__.startswith("backpack."):
+            return  # rules of users may read everything
+        (mark, *others), x = self.origins_out, self.inputs[0] if self.inputs else None
+        if rule.repeats_output(self.module) and mark is not None and not others:
+            self.made_with = self._versions_of_module()
+            self.outputs = (_stand_in(self.outputs[0]),)
+            _makers[mark] = ref(self)
+        source = self.origins_in[0] if self.origins_in else None
+        known = None if source is None else _makers.get(source)
+        maker = None if known is None else known()
+        if maker is None or rule.reads_input or maker.is_released or not isinstance(x, Tensor):
+            return
+        (made,) = maker.outputs
+        if made.shape == x.shape and made.dtype == x.dtype:
+            self.makers[0] = maker
+            self.inputs = (made, *self.inputs[1:])
+
+    def _versions_of_module(self) -> list[int]:
+        tensors = (*self.module._parameters.values(), *self.module._buffers.values())
+        return [_version(t) for t in tensors]
+
+    def whole_inputs(self) -> tuple[Any, ...]:
+        """Return the inputs; those that were not kept are computed again."""
+        if not self.makers:
+            return self.inputs
+        again = {i: maker.whole_outputs()[0] for i, maker in self.makers.items()}
+        return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
+
+    def whole_outputs(self) -> tuple[Tensor, ...]:
+        """Return the outputs; those that were not kept are computed again, with a graph.
+
+        Raises:
+            RuntimeError: If a parameter or a buffer was changed, or the call was released.
+        """
+        if self.made_with is None:
+            return self.outputs
+        self.check_released()
+        if self.made_with != self._versions_of_module():
+            raise RuntimeError(
+                f"A parameter or buffer of {describe(self.module)} was changed in place after the "
+                "forward pass. Its output was not kept to save memory, and can no longer be "
+                "computed. Change parameters after the backward pass and its extension hooks."
+            )
+        return flatten_outputs(self.forward(self.whole_inputs()))
 
     def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
         """Find where the samples are in an input; None if that is for this module to say."""
@@ -366,6 +427,12 @@ class Call:
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
             self.g_samples = None
 
+    def follow_autograd(self) -> None:
+        """Drop large tensors in a backward pass that drops what autograd has stored for it."""
+        is_large = not self.is_released and self.outputs[0].numel() >= LARGE
+        if is_large and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.release()
+
     def snapshot(self, create_graph: bool) -> Call:
         """Return a copy that outlives the release, for products evaluated after the backward pass.
 
@@ -375,8 +442,10 @@ class Call:
         clone: Call = object.__new__(Call)
         for name in _FACTS:
             setattr(clone, name, getattr(self, name))
-        clone.counts_uses = False
-        if not create_graph:
+        clone.counts_uses, clone.makers = False, {}
+        if create_graph:
+            clone.inputs = self.whole_inputs()
+        else:
             clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
         return clone
 
@@ -491,11 +560,12 @@ class Call:
             )
         return place
 
-    def bound(self, check: bool = True) -> AbstractContextManager[Any]:
+    def bound(self, check: bool = True, whole: bool = False) -> AbstractContextManager[Any]:
         """Give the module ``input0, input1, …`` and ``output`` of this call, unless it has them.
 
         Args:
             check: Refuse tensors that were changed in place.
+            whole: For code of users, which may read what our derivatives do not.
 
         Returns:
             A context manager, whose value is the module.
@@ -508,13 +578,16 @@ class Call:
         self.check_released()
         if check:
             self.check_unchanged()
-        return _Bound(self)
+        return _Bound(self, whole)
 
-    def seen(self) -> tuple[Sequence[Any], Any]:
+    def seen(self, whole: bool = False) -> tuple[Sequence[Any], Any]:
         """Return inputs and output as the derivatives see them: samples where they expect them."""
-        inputs: Sequence[Any] = self.inputs
+        differentiable = torch.is_grad_enabled()
+        inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
         outputs: Sequence[Tensor] = self.outputs
-        if torch.is_grad_enabled() and getattr(self.derivatives, "needs_output", False):
+        if whole:
+            outputs = [y.detach() for y in self.whole_outputs()]
+        if differentiable and getattr(self.derivatives, "needs_output", False):
             # the stored output has no graph; differentiate through a fresh one
             outputs = flatten_outputs(self.forward(inputs))
         if self.precision is not None:
@@ -585,8 +658,8 @@ class Call:
         Raises:
             RuntimeError: If that is so.
         """
-        relevant = self.inputs
-        if getattr(self.derivatives, "needs_output", False):
+        relevant, rule = self.inputs, self.derivatives
+        if rule is not None and (rule.needs_output or not rule.reads_input):
             relevant += self.outputs
         if any(map(operator.ne, map(_version, relevant), self.versions)):
             raise RuntimeError(
@@ -603,16 +676,17 @@ _FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
 class _Bound:
     """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
 
-    __slots__ = ("call", "replaced", "states")
+    __slots__ = ("call", "replaced", "states", "whole")
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, whole: bool):
         """Remember the call."""
         self.call = call
+        self.whole = whole
 
     def __enter__(self) -> Any:
         """Set the attributes, and cast parameters and buffers."""
         call, own = self.call, vars(self.call.module)
-        inputs, output = call.seen()
+        inputs, output = call.seen(self.whole)
         lent = {f"input{i}": x for i, x in enumerate(inputs)}
         lent["output"] = output
         lent["_backpack_saved"] = call.saved
@@ -641,6 +715,11 @@ class _Bound:
                 own.pop(name, None)
             else:
                 own[name] = value
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
+    return tensor.new_full((), torch.nan).expand(tensor.shape)
 
 
 def _has_no_samples(layout: Layout | None) -> bool:

@@ -50,6 +50,7 @@ class BaseDerivatives:
         includes_children: Whether what children of the module compute belongs to its call.
         depends_on_layouts: Whether what the rule found out about a call holds for its layouts only.
         needs_output: Whether a formula reads ``module.output`` (beyond its shape).
+        reads_input: Whether a formula reads ``module.input0``. If not, the output says everything.
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
@@ -61,6 +62,7 @@ class BaseDerivatives:
     includes_children: ClassVar[bool] = False
     depends_on_layouts: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
+    reads_input: ClassVar[bool] = True
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
@@ -107,6 +109,13 @@ class BaseDerivatives:
             wanted: Names of the quantities that are extracted from individual gradients.
         """
         return ()
+
+    def repeats_output(self, module: Module) -> bool:
+        """Return whether calling ``forward`` again gives the same, and changes nothing.
+
+        A large output that no formula reads is then not kept.
+        """
+        return False
 
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter."""

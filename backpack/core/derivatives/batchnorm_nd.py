@@ -42,6 +42,10 @@ class BatchNormNdDerivatives(BaseDerivatives):
         """Return whether the statistics are those of the batch."""
         return module.training or module.running_mean is None
 
+    def repeats_output(self, module: Module) -> bool:
+        """Return whether the statistics are constants."""
+        return not self.mixes_samples(module)
+
     def hessian_is_zero(self, module: Module) -> bool:
         """Return whether the statistics are constants."""
         return not self.mixes_samples(module)

@@ -146,6 +146,10 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Return both: one kernel computes them."""
         return self.params
 
+    def repeats_output(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
     def min_dims(self, module: Any) -> int:
         """Return the number of spatial axes, and batch and channels."""
         return len(module.kernel_size) + 2

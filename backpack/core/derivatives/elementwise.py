@@ -100,18 +100,20 @@ def _y(module: Any, subsampling: Rows) -> Tensor:
 
 @register(ReLU)
 class ReLUDerivatives(PiecewiseLinearDerivatives):
-    """``f'(x) = [x > 0]``."""
+    """``f'(x) = [x > 0] = [y > 0]``."""
+
+    reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
-        """First derivative ``[x > 0]``."""
-        x = _x(module, subsampling)
-        return (x > 0).to(x.dtype)
+        """First derivative ``[y > 0]``."""
+        y = _y(module, subsampling)
+        return (y > 0).to(y.dtype)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
         # autograd's own kernel: one pass instead of three
-        return torch.ops.aten.threshold_backward(mat, _x(module, subsampling), 0)
+        return torch.ops.aten.threshold_backward(mat, _y(module, subsampling), 0)
 
     _jac_mat_prod = _jac_t_mat_prod
 
@@ -131,6 +133,7 @@ class SigmoidDerivatives(ElementwiseDerivatives):
     """``y = σ(x)``: ``f' = y (1 - y)``, ``f'' = y (1 - y) (1 - 2 y)``."""
 
     needs_output = True
+    reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """First derivative ``y (1 - y)``."""
@@ -148,6 +151,7 @@ class TanhDerivatives(ElementwiseDerivatives):
     """``y = tanh(x)``: ``f' = 1 - y²``, ``f'' = -2 y (1 - y²)``."""
 
     needs_output = True
+    reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """First derivative ``1 - y²``."""

@@ -46,6 +46,10 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return the weight, unless its gradient takes a product here as well (one position)."""
         return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
+    def repeats_output(self, module: Module) -> bool:
+        """Return True."""
+        return True
+
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2

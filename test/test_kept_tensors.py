@@ -1,0 +1,258 @@
+"""Large tensors that no derivative reads are not kept, and are there for those who ask for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions
+from backpack.core import tape
+from backpack.core.derivatives import register
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+
+QUANTITIES = (
+    *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC", "BatchDiagGGNMC"),
+    *("SqrtGGNMC", "KFAC", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "KFRA"),
+    *("DiagHessian", "BatchDiagHessian", "GGNMP", "HMP", "PCHMP"),
+)
+NEVER = 2**60
+
+
+@pytest.fixture(autouse=True)
+def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every tensor count as large."""
+    monkeypatch.setattr(tape, "LARGE", 0)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return (
+        nn.Sequential(
+            *(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(12, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh()),
+            nn.Linear(4, 3),
+        )
+        .double()
+        .eval()
+    )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.rand(5, 2, 5, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
+
+
+def extended() -> tuple[nn.Sequential, nn.Module]:
+    model, lossfunc = network(), nn.CrossEntropyLoss()
+    extend(model), extend(lossfunc)
+    return model, lossfunc
+
+
+def calls_of(model: nn.Sequential) -> list[tape.Call]:
+    return [call for layer in model for call in tape.live_calls(layer)]
+
+
+def values(name: str) -> list[Any]:
+    model, lossfunc = extended()
+    x, y = data()
+    ext = getattr(extensions, name)()
+    torch.manual_seed(2)
+    loss = lossfunc(model(x), y)
+    with backpack(ext):
+        loss.backward()
+    found = [getattr(p, ext.savefield) for p in model.parameters()]
+    if name in ("GGNMP", "HMP", "PCHMP"):
+        vectors = [torch.randn(2, *p.shape, dtype=p.dtype) for p in model.parameters()]
+        return [product(v) for product, v in zip(found, vectors, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_quantities_do_not_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without what is not kept."""
+    thrifty = values(name)
+    monkeypatch.setattr(tape, "LARGE", NEVER)
+    torch.testing.assert_close(thrifty, values(name))
+
+
+@pytest.mark.parametrize("quantity", [DiagGGNExact, DiagHessian, Variance])
+def test_quantities_have_a_graph(quantity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their derivatives flow through what was not kept."""
+    found = []
+    for limit in (0, NEVER):
+        monkeypatch.setattr(tape, "LARGE", limit)
+        model, lossfunc = extended()
+        x, y = data()
+        loss = lossfunc(model(x), y)
+        with backpack(quantity()):
+            loss.backward(create_graph=True)
+        total = sum(getattr(p, quantity().savefield).square().sum() for p in model.parameters())
+        parameters = list(model.parameters())
+        found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+        assert found[-1][0].abs().max() > 0
+        for p in parameters:
+            p.grad = None
+    torch.testing.assert_close(*found)
+
+
+def outputs_of(model: nn.Sequential, look: Callable[[Tensor], Any]) -> list[Any]:
+    """Look at the output of each layer."""
+    found: list[Any] = []
+    for layer in model:
+        layer.register_forward_hook(lambda _, __, out: found.append(look(out)))
+    return found
+
+
+def test_what_dies_with_the_forward_pass() -> None:
+    """Outputs of layers that activations read; autograd does not keep them either."""
+    model, lossfunc = extended()
+    alive = outputs_of(model, weakref.ref)
+    x, y = data()
+    loss = lossfunc(model(x), y)
+    assert loss.requires_grad
+    dead = {i for i, tensor in enumerate(alive) if tensor() is None}
+    assert {0, 3, 6, 8} <= dead
+    for call in tape.live_calls(model[0]) + tape.live_calls(model[6]):
+        assert call.outputs[0].untyped_storage().nbytes() == 8
+
+
+@pytest.mark.parametrize("exts", [(), (BatchGrad(),), (DiagGGNExact(),)], ids=str)
+def test_extension_hooks_see_everything(exts: Any) -> None:
+    """The tensors of the call at hand, computed again where they were not kept."""
+    model, lossfunc = extended()
+    outputs = outputs_of(model, Tensor.detach)
+    x, y = data()
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def hook(module: Any) -> None:
+        seen[module] = module.input0.detach().clone(), module.output.clone()
+
+    loss = lossfunc(model(x), y)
+    with backpack(*exts, extension_hook=hook):
+        loss.backward()
+    for layer, before, after in zip(model, [x, *outputs], outputs, strict=False):
+        torch.testing.assert_close(seen[layer], (before, after))
+
+
+class OfAConvolution(FirstOrderModuleExtension):
+    """Reads what our own rules do not."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__(["weight"])
+        self.seen = seen
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        self.seen += [module.input0, module.output]
+        return module.weight
+
+
+def test_rules_of_users_see_everything() -> None:
+    """A rule for one module and one extension."""
+    model, lossfunc = extended()
+    outputs = outputs_of(model, Tensor.detach)
+    x, y = data()
+    seen: list[Tensor] = []
+    ext = BatchGrad()
+    ext.set_module_extension(nn.Conv2d, OfAConvolution(seen), overwrite=True)
+    loss = lossfunc(model(x), y)
+    with backpack(ext):
+        loss.backward()
+    torch.testing.assert_close(seen, [outputs[1], outputs[2], x, outputs[0]])
+
+
+class Doubled(nn.Module):
+    """A layer of a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4).double())
+        self.bias = nn.Parameter(torch.zeros(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+class DoubledDerivatives(LinearDerivatives):
+    """Reads the output, without saying so."""
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool, subsampling: Any
+    ) -> Tensor:
+        assert module.output.isfinite().all()
+        rule = super()
+        return 2 * rule._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
+
+
+def test_derivatives_of_users_keep_everything() -> None:
+    """Also those that inherit from ours."""
+    register(Doubled)(DoubledDerivatives)
+    model = extend(nn.Sequential(nn.Linear(3, 4), Doubled(), nn.ReLU(), nn.Linear(4, 2)).double())
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(torch.rand(5, 3, dtype=torch.float64)), torch.tensor([0, 1, 0, 1, 0]))
+    (call,) = tape.live_calls(model[1])
+    assert call.outputs[0].isfinite().all()
+    with backpack(Variance()):
+        loss.backward()
+
+
+def test_a_changed_parameter_is_an_error() -> None:
+    """What was not kept can no longer be computed."""
+    model, lossfunc = extended()
+    x, y = data()
+    loss = lossfunc(model(x), y)
+
+    def step(module: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+
+    with (
+        pytest.raises(RuntimeError, match=r"of '10' \(Linear\) was changed in place after"),
+        backpack(DiagGGNExact(), extension_hook=step),
+    ):
+        loss.backward()
+
+
+def test_autocast_keeps_everything() -> None:
+    """Computed again, it would have another precision."""
+    model, lossfunc = extended()
+    model.float()
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lossfunc(model(x.float()), y)
+    assert all(call.outputs[0].isfinite().all() for call in calls_of(model))
+    with backpack(Variance()):
+        loss.backward()
+
+
+def test_plain_backward_pass_frees_what_autograd_frees() -> None:
+    """Unless the graph is retained."""
+    model, lossfunc = extended()
+    x, y = data()
+    loss = lossfunc(model(x), y)
+    loss.backward(retain_graph=True)
+    assert len(tape.live_calls(model[0])) == 1
+    with backpack(BatchGrad(), retain_graph=True):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert not tape.live_calls(model[0])
+    with pytest.raises(RuntimeError), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the limit, nothing is computed again."""
+    monkeypatch.setattr(tape, "LARGE", NEVER)
+    model, lossfunc = extended()
+    x, y = data()
+    loss = lossfunc(model(x), y)
+    assert not any(call.makers for call in calls_of(model))
+    loss.backward()
+    assert len(tape.live_calls(model[0])) == 1
