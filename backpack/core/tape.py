@@ -425,6 +425,7 @@ class Call:
             _live.discard(self)
             self._forget_uses()
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
+            self.makers = {}
             self.g_samples = None
 
     def follow_autograd(self) -> None:
