@@ -202,20 +202,50 @@ def test_derivatives_of_users_keep_everything() -> None:
         loss.backward()
 
 
-def test_a_changed_parameter_is_an_error() -> None:
+def test_mode_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of batch normalisation stay what they are, if the mode changes later."""
+    found = []
+    for limit in (0, NEVER):
+        monkeypatch.setattr(tape, "LARGE", limit)
+        model, lossfunc = extended()
+        model[3].running_mean.uniform_(-1, 1)
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        outputs = outputs_of(model, Tensor.detach)
+        x, y = data()
+        loss = lossfunc(model(x), y)
+        model.train()
+        seen: list[Tensor] = []
+        with backpack(DiagGGNExact(), extension_hook=lambda m, seen=seen: seen.append(m.output)):
+            loss.backward(create_graph=True)
+        torch.testing.assert_close(seen[:0:-1], outputs)
+        total = sum(p.diag_ggn_exact.square().sum() for p in model.parameters())
+        found.append(torch.autograd.grad(total, model[0].weight))
+        torch.testing.assert_close(dict(model.state_dict()), state)
+        assert model[3].training
+        model.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def doubled(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def swapped(model: nn.Sequential) -> None:
+    for p in model.parameters():
+        p.data = 2 * p.data
+
+
+@pytest.mark.parametrize("change", [doubled, swapped])
+def test_a_changed_parameter_is_an_error(change: Callable[[nn.Sequential], None]) -> None:
     """What was not kept can no longer be computed."""
     model, lossfunc = extended()
     x, y = data()
     loss = lossfunc(model(x), y)
-
-    def step(module: nn.Module) -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
-
     with (
-        pytest.raises(RuntimeError, match=r"of '10' \(Linear\) was changed in place after"),
-        backpack(DiagGGNExact(), extension_hook=step),
+        pytest.raises(RuntimeError, match=r"of '10' \(Linear\) was changed after"),
+        backpack(DiagGGNExact(), extension_hook=lambda _: change(model)),
     ):
         loss.backward()
 
@@ -256,3 +286,26 @@ def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(call.makers for call in calls_of(model))
     loss.backward()
     assert len(tape.live_calls(model[0])) == 1
+
+
+def test_what_autograd_does_not_free_is_kept() -> None:
+    """A layer that autograd stores nothing for can be shared by several backward passes."""
+    shared = extend(nn.Sequential(nn.Flatten(), nn.Linear(18, 4))).double()
+    shared[1].weight.requires_grad_(False)
+    heads = [extend(nn.Linear(4, 3)).double() for _ in range(2)]
+    lossfunc = extend(nn.CrossEntropyLoss())
+    _, y = data()
+    hidden = shared(torch.rand(5, 2, 3, 3, dtype=torch.float64))
+    lossfunc(heads[0](hidden), y).backward()
+    loss = lossfunc(heads[1](hidden), y)
+    with backpack(BatchGrad()):
+        loss.backward()
+    torch.testing.assert_close(shared[1].bias.grad_batch.shape, torch.Size([5, 4]))
+
+
+def test_a_record_that_is_gone() -> None:
+    """The error says who may have freed it."""
+    model = extend(nn.Linear(4, 3))
+    model(torch.rand(5, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="unless it retains the graph"):
+        LinearDerivatives().jac_t_mat_prod(model, None, None, torch.ones(2, 5, 3))

@@ -193,6 +193,7 @@ class Call:
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         kept: Names in ``saved`` that a backward pass has to leave there.
         makers: Calls that compute inputs again that are not kept.
+        made_with: What the output was computed with, if it is not kept.
         copies: Number of samples for which a call without samples (of parameters) stands.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
@@ -276,7 +277,7 @@ class Call:
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
         self.makers: dict[int, Call] = {}
-        self.made_with: list[int] | None = None  # versions, if the output is not kept
+        self.made_with: list[tuple[int, ...]] | None = None
         if rule is not None and self.outputs[0].numel() >= LARGE:
             self._drop(rule)
         self.versions = tuple(map(_version, self.inputs + self.outputs))
@@ -310,11 +311,14 @@ class Call:
 
         Autograd frees it as well, where an activation reads the output of a layer.
         """
-        if torch._C._is_any_autocast_enabled() or not type(rule).__module__.startswith("backpack."):
-            return  # rules of users may read everything
+        # rules of users may read everything
+        is_ours = type(rule).__module__.startswith("backpack.")
+        is_plain = type(self.outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
+        if not (is_ours and is_plain):
+            return
         (mark, *others), x = self.origins_out, self.inputs[0] if self.inputs else None
         if rule.repeats_output(self.module) and mark is not None and not others:
-            self.made_with = self._versions_of_module()
+            self.made_with = self._state_of_module()
             self.outputs = (_stand_in(self.outputs[0]),)
             _makers[mark] = ref(self)
         source = self.origins_in[0] if self.origins_in else None
@@ -327,9 +331,10 @@ class Call:
             self.makers[0] = maker
             self.inputs = (made, *self.inputs[1:])
 
-    def _versions_of_module(self) -> list[int]:
+    def _state_of_module(self) -> list[tuple[int, ...]]:
+        """Tell the entries of parameters and buffers from those before a change."""
         tensors = (*self.module._parameters.values(), *self.module._buffers.values())
-        return [_version(t) for t in tensors]
+        return [(id(t), _version(t), t.data_ptr()) for t in tensors if t is not None]
 
     def whole_inputs(self) -> tuple[Any, ...]:
         """Return the inputs; those that were not kept are computed again."""
@@ -347,10 +352,10 @@ class Call:
         if self.made_with is None:
             return self.outputs
         self.check_released()
-        if self.made_with != self._versions_of_module():
+        if self.made_with != self._state_of_module():
             raise RuntimeError(
-                f"A parameter or buffer of {describe(self.module)} was changed in place after the "
-                "forward pass. Its output was not kept to save memory, and can no longer be "
+                f"A parameter or buffer of {describe(self.module)} was changed after the forward "
+                "pass. Its output was not kept to save memory, and can no longer be "
                 "computed. Change parameters after the backward pass and its extension hooks."
             )
         return flatten_outputs(self.forward(self.whole_inputs()))
@@ -430,8 +435,10 @@ class Call:
 
     def follow_autograd(self) -> None:
         """Drop large tensors in a backward pass that drops what autograd has stored for it."""
+        rule = self.derivatives
         is_large = not self.is_released and self.outputs[0].numel() >= LARGE
-        if is_large and not torch._C._autograd._get_current_graph_task_keep_graph():
+        frees = is_large and rule is not None and rule.autograd_stores(self)
+        if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
 
     def snapshot(self, create_graph: bool) -> Call:
@@ -443,6 +450,7 @@ class Call:
         clone: Call = object.__new__(Call)
         for name in _FACTS:
             setattr(clone, name, getattr(self, name))
+        # products read what our derivatives read, or (create_graph) everything
         clone.counts_uses, clone.makers = False, {}
         if create_graph:
             clone.inputs = self.whole_inputs()
@@ -451,10 +459,18 @@ class Call:
         return clone
 
     def forward(self, leaves: Sequence[Any]) -> Any:
-        """Call the module's ``forward`` again, with other values for the (flattened) arguments."""
+        """Call the module's ``forward`` again, with other values for the (flattened) arguments.
+
+        In the mode (training or evaluation) of the call.
+        """
         args, keywords = self.arguments(leaves)
-        with disable():
-            return self.module.forward(*args, **keywords)
+        own = vars(self.module)
+        mode, own["training"] = own["training"], self.training
+        try:
+            with disable():
+                return self.module.forward(*args, **keywords)
+        finally:
+            own["training"] = mode
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with other values for the leaves."""
@@ -574,7 +590,8 @@ class Call:
         Raises:
             RuntimeError: If the call was released or a stored tensor was changed in place.
         """
-        if vars(self.module).get("_backpack_call") is self:
+        is_partial = bool(self.makers) or self.made_with is not None
+        if vars(self.module).get("_backpack_call") is self and not (whole and is_partial):
             return nullcontext(self.module)
         self.check_released()
         if check:
@@ -650,7 +667,7 @@ class Call:
                 f"What the forward pass stored for {describe(self.module)} is gone: a backward "
                 "pass released it, or memory_cleanup did. To run several backward passes through "
                 "one forward pass, use both backpack(..., retain_graph=True) and "
-                "backward(retain_graph=True)."
+                "backward(retain_graph=True); the latter also for those without extensions."
             )
 
     def check_unchanged(self) -> None:
@@ -819,7 +836,8 @@ def bound(module: Module) -> AbstractContextManager[Any]:
     if not calls:
         raise RuntimeError(
             f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
-            "something that requires a gradient, and keep the output."
+            "something that requires a gradient, and keep the output. A backward pass frees what "
+            "was recorded, unless it retains the graph."
         )
     return calls[-1].bound()
 

@@ -111,11 +111,20 @@ class BaseDerivatives:
         return ()
 
     def repeats_output(self, module: Module) -> bool:
-        """Return whether calling ``forward`` again gives the same, and changes nothing.
+        """Return whether calling ``forward`` again in the same mode gives the same.
 
-        A large output that no formula reads is then not kept.
+        It changes nothing, either. A large output that no formula reads is then not kept.
         """
         return False
+
+    def autograd_stores(self, call: Call) -> bool:
+        """Return whether autograd has stored tensors of a call, which a backward pass frees.
+
+        Large tensors of the call are then freed with them. Default: those of a layer whose output
+        is repeated, if the gradient of its weight or its input is computed.
+        """
+        repeats = self.repeats_output(call.module)
+        return repeats and ("weight" in call.params or call.origins_in[0] is not None)
 
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter."""

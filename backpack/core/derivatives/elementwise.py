@@ -36,6 +36,7 @@ from torch.nn.functional import softplus
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
 from backpack.core.registry import register
+from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
 
 
@@ -43,6 +44,10 @@ class ElementwiseDerivatives(BaseDerivatives):
     """Derivatives of ``y = f(x)``, applied to each entry. A subclass gives ``df`` and ``d2f``."""
 
     batch_axis = BatchAxis.LEADING
+
+    def autograd_stores(self, call: Call) -> bool:
+        """Return whether the output says everything: autograd keeps it as well."""
+        return not self.reads_input
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """First derivative ``f'(x)``: ``[*in]``."""

@@ -43,7 +43,10 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         return mat @ module.weight
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return the weight, unless its gradient takes a product here as well (one position)."""
+        """Return the weight, if there are several positions, or somebody wants its gradient.
+
+        The sum of a single position's individual gradients takes a product, too.
+        """
         return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
     def repeats_output(self, module: Module) -> bool:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.registry import register
+from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
 
 
@@ -31,6 +32,10 @@ class SelectionDerivatives(BaseDerivatives):
     def indices(self, module: Any) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
         raise NotImplementedError
+
+    def autograd_stores(self, call: Call) -> bool:
+        """Return True: where the maxima are."""
+        return True
 
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
