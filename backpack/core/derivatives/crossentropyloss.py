@@ -92,10 +92,11 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         """
         given = self.p(module, subsampling).movedim(1, -1)  # [N, *d, C]
         p = given.to(torch.promote_types(given.dtype, torch.float32))  # float16 would underflow
-        p = p.clamp(min=torch.finfo(p.dtype).tiny)  # p = 0: no 0 / 0 below
-        q = p.cumsum(-1)
+        q, tiny = p.cumsum(-1), torch.finfo(p.dtype).tiny
+        exists = torch.minimum(p[..., 1:], q[..., :-1]) > 0  # else the column is zero, not 0 / 0
+        p, q = p.clamp(min=tiny), q.clamp(min=tiny)
         before = q[..., :-1].sqrt()
-        roots = (p / q)[..., 1:].sqrt() * root_of_scale.movedim(1, -1)
+        roots = (p / q)[..., 1:].sqrt() * (root_of_scale.movedim(1, -1) * exists)
         columns = ((roots / -before).unsqueeze(-1) * p.unsqueeze(-2)).tril()  # [N, *d, C - 1, C]
         columns.diagonal(1, -2, -1).copy_(roots * before)
         if p.shape[-1] == 1:  # one class: the Hessian is zero
