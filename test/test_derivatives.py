@@ -858,9 +858,9 @@ def test_patch_gram(axes: list[Axis], channels: int) -> None:
     unfolded = unfolded.reshape(len(x), channels * math.prod(kernel), -1)
     truth = einsum("nit,njt->ij", unfolded, unfolded)
     weights = torch.randn_like(truth)
-    for fewest_channels in (1, 99):
+    for worthwhile in (0, math.inf):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patches, "CHANNELS", fewest_channels)
+            patch.setattr(patches, "WORTHWHILE", worthwhile)
             patch.setattr(patches, "INPUT_ENTRIES", 16 * x[0].numel())
             patch.setattr(patches, "PATCH_ENTRIES", 16 * unfolded[0].numel())
             found = patches.patch_gram(x, kernel, stride, dilation, positions, before)

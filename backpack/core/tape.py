@@ -464,13 +464,15 @@ class Call:
         In the mode (training or evaluation) of the call.
         """
         args, keywords = self.arguments(leaves)
-        own = vars(self.module)
-        mode, own["training"] = own["training"], self.training
+        mode = self.module.training
+        if mode != self.training:
+            self.module.training = self.training
         try:
             with disable():
                 return self.module.forward(*args, **keywords)
         finally:
-            own["training"] = mode
+            if mode != self.training:
+                self.module.training = mode
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with other values for the leaves."""

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 # About how many entries the patches of a slice of samples have, and its input.
 PATCH_ENTRIES = 2**24
 INPUT_ENTRIES = 2**21
-# Matrix products of fewer rows are slow.
-CHANNELS = 8
+# Multiplications for a pair of taps from which on it pays to reuse sums.
+WORTHWHILE = 2**22
 
 
 def patches(
@@ -59,7 +59,8 @@ def patch_gram(
     """
     channels, taps = x.shape[1], prod(kernel)
     features = channels * taps
-    if channels < CHANNELS or taps == 1 or len(x) * prod(positions) < features:
+    count = len(x) * prod(positions)
+    if taps == 1 or count < features or channels**2 * count < WORTHWHILE:
         ends = [
             max(0, s * (t - 1) + d * (k - 1) + 1 - low - size)
             for k, s, d, t, low, size in zip(
