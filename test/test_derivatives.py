@@ -28,6 +28,7 @@ from backpack.core.derivatives import (
     reductions,
 )
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.derivatives.patches import Kernel
 from backpack.core.tape import bound
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
@@ -863,7 +864,7 @@ def test_patch_gram(axes: list[Axis], channels: int) -> None:
             patch.setattr(patches, "WORTHWHILE", worthwhile)
             patch.setattr(patches, "INPUT_ENTRIES", 16 * x[0].numel())
             patch.setattr(patches, "PATCH_ENTRIES", 16 * unfolded[0].numel())
-            found = patches.patch_gram(x, kernel, stride, dilation, positions, before)
+            found = patches.patch_gram(x, Kernel(kernel, stride, dilation, positions, before))
         close(found, truth)
         close(*(torch.autograd.grad(a, x, weights, retain_graph=True)[0] for a in (found, truth)))
 

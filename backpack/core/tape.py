@@ -316,17 +316,17 @@ class Call:
         is_plain = type(self.outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
         if not (is_ours and is_plain):
             return
-        (mark, *others), x = self.origins_out, self.inputs[0] if self.inputs else None
-        if rule.repeats_output(self.module) and mark is not None and not others:
+        mark = self.origins_out[0]
+        if rule.repeats_output(self.module) and mark is not None and len(self.outputs) == 1:
             self.made_with = self._state_of_module()
             self.outputs = (_stand_in(self.outputs[0]),)
             _makers[mark] = ref(self)
         source = self.origins_in[0] if self.origins_in else None
         known = None if source is None else _makers.get(source)
         maker = None if known is None else known()
-        if maker is None or rule.reads_input or maker.is_released or not isinstance(x, Tensor):
+        if maker is None or rule.reads_input or maker.is_released:
             return
-        (made,) = maker.outputs
+        x, (made,) = self.inputs[0], maker.outputs
         if made.shape == x.shape and made.dtype == x.dtype:
             self.makers[0] = maker
             self.inputs = (made, *self.inputs[1:])

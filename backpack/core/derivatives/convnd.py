@@ -14,7 +14,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
-from backpack.core.derivatives.patches import patch_gram, patches
+from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.derivatives.shared_weight import (
     gram_is_cheaper,
     input_factor,
@@ -392,6 +392,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         if module.padding_mode != "zeros":
             x, before = self._pad(module, x, explicit=True), [0 for _ in before]
         each = x.unflatten(1, (module.groups, -1)).flatten(0, 1)
-        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        size, stride, dilation = module.kernel_size, module.stride, module.dilation
+        kernel = Kernel(size, stride, dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
-        return [patch_gram(each, kernel, stride, dilation, positions, before).div_(count)]
+        return [patch_gram(each, kernel).div_(count)]

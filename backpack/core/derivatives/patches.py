@@ -39,51 +39,60 @@ def patches(
     )
 
 
-def patch_gram(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    positions: Sequence[int],
-    before: Sequence[int],
-) -> Tensor:
-    """Sum the outer products of all patches: ``[N, C, *in]`` to ``[C·k, C·k]``.
+class Kernel(NamedTuple):
+    """How a kernel moves over its input; all with an entry for each spatial axis.
+
+    Attributes:
+        size: Number of taps.
+        stride: Entries from one position to the next.
+        dilation: Entries from one tap to the next.
+        positions: Number of positions.
+        before: Number of zeros in front of the input.
+    """
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    positions: Sequence[int]
+    before: Sequence[int]
+
+
+def patch_gram(x: Tensor, kernel: Kernel) -> Tensor:
+    """Sum the outer products of all patches of an input without padding.
 
     Args:
-        x: Input of the convolution without padding.
-        kernel: Size of the kernel.
-        stride: Entries from one position to the next.
-        dilation: Entries from one tap of the kernel to the next.
-        positions: Number of positions.
-        before: Number of zeros in front of each axis.
+        x: ``[N, C, *in]``.
+        kernel: What makes the patches, of k taps.
+
+    Returns:
+        ``[C·k, C·k]``.
     """
-    channels, taps = x.shape[1], prod(kernel)
-    features = channels * taps
-    count = len(x) * prod(positions)
-    if taps == 1 or count < features or channels**2 * count < WORTHWHILE:
-        ends = [
-            max(0, s * (t - 1) + d * (k - 1) + 1 - low - size)
-            for k, s, d, t, low, size in zip(
-                kernel, stride, dilation, positions, before, x.shape[2:], strict=True
-            )
-        ]
-        x = pad(x, [width for pair in zip(before[::-1], ends[::-1], strict=True) for width in pair])
-        unfolded = patches(x, kernel, stride, dilation, positions)
-        parts = unfolded.split(max(1, PATCH_ENTRIES // (features * prod(positions))))
-        rows = (part.movedim(0, 1 + len(kernel)).reshape(features, -1) for part in parts)
-        return reduce(torch.add, (flat @ flat.T for flat in rows))
+    channels, taps = x.shape[1], prod(kernel.size)
+    count = len(x) * prod(kernel.positions)
+    if taps == 1 or count < channels * taps or channels**2 * count < WORTHWHILE:
+        return _gram_of_unfolded(x, kernel)
     parts = x.split(max(1, INPUT_ENTRIES // x[0].numel()))
-    upper = [Correlations(p, kernel, stride, dilation, positions, before).blocks() for p in parts]
-    found = dict(
-        zip(
-            combinations_with_replacement(range(taps), 2),
-            reduce(torch.add, upper).unbind(),
-            strict=True,
-        )
-    )
+    upper = reduce(torch.add, (Correlations(part, kernel).blocks() for part in parts))
+    found = dict(zip(combinations_with_replacement(range(taps), 2), upper.unbind(), strict=True))
     every = [found[i, j] if i <= j else found[j, i].T for i in range(taps) for j in range(taps)]
     gram = torch.stack(every).reshape(taps, taps, channels, channels)
-    return gram.permute(2, 0, 3, 1).reshape(features, features)
+    return gram.permute(2, 0, 3, 1).reshape(channels * taps, channels * taps)
+
+
+def _gram_of_unfolded(x: Tensor, kernel: Kernel) -> Tensor:
+    """Return the same from the patches themselves."""
+    size, stride, dilation, positions, before = kernel
+    behind = [
+        max(0, s * (t - 1) + d * (k - 1) + 1 - low - entries)
+        for (k, s, d, t, low), entries in zip(zip(*kernel, strict=True), x.shape[2:], strict=True)
+    ]
+    margins = zip(reversed(before), reversed(behind), strict=True)
+    x = pad(x, [width for pair in margins for width in pair])
+    unfolded = patches(x, size, stride, dilation, positions)
+    parts = unfolded.split(max(1, PATCH_ENTRIES // unfolded[0].numel()))
+    features = x.shape[1] * prod(size)
+    rows = (part.movedim(0, 1 + len(size)).reshape(features, -1) for part in parts)
+    return reduce(torch.add, (flat @ flat.T for flat in rows))
 
 
 class Tap(NamedTuple):
@@ -103,33 +112,23 @@ class Correlations:
     borders.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        positions: Sequence[int],
-        before: Sequence[int],
-    ):
+    def __init__(self, x: Tensor, kernel: Kernel):
         """Sort the entries: ``[*phases, C, *entries, N]``.
 
         Zeros behind the entries of all axes but the first make a shift along the axes one of the
         flattened entries.
         """
-        self.positions = positions
-        axes = range(len(kernel))
-        ends = [
-            width for axis in reversed(axes) for width in (0, -x.shape[2 + axis] % stride[axis])
-        ]
-        x = pad(x, ends)
+        stride, dims = kernel.stride, len(kernel.size)
+        self.positions, axes = kernel.positions, range(dims)
+        rests = [-size % step for size, step in zip(x.shape[2:], stride, strict=True)]
+        x = pad(x, [width for rest in reversed(rests) for width in (0, rest)])
         for axis in axes:
             x = x.unflatten(2 + 2 * axis, (-1, stride[axis]))
         x = x.permute(*(3 + 2 * axis for axis in axes), 1, *(2 + 2 * axis for axis in axes), 0)
-        self.entries = x.shape[len(kernel) + 1 : -1]
+        self.entries = x.shape[dims + 1 : -1]
         on_axes = [
             [divmod(d * i - low, s) for i in range(k)]
-            for k, s, d, low in zip(kernel, stride, dilation, before, strict=True)
+            for k, s, d, _, low in zip(*kernel, strict=True)
         ]
         self.taps = [
             Tap(tuple(phase for _, phase in tap), tuple(start for start, _ in tap))
@@ -137,8 +136,8 @@ class Correlations:
         ]
         gaps = [0, *(starts[-1][0] - starts[0][0] for starts in on_axes[1:])]
         self.x = pad(x, [0, 0, *(w for gap in reversed(gaps) for w in (0, gap))]).contiguous()
-        self.flat = self.x.flatten(len(kernel) + 1)
-        shape = self.x.shape[len(kernel) + 1 :]
+        self.flat = self.x.flatten(dims + 1)
+        shape = self.x.shape[dims + 1 :]
         self.steps = [prod(shape[axis + 1 :]) for axis in axes]
         self.sums: dict[tuple[Tap, Tap, int], Tensor] = {}
         self.borders: dict[tuple[tuple[int, ...], int, int], Tensor] = {}
