@@ -23,10 +23,11 @@ from torch.nn import DataParallel, Module
 
 from backpack.context import CTX, Configuration, ExtensionHook, disable
 from backpack.core import spared_gradients, tape
-from backpack.core.backward_pass import BackwardPass, WatchBackward
+from backpack.core.backward_pass import BackwardPass
 from backpack.core.hooks import extend_one
 from backpack.core.recording import is_open, is_recorded, record_functions
 from backpack.core.registry import derivatives_of
+from backpack.core.watch import WatchBackward
 from backpack.custom_module.graph_utils import ConversionError, convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 

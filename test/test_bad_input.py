@@ -17,6 +17,7 @@ from backpack import CTX, backpack, disable, extend, extensions
 from backpack.context import Configuration
 from backpack.core.backward_pass import BackwardPass
 from backpack.core.registry import REGISTRY
+from backpack.core.watch import WatchBackward
 from backpack.custom_module.branching import SumModule
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
@@ -74,7 +75,7 @@ def assert_clean(*models: nn.Module) -> None:
         assert not any(vars(p) for p in model.parameters())
         assert not any({"input0", "output"} & set(vars(m)) for m in model.modules())
     assert CTX.configuration == Configuration()
-    assert not BackwardPass._running and BackwardPass.called_on is None
+    assert not BackwardPass._running and WatchBackward.roots is None
     assert disable.should_store_io()
     check_works(mlp())
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
 from backpack.core import tape
+from backpack.core.backward_pass import BackwardPass
 from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.custom_module.branching import SumModule
 from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
@@ -44,6 +46,25 @@ def network() -> nn.Sequential:
     )
 
 
+class Residual(nn.Module):
+    """Adds to its input; functions are made modules by the converter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of two sums, one of which is that of three tensors."""
+        y = x + self.first(x)
+        return self.act(y) + self.second(self.act(y) + y + x)
+
+
+def residual_network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(50, 4), Residual(), nn.Tanh(), Residual(), nn.Linear(4, 3)]
+    return extend(nn.Sequential(*layers).double().eval(), use_converter=True)
+
+
 def data() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.rand(5, 2, 5, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
@@ -59,8 +80,11 @@ def calls_of(model: nn.Sequential) -> list[tape.Call]:
     return [call for layer in model for call in tape.live_calls(layer)]
 
 
-def values(name: str) -> list[Any]:
+def values(name: str, residual: bool) -> list[Any]:
+    model: nn.Module
     model, lossfunc = extended()
+    if residual:
+        model = residual_network()
     x, y = data()
     ext = getattr(extensions, name)()
     torch.manual_seed(2)
@@ -74,21 +98,85 @@ def values(name: str) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", QUANTITIES)
-def test_quantities_do_not_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantities_do_not_change(
+    name: str, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without what is not kept."""
-    thrifty = values(name)
+    thrifty = values(name, residual)
     monkeypatch.setattr(tape, "LARGE", NEVER)
-    torch.testing.assert_close(thrifty, values(name))
+    torch.testing.assert_close(thrifty, values(name, residual))
 
 
+def gradient_is_kept(call: tape.Call) -> bool:
+    return all(g is None or g.isfinite().all() for g in call.g_out)
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["DiagGGNExact", "KFAC", "KFRA", "GGNMP"], False),
+        (["Variance", "SqrtGGNMC"], False),
+        (["KFAC", "DiagHessian"], True),
+        (["PCHMP"], True),
+        (["HMP"], True),
+    ],
+)
+def test_gradients_are_kept_for_second_derivatives(
+    names: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GGN does not depend on those of activations, only on those of the losses."""
+    model, lossfunc = extended()
+    x, y = data()
+    found: dict[nn.Module, bool] = {}
+    run = BackwardPass._run_second_order
+
+    def look(self: BackwardPass) -> None:
+        found.update({call.module: gradient_is_kept(call) for call in self.reached_calls})
+        run(self)
+
+    monkeypatch.setattr(BackwardPass, "_run_second_order", look)
+    loss = lossfunc(model(x), y)
+    with backpack(*(getattr(extensions, name)() for name in names)):
+        loss.backward()
+    assert found == dict.fromkeys(model, kept) | {lossfunc: True}
+
+
+def test_what_sums_keep() -> None:
+    """Neither what they add nor the result; in a plain backward pass the rest is freed."""
+    model, lossfunc = residual_network(), extend(nn.CrossEntropyLoss())
+    x, y = data()
+    loss = lossfunc(model(x), y)
+    sums = [c for c in tape.all_live_calls() if type(c.module) is SumModule]
+    first, *_ = sorted(sums, key=lambda call: call.index)
+    assert len(sums) == 8
+    assert not first.inputs[0].isfinite().any() and not first.outputs[0].isfinite().any()
+    hidden = model.get_submodule("1")(x.flatten(1))
+    torch.testing.assert_close(first.whole_inputs()[0], hidden)
+    torch.testing.assert_close(
+        first.whole_outputs()[0], hidden + model.get_submodule("2.first")(hidden)
+    )
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(first.whole_inputs()[0], hidden)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"SumModule.* is gone"):
+        first.whole_inputs()
+
+
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("quantity", [DiagGGNExact, DiagHessian, Variance])
-def test_quantities_have_a_graph(quantity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantities_have_a_graph(
+    quantity: Any, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their derivatives flow through what was not kept."""
     found = []
     for limit in (0, NEVER):
         monkeypatch.setattr(tape, "LARGE", limit)
+        model: nn.Module
         model, lossfunc = extended()
+        if residual:
+            model = residual_network()
         x, y = data()
         loss = lossfunc(model(x), y)
         with backpack(quantity()):

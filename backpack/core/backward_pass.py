@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX, Configuration, disable, without_autocast
-from backpack.core import call_products, memory, spared_gradients
+from backpack.core import call_products, memory, spared_gradients, tape
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
 from backpack.core.factors import Factor
 from backpack.core.plan import Plan
@@ -28,8 +26,10 @@ from backpack.core.tape import (
     is_used,
     origin,
     parameter_behind,
+    stand_in,
     upstream,
 )
+from backpack.core.watch import WatchBackward
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ class BackwardPass:
     """
 
     _running: ClassVar[dict[int, BackwardPass]] = {}
-    called_on: tuple[Tensor, ...] | None = None  # the argument of backward(), where it is known
-    spared: ClassVar[set[Parameter]] = set()  # whose gradients autograd was not asked for
 
     def __init__(self) -> None:
         """Read the active configuration."""
@@ -93,11 +91,14 @@ class BackwardPass:
         self.written: list[tuple[Parameter, str, int]] = []
         self.parameters: set[Tensor] = set()  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
-        self.roots = BackwardPass.called_on
+        self.roots = WatchBackward.roots
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
         self.is_nested = bool(BackwardPass._running)
         self.owed: set[Parameter] = set()  # those of the spared ones that were reached
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
+        # what first order has read is not needed again: see _keeps
+        self.reads_gradients = any(map(_reads_gradients, self.second_order))
+        self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
@@ -159,7 +160,7 @@ class BackwardPass:
             self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
             self.reached_calls.append(call)
             self.calls.append(call)
-        call.g_out[slot] = grad
+        call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
         if call.derivatives is not None:
             self.parameters.update(call.params.values())
         if self.first_order:
@@ -174,8 +175,18 @@ class BackwardPass:
             if not self.second_order:
                 self._done(call)
                 self.calls.pop()
+            elif not self._keeps(grad):
+                call.g_out[slot] = stand_in(grad)
         else:
             self.deferred.append(call)
+
+    def _keeps(self, grad: Tensor) -> bool:
+        """Whether a gradient is that of a loss, or small, or second-order quantities read it."""
+        if grad.dim() == 0 or grad.numel() < tape.LARGE or self.reads_gradients:
+            return True
+        if self.has_copies is None:
+            self.has_copies = any(call.is_unbatched for call in tape.all_live_calls())
+        return self.has_copies
 
     def _accumulate(self, call: Call) -> None:
         """Accumulate the gradients that autograd leaves out."""
@@ -189,7 +200,7 @@ class BackwardPass:
                 self.gradients[p] = product.squeeze(0)
             spared_gradients.accumulate(p, self.gradients.pop(p))
             self.owed.discard(p)
-            BackwardPass.spared.discard(p)
+            WatchBackward.spared.discard(p)
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
@@ -231,7 +242,7 @@ class BackwardPass:
         """Whether ``p`` gets a gradient, from autograd or from here."""
         if self._is_accumulated(p):
             return True
-        if p.requires_grad and p in BackwardPass.spared:
+        if p.requires_grad and p in WatchBackward.spared:
             self.owed.add(p)
         return p in self.owed
 
@@ -430,6 +441,10 @@ class BackwardPass:
                 )
 
 
+def _reads_gradients(ext: BackpropExtension) -> bool:
+    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
+
+
 def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] | None) -> Use:
     rows: Rows = plan.rows(call, subsampling)
     mats = [
@@ -503,55 +518,3 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
             return node.name()
         stack += parents
     return None
-
-
-class WatchBackward(TorchFunctionMode):
-    """Notes which tensors ``backward()`` is called on, and spares it what is computed anyway.
-
-    The first lets the engine notice a modified loss, for the second see
-    :mod:`backpack.core.spared_gradients`.
-    """
-
-    _ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``."""
-        kwargs = kwargs or {}
-        if func not in self._ENTRIES:
-            return func(*args, **kwargs)
-        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        outer, BackwardPass.called_on = BackwardPass.called_on, roots
-        try:
-            if func is torch.autograd.grad:
-                return func(*args, **kwargs)
-            return self._backward(func, roots, args, kwargs)
-        finally:
-            BackwardPass.called_on = outer
-
-    @staticmethod
-    def _backward(func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        candidates = spared_gradients.costly(CTX.configuration.exts)
-        if not candidates:
-            return func(*args, **kwargs)
-        call = signature(func).bind(*args, **kwargs)
-        if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
-            return func(*args, **kwargs)
-        spared, others = spared_gradients.spare(roots, candidates)
-        if not spared:
-            return func(*args, **kwargs)
-        call.arguments["inputs"] = others
-        outer, BackwardPass.spared = BackwardPass.spared, spared
-        try:
-            result = func(*call.args, **call.kwargs)
-        finally:
-            BackwardPass.spared = outer
-        if spared:  # what is accumulated is taken out
-            shapes = [list(p.shape) for p in spared]
-            raise RuntimeError(
-                f"The gradients of parameters of shapes {shapes} are missing: no gradient has "
-                "arrived at the modules that use them. A hook of any parameter, such as "
-                "p.register_hook(lambda grad: None), makes autograd compute them; please report "
-                "this."
-            )
-        return result

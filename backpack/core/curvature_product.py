@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from backpack.context import without_autocast
 from backpack.core import call_products
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.plan import Plan
+from backpack.core.plan import Feed, Plan
 from backpack.core.sweep import loss_scale
 from backpack.core.tape import Call, Origin, describe
+from backpack.core.watch import unwatched
 
+Subsampling = Sequence[int] | None
 # What to make of a module's (diagonal) second derivative; None leaves it out.
 Modify = Callable[[Tensor], Tensor] | None
 
@@ -37,6 +39,24 @@ def identity(residual: Tensor) -> Tensor:
 def clip(residual: Tensor) -> Tensor:
     """Keep its positive part."""
     return residual.clamp(min=0)
+
+
+class Reached(NamedTuple):
+    """A call that the parameter influences.
+
+    Attributes:
+        call: The call.
+        rows: Rows that the vectors hold.
+        name: Name of the parameter, if the call uses it.
+        fed: The inputs that it influences.
+        inputs: The tangents at all inputs, None for zero.
+    """
+
+    call: Call
+    rows: Rows
+    name: str | None
+    fed: list[Feed]
+    inputs: list[Tensor | None]
 
 
 class CurvatureBlock:
@@ -70,6 +90,7 @@ class CurvatureBlock:
         self.subsampling = subsampling
         self.differentiable = differentiable
         self.versions = plan.versions
+        self.names = dict(reversed(plan.uses[parameter]))
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Apply the block.
@@ -124,115 +145,89 @@ class CurvatureBlock:
                 "parameters."
             )
         samples = None if self.plan.mixing else self.subsampling
-        with torch.set_grad_enabled(self.differentiable), without_autocast():
-            tangents = self._push_forward(mat, samples)
-            return self._pull_back(mat, tangents, samples, per_sample).to(mat.dtype)
+        with unwatched(), torch.set_grad_enabled(self.differentiable), without_autocast():
+            reached = self._push_forward(mat, samples)
+            return self._pull_back(mat, reached, per_sample).to(mat.dtype)
 
-    def _push_forward(self, mat: Tensor, samples: Rows) -> dict[Call, list[Tensor | None]]:
-        """Return the tangents at the inputs of every call that the parameter influences."""
-        outputs: dict[Origin, Tensor] = {}
-        tangents: dict[Call, list[Tensor | None]] = {}
-        for call in self.plan.calls:
-            inputs = [
-                None
-                if o is None or o not in outputs
-                else self._at_input(call, i, outputs[o], samples)
-                for i, o in enumerate(call.origins_in)
-            ]
-            name = self._name_in(call)
-            if name is None and all(t is None for t in inputs):
+    def _push_forward(self, mat: Tensor, samples: Subsampling) -> list[Reached]:
+        """Return the calls that the parameter influences, with the tangents at their inputs."""
+        tangents: dict[Origin, Tensor] = {}
+        reached: list[Reached] = []
+        for passage in self.plan.passages(samples):
+            call, rows, feeds = passage
+            name = self.names.get(call)
+            fed = [feed for feed in feeds if feed.origin in tangents]
+            if name is None and not fed:
                 continue
-            tangents[call] = inputs
+            inputs: list[Tensor | None] = [None] * len(call.origins_in)
+            for feed in fed:
+                inputs[feed.slot] = _at_input(feed, tangents[feed.origin])
+            reached.append(Reached(call, rows, name, fed, inputs))
             if call in self.plan.losses:
                 continue
-            rows = self.plan.rows(call, samples)
             parts = []
-            if any(t is not None for t in inputs):
-                parts.append(call_products.forward(call, inputs, rows))
-            if name is not None:
-                parts.append(call_products.param_forward(call, name, mat, rows))
+            with call.bound():
+                if fed:
+                    parts.append(call_products.forward(call, inputs, rows))
+                if name is not None:
+                    parts.append(call_products.param_forward(call, name, mat, rows))
             for origin, *terms in zip(call.origins_out, *parts, strict=True):
                 if origin is not None:
-                    outputs[origin] = reduce(operator.add, terms)
-        return tangents
+                    tangents[origin] = reduce(operator.add, terms)
+        return reached
 
-    def _at_input(self, call: Call, i: int, tangent: Tensor, samples: Rows) -> Tensor:
-        """Bring a tangent at a producer's output to the shape of what it is the input of."""
-        count, place, whole = self._count(call, samples), call.place_in(i), call.shape_in[i]
-        if place is not None and whole:  # a function may have more rows than its input
-            count = count * whole[place.axis] // self.plan.num_rows(call)
-        shape = call_products.shape_in(call, i, count)
-        if tangent.shape[1] < shape[0] and place is None:
-            tangent = tangent[:, :1].expand(-1, shape[0], *tangent.shape[2:])  # no samples: equal
-        return tangent.reshape(len(tangent), *shape)
-
-    def _pull_back(
-        self,
-        mat: Tensor,
-        tangents: dict[Call, list[Tensor | None]],
-        samples: Rows,
-        per_sample: bool,
-    ) -> Tensor:
+    def _pull_back(self, mat: Tensor, reached: Sequence[Reached], per_sample: bool) -> Tensor:
+        """Apply the curvature of the losses (and modules), and return to the parameter."""
         arrived: dict[Origin, Tensor] = {}
-        result: Any = 0
-        for call in reversed(list(tangents)):
-            inputs, name = tangents[call], self._name_in(call)
-            rows = self.plan.rows(call, samples)
-            if call in self.plan.losses:
-                backs: list[Any] = self._loss_product(call, inputs, rows)
-            else:
-                columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
-                backs = [None] * len(inputs)
-                if any(t is not None for t in inputs) and any(c is not None for c in columns):
+        found: list[Tensor] = []  # at the parameter
+        for at in reversed(reached):
+            call, rows = at.call, at.rows
+            columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+            has_arrived = any(c is not None for c in columns)
+            backs: list[Any] = [None] * len(at.inputs)
+            with call.bound():
+                if call in self.plan.losses:
+                    backs = self._loss_product(call, at.inputs, rows)
+                elif at.fed and has_arrived:
                     backs = call_products.transposed(call, columns, rows)
-                if name is not None and any(c is not None for c in columns):
+                if at.name is not None and has_arrived:
                     product = call_products.param(
-                        call, "param_mjp", name, columns, rows, sum_batch=not per_sample
+                        call, "param_mjp", at.name, columns, rows, sum_batch=not per_sample
                     )
-                    result = result + (self._of_samples(product) if per_sample else product)
-                seconds, second = self._second(call, name, mat, inputs, rows)
-                backs = [_sum(one, other) for one, other in zip(backs, seconds, strict=True)]
-                if second is not None:
-                    result = result + (self._of_samples(second) if per_sample else second.sum(1))
-            for i, (tangent, back) in enumerate(zip(inputs, backs, strict=False)):
-                o = call.origins_in[i]
-                if tangent is None or back is None or o is None:
-                    continue
-                producer = self.plan.producers[o]
-                shape = self.plan.shape(producer, samples)
-                if producer.call.is_unbatched and back.shape[1] > shape[0]:
-                    back = back.unflatten(1, (shape[0], -1)).sum(2)
-                back = back.reshape(len(mat), *shape)
-                arrived[o] = arrived[o] + back if o in arrived else back
-        if isinstance(result, int):  # the loss does not depend on the parameter
+                    found.append(self._of_samples(product) if per_sample else product)
+                if self.modify is not None and call not in self.plan.losses:
+                    seconds, second = self._second(at, mat)
+                    backs = list(map(_sum, backs, seconds))
+                    if second is not None:
+                        found.append(self._of_samples(second) if per_sample else second.sum(1))
+            for feed in at.fed:
+                back = backs[feed.slot]
+                if back is not None:
+                    back = _at_output(feed, back)
+                    before = arrived.get(feed.origin)
+                    arrived[feed.origin] = back if before is None else before + back
+        if not found:  # the loss does not depend on the parameter
             count = len(row_numbers(self.plan.base, self.subsampling))
             return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])
-        return result
+        return reduce(operator.add, found)
 
-    def _second(
-        self,
-        call: Call,
-        name: str | None,
-        mat: Tensor,
-        inputs: list[Tensor | None],
-        rows: Rows,
-    ) -> tuple[list[Tensor | None], Tensor | None]:
+    def _second(self, at: Reached, mat: Tensor) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
+        call, name, inputs = at.call, at.name, at.inputs
         derivatives = call.derivatives
         none: list[Tensor | None] = [None] * len(inputs)
         assert derivatives is not None
-        if self.modify is None:
-            return none, None
-        needed = any(t is not None for t in inputs)
         with call.bound() as module:
             curved = not derivatives.hessian_is_zero(module)
             diagonal = curved and derivatives.hessian_is_diagonal(module)
             affine = derivatives.is_linear_in_params(module)
         if self.modify is not identity:
-            if not (needed and curved):
+            if not (at.fed and curved):
                 return none, None
-            return self._modified(call, inputs, diagonal, rows), None
-        if name is not None and ((needed and self._is_reused()) or not affine):
+            return self._modified(call, inputs, diagonal, at.rows), None
+        if name is not None and (
+            (at.fed and len(self.plan.uses[self.parameter]) > 1) or not affine
+        ):
             if self.plan.mixing:
                 raise NotImplementedError(
                     f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
@@ -240,10 +235,10 @@ class CurvatureBlock:
                     "is reused or enters nonlinearly, in a network that mixes samples (batch "
                     "normalisation in training mode)."
                 )
-            backs, products = call_products.second(call, inputs, {name: mat}, rows)
+            backs, products = call_products.second(call, inputs, {name: mat}, at.rows)
             return backs, products[name]
-        if needed and curved:
-            return call_products.second(call, inputs, {}, rows)[0], None
+        if at.fed and curved:
+            return call_products.second(call, inputs, {}, at.rows)[0], None
         return none, None
 
     def _modified(
@@ -311,14 +306,21 @@ class CurvatureBlock:
         base = len(row_numbers(self.plan.base, self.subsampling))
         return product.unflatten(1, (base, -1)).sum(2)
 
-    def _is_reused(self) -> bool:
-        return len(self.plan.uses[self.parameter]) > 1
 
-    def _name_in(self, call: Call) -> str | None:
-        return next((name for name, p in call.trained.items() if p is self.parameter), None)
+def _at_input(feed: Feed, tangent: Tensor) -> Tensor:
+    """Bring a tangent at a producer's output to the shape of what it is the input of."""
+    rows, *rest = feed.shape
+    if feed.is_copied and tangent.shape[1] < rows:
+        tangent = tangent[:, :1].expand(-1, rows, *tangent.shape[2:])
+    return tangent.reshape(-1, rows, *rest)
 
-    def _count(self, call: Call, samples: Rows) -> int:
-        return len(row_numbers(self.plan.num_rows(call), self.plan.rows(call, samples)))
+
+def _at_output(feed: Feed, back: Tensor) -> Tensor:
+    """Bring a product at an input to the shape of the producer's output."""
+    rows, *rest = feed.shape_there
+    if feed.is_gathered and back.shape[1] > rows:
+        back = back.unflatten(1, (rows, -1)).sum(2)
+    return back.reshape(-1, rows, *rest)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

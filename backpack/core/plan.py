@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.call_products import shape_out
+from backpack.core.call_products import shape_in, shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.tape import Call, Origin, parameter_behind, upstream
@@ -26,6 +26,34 @@ class Producer(NamedTuple):
 
     call: Call
     slot: int
+
+
+class Feed(NamedTuple):
+    """An input of a call that another one has computed, for a selection of samples.
+
+    Attributes:
+        slot: Number of the input.
+        origin: Identity of the tensor.
+        shape: Its canonical shape as the input.
+        shape_there: Its canonical shape as the output of the other call.
+        is_copied: Whether the tensor has no samples (of parameters), but the input is seen by all.
+        is_gathered: Whether the tensor has no samples, and the other call no rows of its own.
+    """
+
+    slot: int
+    origin: Origin
+    shape: list[int]
+    shape_there: list[int]
+    is_copied: bool
+    is_gathered: bool
+
+
+class Passage(NamedTuple):
+    """A call on the way of vectors through the network, for a selection of samples."""
+
+    call: Call
+    rows: Rows
+    feeds: list[Feed]
 
 
 class Plan:
@@ -55,6 +83,7 @@ class Plan:
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
+        self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
         dtypes = set().union(*(call.dtypes for call in self.calls))
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
@@ -205,6 +234,30 @@ class Plan:
         call, slot = producer
         count = len(row_numbers(self.num_rows(call), self.rows(call, samples)))
         return shape_out(call, slot, count)
+
+    def passages(self, samples: Sequence[int] | None) -> list[Passage]:
+        """List the calls with what does not depend on the vectors that pass through them."""
+        key = None if samples is None else tuple(samples)
+        if key not in self._passages:
+            self._passages[key] = [self._passage(call, samples) for call in self.calls]
+        return self._passages[key]
+
+    def _passage(self, call: Call, samples: Rows) -> Passage:
+        rows, total = self.rows(call, samples), self.num_rows(call)
+        count = len(row_numbers(total, rows))
+        feeds = []
+        for i, origin in enumerate(call.origins_in):
+            producer = None if origin is None else self.producers.get(origin)
+            whole = call.shape_in[i]
+            if origin is None or producer is None or whole is None:
+                continue
+            place = call.place_in(i)
+            # a function may have more rows than its input
+            own = count if place is None or not whole else count * whole[place.axis] // total
+            shape, there = shape_in(call, i, own), self.shape(producer, samples)
+            gathered = producer.call.is_unbatched
+            feeds.append(Feed(i, origin, shape, there, place is None, gathered))
+        return Passage(call, rows, feeds)
 
     def check_subsampling(
         self, subsampling: Sequence[int] | None, exts: Sequence[BackpropExtension]

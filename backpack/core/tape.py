@@ -57,7 +57,7 @@ CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 # One entry for each forward pass whose functions are recorded, None for those inside of another.
 RECORDERS: list[Any] = []
 # Entries of an output from which on it matters whether tensors are kept.
-LARGE = 2**20
+LARGE = 2**16
 _index = count()
 # Who computes a tensor again that is not kept.
 _makers: WeakKeyDictionary[Origin, ref[Call]] = WeakKeyDictionary()
@@ -192,7 +192,7 @@ class Call:
         computed: Which inputs a function has computed from what recorded calls returned.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         kept: Names in ``saved`` that a backward pass has to leave there.
-        makers: Calls that compute inputs again that are not kept.
+        makers: Calls that compute inputs again that are not kept; None for those that are gone.
         made_with: What the output was computed with, if it is not kept.
         copies: Number of samples for which a call without samples (of parameters) stands.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
@@ -276,11 +276,8 @@ class Call:
         self.inputs = tuple([x.detach() if _is_one_of(x, owned) else x for x in leaves])
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
-        self.makers: dict[int, Call] = {}
+        self.makers: dict[int, Call | None] = {}
         self.made_with: list[tuple[int, ...]] | None = None
-        if rule is not None and self.outputs[0].numel() >= LARGE:
-            self._drop(rule)
-        self.versions = tuple(map(_version, self.inputs + self.outputs))
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
         if rule is not None and rule.keeps_something():
@@ -301,6 +298,9 @@ class Call:
             if mark is not None:
                 mark.is_output = True
                 mark.layout = mark.layout or layout
+        if rule is not None and self.outputs[0].numel() >= LARGE:
+            self._drop(rule)
+        self.versions = tuple(map(_version, self.inputs + self.outputs))
         _live.add(self)
         for key in map(id, self.params.values()):
             _uses[key] = _uses.get(key, 0) + 1
@@ -317,19 +317,22 @@ class Call:
         if not (is_ours and is_plain):
             return
         mark = self.origins_out[0]
-        if rule.repeats_output(self.module) and mark is not None and len(self.outputs) == 1:
+        if rule.repeats_output(self) and mark is not None and len(self.outputs) == 1:
             self.made_with = self._state_of_module()
-            self.outputs = (_stand_in(self.outputs[0]),)
+            self.outputs = (stand_in(self.outputs[0]),)
             _makers[mark] = ref(self)
-        source = self.origins_in[0] if self.origins_in else None
-        known = None if source is None else _makers.get(source)
-        maker = None if known is None else known()
-        if maker is None or rule.reads_input or maker.is_released:
+        if rule.reads_inputs(self):
             return
-        x, (made,) = self.inputs[0], maker.outputs
-        if made.shape == x.shape and made.dtype == x.dtype:
-            self.makers[0] = maker
-            self.inputs = (made, *self.inputs[1:])
+        inputs = list(self.inputs)
+        for i, (x, source) in enumerate(zip(self.inputs, self.origins_in, strict=True)):
+            known = None if source is None else _makers.get(source)
+            maker = None if known is None else known()
+            if maker is None or maker.is_released:
+                continue
+            (made,) = maker.outputs
+            if made.shape == x.shape and made.dtype == x.dtype:
+                self.makers[i], inputs[i] = maker, made
+        self.inputs = tuple(inputs)
 
     def _state_of_module(self) -> list[tuple[int, ...]]:
         """Tell the entries of parameters and buffers from those before a change."""
@@ -340,7 +343,11 @@ class Call:
         """Return the inputs; those that were not kept are computed again."""
         if not self.makers:
             return self.inputs
-        again = {i: maker.whole_outputs()[0] for i, maker in self.makers.items()}
+        again = {}
+        for i, maker in self.makers.items():
+            if maker is None:
+                raise self._gone()
+            again[i] = maker.whole_outputs()[0]
         return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
 
     def whole_outputs(self) -> tuple[Tensor, ...]:
@@ -437,9 +444,16 @@ class Call:
         """Drop large tensors in a backward pass that drops what autograd has stored for it."""
         rule = self.derivatives
         is_large = not self.is_released and self.outputs[0].numel() >= LARGE
-        frees = is_large and rule is not None and rule.autograd_stores(self)
-        if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if rule is None or not is_large:
+            return
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return
+        if rule.autograd_stores(self):
             self.release()
+        elif not rule.reads_inputs(self):
+            self.makers = {i: None for i, x in enumerate(self.inputs) if isinstance(x, Tensor)}
+            self.inputs = tuple(stand_in(x) if isinstance(x, Tensor) else x for x in self.inputs)
+            self.versions = tuple(map(_version, self.inputs + self.outputs))
 
     def snapshot(self, create_graph: bool) -> Call:
         """Return a copy that outlives the release, for products evaluated after the backward pass.
@@ -665,12 +679,15 @@ class Call:
             RuntimeError: If that is so.
         """
         if self.is_released:
-            raise RuntimeError(
-                f"What the forward pass stored for {describe(self.module)} is gone: a backward "
-                "pass released it, or memory_cleanup did. To run several backward passes through "
-                "one forward pass, use both backpack(..., retain_graph=True) and "
-                "backward(retain_graph=True); the latter also for those without extensions."
-            )
+            raise self._gone()
+
+    def _gone(self) -> RuntimeError:
+        return RuntimeError(
+            f"What the forward pass stored for {describe(self.module)} is gone: a backward "
+            "pass released it, or memory_cleanup did. To run several backward passes through "
+            "one forward pass, use both backpack(..., retain_graph=True) and "
+            "backward(retain_graph=True); the latter also for those without extensions."
+        )
 
     def check_unchanged(self) -> None:
         """Refuse to work with tensors that were changed in place.
@@ -679,7 +696,7 @@ class Call:
             RuntimeError: If that is so.
         """
         relevant, rule = self.inputs, self.derivatives
-        if rule is not None and (rule.needs_output or not rule.reads_input):
+        if rule is not None and (rule.needs_output or rule.reads_output):
             relevant += self.outputs
         if any(map(operator.ne, map(_version, relevant), self.versions)):
             raise RuntimeError(
@@ -737,7 +754,7 @@ class _Bound:
                 own[name] = value
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def stand_in(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
     return tensor.new_full((), torch.nan).expand(tensor.shape)
 

@@ -26,7 +26,7 @@ from backpack.core.derivatives.basederivatives import (
     row_numbers,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
-from backpack.core.derivatives.recurrent import recall
+from backpack.core.derivatives.recall import recall
 from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
 from backpack.core.layout import Layout
 from backpack.core.registry import register

@@ -49,8 +49,10 @@ class BaseDerivatives:
         batch_axis: Where the rule expects the samples.
         includes_children: Whether what children of the module compute belongs to its call.
         depends_on_layouts: Whether what the rule found out about a call holds for its layouts only.
-        needs_output: Whether a formula reads ``module.output`` (beyond its shape).
-        reads_input: Whether a formula reads ``module.input0``. If not, the output says everything.
+        needs_output: Whether a formula reads ``module.output`` (beyond its shape), and has a
+            derivative with respect to it.
+        reads_output: Whether a formula reads ``module.output``; its derivative may be zero.
+        reads_input: Whether a formula reads entries of the inputs, not just their shapes.
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
@@ -62,6 +64,7 @@ class BaseDerivatives:
     includes_children: ClassVar[bool] = False
     depends_on_layouts: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
+    reads_output: ClassVar[bool] = False
     reads_input: ClassVar[bool] = True
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
@@ -110,12 +113,16 @@ class BaseDerivatives:
         """
         return ()
 
-    def repeats_output(self, module: Module) -> bool:
-        """Return whether calling ``forward`` again in the same mode gives the same.
+    def repeats_output(self, call: Call) -> bool:
+        """Return whether calling ``forward`` again in the same mode gives the same output.
 
         It changes nothing, either. A large output that no formula reads is then not kept.
         """
         return False
+
+    def reads_inputs(self, call: Call) -> bool:
+        """Return whether a formula reads entries of a call's inputs."""
+        return self.reads_input
 
     def autograd_stores(self, call: Call) -> bool:
         """Return whether autograd has stored tensors of a call, which a backward pass frees.
@@ -123,7 +130,7 @@ class BaseDerivatives:
         Large tensors of the call are then freed with them. Default: those of a layer whose output
         is repeated, if the gradient of its weight or its input is computed.
         """
-        repeats = self.repeats_output(call.module)
+        repeats = self.repeats_output(call)
         return repeats and ("weight" in call.params or call.origins_in[0] is not None)
 
     def is_linear_in_params(self, module: Module) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNor
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
 from backpack.core.derivatives.convnd import sum_positions
 from backpack.core.registry import register
-from backpack.core.tape import describe
+from backpack.core.tape import Call, describe
 from backpack.utils.subsampling import subsample
 
 
@@ -42,9 +42,9 @@ class BatchNormNdDerivatives(BaseDerivatives):
         """Return whether the statistics are those of the batch."""
         return module.training or module.running_mean is None
 
-    def repeats_output(self, module: Module) -> bool:
+    def repeats_output(self, call: Call) -> bool:
         """Return whether the statistics are constants."""
-        return not self.mixes_samples(module)
+        return not call.mixes_samples
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return whether the statistics are constants."""

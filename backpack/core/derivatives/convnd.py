@@ -146,7 +146,7 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Return both: one kernel computes them."""
         return self.params
 
-    def repeats_output(self, module: Module) -> bool:
+    def repeats_output(self, call: Call) -> bool:
         """Return True."""
         return True
 

@@ -13,6 +13,7 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 
 from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
+from backpack.core.derivatives.recall import recall
 from backpack.core.registry import register
 from backpack.core.tape import describe
 from backpack.utils.subsampling import subsample
@@ -122,8 +123,13 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return columns, sign.repeat_interleave(len(columns) // len(sign), 0)
 
     def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        p, scale = self.p(module, subsampling), self._scale(module, subsampling)
-        return scale * (p * mat - p * (p * mat).sum(2, keepdim=True))
+        def compute() -> tuple[Tensor, Tensor]:
+            return self.p(module, subsampling), self._scale(module, subsampling)
+
+        tensors = (module.input0, module.input1, module.weight)
+        p, scale = recall(module._backpack_saved, "p", tensors, (subsampling,), compute)
+        product = p * mat
+        return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:

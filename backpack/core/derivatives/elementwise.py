@@ -47,7 +47,7 @@ class ElementwiseDerivatives(BaseDerivatives):
 
     def autograd_stores(self, call: Call) -> bool:
         """Return whether the output says everything: autograd keeps it as well."""
-        return not self.reads_input
+        return self.reads_output
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
         """First derivative ``f'(x)``: ``[*in]``."""
@@ -107,6 +107,7 @@ def _y(module: Any, subsampling: Rows) -> Tensor:
 class ReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = [x > 0] = [y > 0]``."""
 
+    reads_output = True
     reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
@@ -138,6 +139,7 @@ class SigmoidDerivatives(ElementwiseDerivatives):
     """``y = σ(x)``: ``f' = y (1 - y)``, ``f'' = y (1 - y) (1 - 2 y)``."""
 
     needs_output = True
+    reads_output = True
     reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:
@@ -156,6 +158,7 @@ class TanhDerivatives(ElementwiseDerivatives):
     """``y = tanh(x)``: ``f' = 1 - y²``, ``f'' = -2 y (1 - y²)``."""
 
     needs_output = True
+    reads_output = True
     reads_input = False
 
     def df(self, module: Any, subsampling: Rows) -> Tensor:

@@ -60,6 +60,25 @@ class SumModuleDerivatives(FunctionDerivatives):
             return [known[0]]
         return super().layouts(call)
 
+    def repeats_output(self, call: Call) -> bool:
+        """Return whether nothing has to be found out by trying, which compares with the output."""
+        return not self.reads_inputs(call)
+
+    def reads_inputs(self, call: Call) -> bool:
+        """Return whether shapes or the places of the samples differ."""
+        shapes = [shape for shape in call.shape_in if shape is not None]
+        layouts = [one for one in call.layouts_in if one is not None and one.is_batched]
+        alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
+        return not alike or len({(one.before, one.samples) for one in layouts}) > 1
+
+    def autograd_stores(self, call: Call) -> bool:
+        """Return False: gradients of a sum do not depend on anything."""
+        return False
+
+    def refusal(self, module: Any) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
+        return None if self._is_plain_sum(module) else super().refusal(module)
+
     def _is_plain_sum(self, module: Any) -> bool:
         shapes = {x.shape for x in self._inputs(module) if isinstance(x, Tensor)}
         return shapes == {module.output.shape} and not self._mixes_kinds(module)

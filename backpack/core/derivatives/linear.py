@@ -49,7 +49,7 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """
         return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
-    def repeats_output(self, module: Module) -> bool:
+    def repeats_output(self, call: Call) -> bool:
         """Return True."""
         return True
 

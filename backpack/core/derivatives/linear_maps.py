@@ -105,6 +105,8 @@ def apply_transposed(
 class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J mat = f(mat)``."""
 
+    reads_input = False
+
     def linear_map(self, module: Any, x: Tensor) -> Tensor:
         """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
         return module.forward(x)

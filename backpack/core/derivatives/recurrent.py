@@ -7,9 +7,9 @@ that file has the formulas. A call runs the forward pass once more, to know the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from backpack.core.derivatives.basederivatives import (
     Rows,
     row_numbers,
 )
+from backpack.core.derivatives.recall import recall
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
     LSTMStep,
@@ -49,59 +50,9 @@ from backpack.core.registry import register
 from backpack.core.tape import Call, bound, describe
 from backpack.utils.subsampling import subsample
 
-Value = TypeVar("Value")
-
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
 LSTM_STEP = LSTMStep()
 GRU_STEP = GRUStep()
-
-
-class Remembered(NamedTuple):
-    """A result and what it was computed from. Holding the memory keeps its address unique."""
-
-    facts: tuple[Any, ...]
-    held: list[Tensor]
-    value: Any
-
-
-def recall(
-    saved: dict[str, Any],
-    name: str,
-    tensors: Sequence[Tensor | None],
-    facts: tuple[Any, ...],
-    compute: Callable[[], Value],
-) -> Value:
-    """Return the latest result of that name if nothing has changed since, else compute it.
-
-    Tensors are recognised by the memory that they look at, because those who hand them over make
-    new views of it each time.
-
-    Args:
-        saved: Where results are kept.
-        name: Name of the result.
-        tensors: What it is computed from.
-        facts: Whatever else it depends on. The grad mode always belongs to it: with
-            ``create_graph=True`` results have a graph.
-        compute: Computes it.
-    """
-    given = [t for t in tensors if t is not None]
-    facts += (torch.is_grad_enabled(), *(t is None for t in tensors))
-    facts += tuple(
-        (
-            t.data_ptr(),
-            t.dtype,
-            t.shape,
-            t.stride(),
-            t.requires_grad,
-            0 if t.is_inference() else t._version,
-        )
-        for t in given
-    )
-    found = saved.get(name)
-    if found is None or found.facts != facts:
-        saved.pop(name, None)  # its memory is free before the new result takes some
-        found = saved[name] = Remembered(facts, [t.detach() for t in given], compute())
-    return found.value
 
 
 class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):

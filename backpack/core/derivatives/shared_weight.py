@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor, einsum
+from torch import Tensor
 
 from backpack.core import memory
 from backpack.core.derivatives import reductions
@@ -25,7 +25,7 @@ def jac_mat_prod(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tenso
     """Apply the Jacobian, ``y = mat x``: ``[V, O, I]`` or ``[V, O]`` to ``[V, N, T, O]``."""
     if x is None:
         return mat[:, None, None].expand(-1, num_n, num_t, -1)
-    return einsum("nti,voi->vnto", x, mat)
+    return (x.flatten(0, 1) @ mat.mT).unflatten(1, (num_n, num_t))
 
 
 def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:

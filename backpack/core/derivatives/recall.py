@@ -1,0 +1,59 @@
+"""Results that a rule needs more than once, kept with what the forward pass has stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+class Remembered(NamedTuple):
+    """A result and what it was computed from. Holding the memory keeps its address unique."""
+
+    facts: tuple[Any, ...]
+    held: list[Tensor]
+    value: Any
+
+
+def recall(
+    saved: dict[str, Any],
+    name: str,
+    tensors: Sequence[Tensor | None],
+    facts: tuple[Any, ...],
+    compute: Callable[[], Value],
+) -> Value:
+    """Return the latest result of that name if nothing has changed since, else compute it.
+
+    Tensors are recognised by the memory that they look at, because those who hand them over make
+    new views of it each time.
+
+    Args:
+        saved: Where results are kept.
+        name: Name of the result.
+        tensors: What it is computed from.
+        facts: Whatever else it depends on. The grad mode always belongs to it: with
+            ``create_graph=True`` results have a graph.
+        compute: Computes it.
+    """
+    given = [t for t in tensors if t is not None]
+    facts += (torch.is_grad_enabled(), *(t is None for t in tensors))
+    facts += tuple(
+        (
+            t.data_ptr(),
+            t.dtype,
+            t.shape,
+            t.stride(),
+            t.requires_grad,
+            0 if t.is_inference() else t._version,
+        )
+        for t in given
+    )
+    found = saved.get(name)
+    if found is None or found.facts != facts:
+        saved.pop(name, None)  # its memory is free before the new result takes some
+        found = saved[name] = Remembered(facts, [t.detach() for t in given], compute())
+    return found.value
