@@ -108,8 +108,10 @@ class BackwardPass:
         """Take note that a backward pass has the gradient of one of a call's outputs."""
         if grad is None or not disable.should_store_io():
             return
-        if not (CTX.configuration.exts or CTX.configuration.extension_hook):
-            call.follow_autograd()
+        configuration = CTX.configuration
+        if not (configuration.exts or configuration.extension_hook):
+            if grad.numel() >= tape.LARGE:
+                call.follow_autograd()
             return
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
@@ -156,12 +158,12 @@ class BackwardPass:
         call.check_batched()
         call.check_parameters(trained_only=not self.second_order)
         if all(g is None for g in call.g_out):
-            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
-            self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
+            if call.params:
+                self._find_trained(call)
             self.reached_calls.append(call)
             self.calls.append(call)
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
-        if call.derivatives is not None:
+        if call.derivatives is not None and call.params:
             self.parameters.update(call.params.values())
         if self.first_order:
             self._check_foreign_uses(call)
@@ -170,7 +172,9 @@ class BackwardPass:
             return
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
-                self._run_first_order(Plan([call]))
+                plan = Plan([call])
+                with call.bound():  # all parameters ask it something
+                    self._run_first_order(plan)
             self._accumulate(call)
             if not self.second_order:
                 self._done(call)
@@ -238,6 +242,12 @@ class BackwardPass:
                             "use is not counted."
                         )
 
+    def _find_trained(self, call: Call) -> None:
+        with torch.enable_grad():
+            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
+        if len(call.trained) < len(call.params):
+            self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
+
     def _is_trained(self, p: Parameter) -> bool:
         """Whether ``p`` gets a gradient, from autograd or from here."""
         if self._is_accumulated(p):
@@ -252,8 +262,7 @@ class BackwardPass:
             return False
         if not self.restricted:
             return True
-        with torch.enable_grad():
-            view: Any = p.view_as(p).grad_fn
+        view: Any = p.view_as(p).grad_fn  # in grad mode
         try:
             return torch._C._will_engine_execute_node(view.next_functions[0][0])
         except RuntimeError:  # torch.autograd.grad does not say
@@ -286,7 +295,8 @@ class BackwardPass:
         if p in self.untrained:
             return
         if isinstance(value, Tensor):
-            value = value.to(p.dtype)
+            if value.dtype != p.dtype:
+                value = value.to(p.dtype)
             if value._base is not None and not value.requires_grad:
                 value = value.detach()  # without its base, which memory.recycle would count
         elif isinstance(value, list):
@@ -306,10 +316,15 @@ class BackwardPass:
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
                 self._run_rules(plan, ext)
+            gradients: dict[Call, Use] = {}
             for p, uses in plan.uses.items():
                 known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
                 if known and self._is_supported(known, uses):
-                    self._extract(plan, p, uses, known, subsampling)
+                    for call, _ in uses:
+                        if call not in gradients:
+                            gradients[call] = _gradient_use(plan, call, subsampling)
+                    of_p = [gradients[call]._replace(name=name) for call, name in uses]
+                    self._extract(plan, p, of_p, known)
 
     def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
         for call in plan.users:
@@ -342,22 +357,19 @@ class BackwardPass:
         self,
         plan: Plan,
         p: Parameter,
-        uses: Sequence[tuple[Call, str]],
+        uses: list[Use],
         exts: Sequence[BackpropExtension],
-        subsampling: Sequence[int] | None,
     ) -> None:
         plan.check_one_batch(p)
         memory.recycle(p, exts)
-        products = Products(
-            p,
-            [_gradient_use(plan, call, name, subsampling) for call, name in uses],
-            {name for ext in exts for name in ext.needs}
-            | ({"gradient"} if p in self.owed else set()),
-        )
-        for call, _ in uses:
-            if call.mixes_samples:
+        wanted = {name for ext in exts for name in ext.needs}
+        if p in self.owed:
+            wanted.add("gradient")
+        products = Products(p, uses, wanted)
+        for use in uses:
+            if use.call.mixes_samples:
                 warn(
-                    f"{describe(call.module)} mixes the samples of a batch: its individual "
+                    f"{describe(use.call.module)} mixes the samples of a batch: its individual "
                     "gradients are those of the loss as a whole with respect to one sample's "
                     "output. Use eval() for gradients of individual samples.",
                     stacklevel=2,
@@ -445,7 +457,8 @@ def _reads_gradients(ext: BackpropExtension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
 
 
-def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] | None) -> Use:
+def _gradient_use(plan: Plan, call: Call, subsampling: Sequence[int] | None) -> Use:
+    """Return the gradient at a call as its only column, for any of its parameters."""
     rows: Rows = plan.rows(call, subsampling)
     mats = [
         None if grad is None else subsample(grad, subsampling=rows).unsqueeze(0)
@@ -453,7 +466,7 @@ def _gradient_use(plan: Plan, call: Call, name: str, subsampling: Sequence[int] 
     ]
     first = next(mat for mat in mats if mat is not None)
     # gradients of merged rows add up: there is one loss
-    return Use(call, name, Factor(first, first.shape[1], adds_up=True), rows, mats)
+    return Use(call, "", Factor(first, first.shape[1], adds_up=True), rows, mats)
 
 
 def _has_rule(ext: BackpropExtension, uses: Sequence[tuple[Call, str]]) -> bool:

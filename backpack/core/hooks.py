@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
+import torch
 from torch.nn import Module
 
 from backpack.context import CTX
@@ -34,5 +38,12 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
     module._backpack_extend = True  # type: ignore[assignment]
 
 
+@cache
+def _record_uncompiled() -> Callable[..., object]:
+    return torch.compiler.disable(tape.record)
+
+
 def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object:
+    if torch.compiler.is_compiling():  # torch.compile would compile what is recorded, too
+        return _record_uncompiled()(module, args, kwargs, output, BackwardPass.reached)
     return tape.record(module, args, kwargs, output, BackwardPass.reached)

@@ -144,7 +144,8 @@ class Layout:
             shape: Shape of the tensor.
             or_assumed: An assumption is good enough.
         """
-        before, samples, assumed, _ = self._root._facts
+        root = self if self._same is None else self._root
+        before, samples, assumed, _ = root._facts
         first = shape[0] if shape else 0
         return before == 1 and 0 < samples == first and (or_assumed or not assumed)
 

@@ -33,9 +33,11 @@ from backpack.custom_module.parameter_module import is_constant, mark_constant
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives
 
+HOOKED = "BackwardHookFunctionBackward"
 # Autograd nodes that keep all entries in their (row-major) order: they only change the shape, or
 # the precision.
 RESHAPES = {
+    HOOKED,
     "AliasBackward0",
     "CloneBackward0",
     "ReshapeAliasBackward0",
@@ -48,8 +50,6 @@ RESHAPES = {
     "ViewBackward0",
     "ViewAsBackward0",
 }
-
-HOOKED = "BackwardHookFunctionBackward"
 
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own.
@@ -87,21 +87,24 @@ def origin(tensor: Any) -> Origin | None:
     The mark lives in the metadata of the autograd node, so it is unique while the graph lives, a
     reshaped tensor shares it, and an in-place change gives a new one.
     """
-    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+    node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
     if node is None:
         return None
     slot = tensor.output_nr
-    while (name := node.name()) in RESHAPES or name == HOOKED:
-        marks: Any = node.metadata
-        mark = marks.get(("backpack", slot))
-        if mark is not None:  # a call that returned a view of its own parameter
+    while True:
+        marks, key = node.metadata, ("backpack", slot)
+        mark = marks.get(key)
+        if mark is not None:  # also that of a call that returned a view of its own parameter
+            return mark
+        name = type(node).__name__
+        if name not in RESHAPES:
+            mark = marks[key] = Origin()
             return mark
         # a full-backward hook (of somebody else) wraps all tensors of a module in one node
         source, slot = node.next_functions[slot if name == HOOKED else 0]
-        if source is None or source.name().endswith("AccumulateGrad"):
+        if source is None or type(source).__name__ == "AccumulateGrad":
             return None
         node = source
-    return _mark(node, slot)
 
 
 def parameter_behind(tensor: Any) -> Parameter | None:
@@ -258,9 +261,10 @@ class Call:
         self.is_container = rule is None and not is_leaf(module)
         own: Mapping[str, Parameter | None]
         own = own_parameters(module) if rule is None else rule.own(module)
-        self.params: dict[str, Parameter] = {
-            name: p for name, p in own.items() if p is not None and p.requires_grad
-        }
+        self.params: dict[str, Parameter] = {}
+        for name, p in own.items():
+            if p is not None and p.requires_grad:
+                self.params[name] = p
         self.trained = self.params
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
@@ -268,19 +272,19 @@ class Call:
         self.outputs = tuple([out.detach() for out in outputs])
         self.origins_in = tuple(map(origin, leaves))
         self.origins_out = tuple(map(_origin_of_output, outputs))
-        self.is_transparent = None not in self.origins_out and set(self.origins_out).issubset(
-            self.origins_in
+        self.is_transparent = all(
+            mark is not None and mark in self.origins_in for mark in self.origins_out
         )
         # A module that returns its own input would own its own graph: a leak.
-        owned = leaves if self.is_transparent else outputs
-        self.inputs = tuple([x.detach() if _is_one_of(x, owned) else x for x in leaves])
+        owned = set(map(id, leaves if self.is_transparent else outputs))
+        self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
         self.makers: dict[int, Call | None] = {}
         self.made_with: list[tuple[int, ...]] | None = None
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
-        if rule is not None and rule.keeps_something():
+        if rule is not None and rule.keeps_something:
             with disable():  # if they differentiate, that is no backward pass of the user
                 self.saved = rule.saved(module, tuple(leaves), outputs)
         self.misplaced: str | None = None
@@ -288,7 +292,11 @@ class Call:
         self.kept = frozenset(self.saved)
         self.computed = [False] * len(leaves)
         self._found: Places | None = None
-        self.layouts_in = tuple(map(self._layout_in, range(len(leaves)), leaves, self.origins_in))
+        known = [None if mark is None else mark.layout for mark in self.origins_in]
+        for i, layout in enumerate(known):
+            if layout is None:
+                known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
+        self.layouts_in = tuple(known)
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.copies = 1
         self.g_samples: list[Tensor | None] | None = None
@@ -368,11 +376,9 @@ class Call:
         return flatten_outputs(self.forward(self.whole_inputs()))
 
     def _layout_in(self, i: int, x: Any, mark: Origin | None) -> Layout | None:
-        """Find where the samples are in an input; None if that is for this module to say."""
+        """Find the samples in an input of no recorded call; None if that is for this one to say."""
         if mark is None:
             return unbatched() if is_constant(x) or parameter_behind(x) is not None else None
-        if mark.layout is not None:
-            return mark.layout
         above, _ = upstream(x, lambda m: m.layout is not None)
         self.computed[i] = bool(above)
         if any(m.layout is not None and not m.layout.is_plain for m in above):
@@ -499,7 +505,8 @@ class Call:
     def dtypes(self) -> set[torch.dtype]:
         """Precisions of what the call has read and returned."""
         tensors = (*self.inputs, *self.outputs, *self.params.values())
-        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+        dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
+        return {dtype for dtype in dtypes if dtype.is_floating_point}
 
     @property
     def rounding(self) -> float:
@@ -553,7 +560,7 @@ class Call:
                 and all(map(_is_first, self.layouts_in, self.shape_in))
                 and all(map(_is_first, self.layouts_out, self.shape_out))
             )
-            is_direct = is_plain and rule is not None and rule.has_samples_first()
+            is_direct = is_plain and rule is not None and rule.has_samples_first
             is_unbatched = any(map(_has_no_samples, self.layouts_out))
             found = Places(is_plain, is_direct, is_unbatched, Layout.corrections)
             self._found = found
@@ -767,8 +774,8 @@ def _is_first(layout: Layout | None, shape: Size | None) -> bool:
     return layout is None or shape is None or layout.is_first(shape)
 
 
-def _is_one_of(x: Any, tensors: Sequence[Any]) -> bool:
-    return isinstance(x, Tensor) and id(x) in map(id, tensors)
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _cast(x: Any, precision: torch.dtype) -> Any:
@@ -780,7 +787,10 @@ def _facts(layout: Layout | None) -> tuple[int, int] | None:
 
 
 def _version(tensor: Any) -> int:
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+    try:
+        return tensor._version
+    except (AttributeError, RuntimeError):  # no tensor, or one of torch.inference_mode
+        return 0
 
 
 def describe(module: Module) -> str:

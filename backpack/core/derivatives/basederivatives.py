@@ -57,6 +57,8 @@ class BaseDerivatives:
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
             with rows of its own for one of them sets it to False.
+        keeps_something: Whether there is anything to keep from the forward pass.
+        has_samples_first: Whether the samples are along the first axis of all that the rule sees.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -69,6 +71,18 @@ class BaseDerivatives:
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
+    keeps_something: ClassVar[bool] = False
+    has_samples_first: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note what follows from the methods that a subclass overrides."""
+        super().__init_subclass__(**options)
+        cls.keeps_something = cls.saved is not BaseDerivatives.saved
+        cls.has_samples_first = (
+            cls.batch_axis is not BatchAxis.FOLLOWED
+            and cls.batch_axis_in is BaseDerivatives.batch_axis_in
+            and cls.batch_axis_out is BaseDerivatives.batch_axis_out
+        )
 
     # ------------------------------------------------------------------ facts about the module
 
@@ -147,11 +161,6 @@ class BaseDerivatives:
         """Return what must be kept from the forward pass, for ``module._backpack_saved``."""
         return {}
 
-    @classmethod
-    def keeps_something(cls) -> bool:
-        """Return whether there is anything to keep from the forward pass."""
-        return cls.saved is not BaseDerivatives.saved
-
     # ------------------------------------------------------------------ where the samples are
 
     def batch_axis_in(self, module: Module, i: int) -> int:
@@ -174,15 +183,6 @@ class BaseDerivatives:
         """Return whether the rule sees the tensors as they are, if their samples come first."""
         return True
 
-    @classmethod
-    def has_samples_first(cls) -> bool:
-        """Return whether the samples are along the first axis of all that the rule sees."""
-        return (
-            cls.batch_axis is not BatchAxis.FOLLOWED
-            and cls.batch_axis_in is BaseDerivatives.batch_axis_in
-            and cls.batch_axis_out is BaseDerivatives.batch_axis_out
-        )
-
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs, and correct what was assumed of the inputs.
 
@@ -193,10 +193,10 @@ class BaseDerivatives:
         main = call.layouts_in[0] if call.layouts_in else None
         if (
             main is not None
-            and self.has_samples_first()
+            and self.has_samples_first
             and main.is_first_for_sure(call.shape_in[0], leading)
-            and not any(call.layouts_in[1:])
-            and not any(call.computed)
+            and (len(call.layouts_in) == 1 or not any(call.layouts_in[1:]))
+            and True not in call.computed
             and (not leading or len(call.shape_in[0] or ()) > self.trailing_axes(module))
         ):  # the usual case
             return [main if shape else None for shape in call.shape_out]

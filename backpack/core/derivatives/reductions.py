@@ -25,6 +25,8 @@ from backpack.core import memory
 SLICE_ENTRIES = 2**21
 # Rows with more entries than this are added one by one: nothing is written in between.
 LONG_ROW = 2**13
+# From this many entries on, squares are not written before they are added up.
+MANY_SQUARES = 2**16
 # From here on, squares are added up by a matrix product, in one pass less.
 MANY_COLUMNS = 2**5
 
@@ -65,8 +67,11 @@ def of_products(
     if "gradient" in wanted:
         values["gradient"] = products.sum((0, 1))
     if "square_norm" in wanted:
-        flat = products.reshape(*products.shape[:2], -1)
-        values["square_norm"] = torch.einsum("vnp,vnp->n", flat, flat)
+        flat = products.flatten(2) if products.dim() > 2 else products.unsqueeze(2)
+        if flat.numel() < MANY_SQUARES:
+            values["square_norm"] = flat.square().sum((0, 2))
+        else:
+            values["square_norm"] = torch.einsum("vnp,vnp->n", flat, flat)
     if "batch_square" in wanted or "square" in wanted:
         squares = sum_of_squares(products, weights)
         if "batch_square" in wanted:
