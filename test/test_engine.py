@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import backpack as package
 from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
-from backpack.core import tape
+from backpack.core import sweep, tape
 from backpack.core.derivatives import derivatives_of
 from backpack.core.factors import Factor
 from backpack.core.registry import REGISTRY
-from backpack.core.sweep import slice_bytes
+from backpack.core.sweep import LossSource, slice_bytes
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -1411,6 +1411,57 @@ def test_thin_factor(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     del loss
 
 
+@pytest.mark.parametrize("name", ["DiagGGNExact", "BatchDiagGGNExact", "KFLR"])
+def test_long_sweeps_use_thin_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column less gives the same; in short sweeps it would not pay."""
+    columns: list[int] = []
+    original = LossSource.num_columns
+
+    def counted(source: LossSource, rows: Any) -> int:
+        columns.append(original(source, rows))
+        return columns[-1]
+
+    monkeypatch.setattr(LossSource, "num_columns", counted)
+    found = []
+    for limit in (0, 2**60):
+        monkeypatch.setattr(sweep, "LONG_SWEEP", limit)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 4)).double()
+        loss = extend(nn.CrossEntropyLoss())(
+            extend(model)(torch.randn(3, 5).double()), torch.arange(3)
+        )
+        ext = getattr(extensions, name)()
+        with backpack(ext):
+            loss.backward()
+        found.append([getattr(p, ext.savefield) for p in model.parameters()])
+    assert columns == [3, 4]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_parameters_that_share_squares(frozen: str) -> None:
+    """Weight and bias have what each has alone, in first and in second order."""
+    names = ["BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact"]
+    exts = [*(getattr(extensions, name)() for name in names), extensions.DiagHessian()]
+
+    def run(part: str | None) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 4)).double()
+        for p_name, p in model.named_parameters():
+            p.requires_grad_(part is None or part not in p_name)
+        X = torch.randn(3, 5).double()
+        loss = extend(nn.CrossEntropyLoss())(extend(model)(X), torch.arange(3))
+        with backpack(*exts):
+            loss.backward()
+        return model
+
+    alone, together = run(frozen), run(None)
+    for own, p in zip(alone.parameters(), together.parameters(), strict=True):
+        for ext in exts if own.requires_grad else ():
+            torch.testing.assert_close(getattr(own, ext.savefield), getattr(p, ext.savefield))
+            assert getattr(p, ext.savefield)._base is None
+
+
 def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns than a sample has entries are replaced, unless somebody wants the columns."""
     reduced: list[int] = []
@@ -1421,6 +1472,7 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(factor)
 
     monkeypatch.setattr(Factor, "reduced", counted)
+    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
     layers = [nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2), nn.Sigmoid(), nn.Linear(2, 9)]
     model, batch = nn.Sequential(*layers).double(), (torch.randn(4, 5).double(), torch.arange(4))
     narrow = [

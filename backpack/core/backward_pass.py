@@ -173,7 +173,7 @@ class BackwardPass:
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
                 plan = Plan([call])
-                with call.bound():  # all parameters ask it something
+                with call.bound(), call.sharing():  # all parameters ask it something
                     self._run_first_order(plan)
             self._accumulate(call)
             if not self.second_order:

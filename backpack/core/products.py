@@ -26,7 +26,6 @@ class Use(NamedTuple):
         factor: Columns at the first output that has any.
         rows: Rows of the call that the columns hold.
         mats: Columns at each output, None for zero. Default: that of the only output.
-        shared: What was computed of these columns for another parameter of the call, by name.
     """
 
     call: Call
@@ -34,7 +33,6 @@ class Use(NamedTuple):
     factor: Factor
     rows: Rows
     mats: Sequence[Tensor | None] = ()
-    shared: dict[str, Tensor] | None = None
 
     @property
     def derivatives(self) -> BaseDerivatives:
@@ -337,11 +335,12 @@ class Products:
         """Compute a quantity that all parameters of a call have in common, or recall it."""
         use, *others = self.uses
         in_common = use.derivatives.kronecker_rows_are_shared and self.terms is None
-        if others or use.shared is None or not in_common:
+        shared = use.call.shared
+        if others or shared is None or not in_common:
             return compute()
-        if name not in use.shared:
-            use.shared[name] = compute()
-        return use.shared[name].clone()
+        if name not in shared:
+            shared[name] = compute()
+        return shared[name].clone()
 
     def _input_factors_expand(self) -> list[Tensor]:
         return self._input_factors("expand")

@@ -141,7 +141,8 @@ class ExactFactor(Propagation):
 
     def _source(self, call: Call, sweep: Sweep) -> Source:
         scale = root_of_scale(call, sweep.savefields)
-        thin = sweep.sliced and "individual" not in sweep.wanted  # nobody sees the columns
+        # if nobody sees the columns, and one less saves more than it takes to find the others
+        thin = sweep.sliced and "individual" not in sweep.wanted and sweep.is_long
 
         def factor(rows: Rows) -> tuple[Columns, None]:
             with call.bound() as module:

@@ -42,6 +42,8 @@ BYTES_ELSEWHERE = 2**28
 # Bytes of the parameters from which on sweeps in many slices return memory between them. What is
 # returned has to be fetched again, which small networks would notice.
 LARGE_NETWORK = 2**25
+# Multiplications of a column from which on it pays to save one.
+LONG_SWEEP = 2**22
 
 
 class slice_bytes:
@@ -344,6 +346,7 @@ class Sweep:
         self.sliced = not any(ext.rules for ext in exts)
         self.mixing = plan.mixing and self.sliced
         self.is_large = sum(p.nbytes for p in plan.uses) >= LARGE_NETWORK
+        self.is_long = plan.base * sum(p.numel() for p in plan.uses) >= LONG_SWEEP
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
@@ -551,14 +554,13 @@ class Sweep:
 
     def _hand_over(self, state: State, use: Use, receive: Receive) -> None:
         """Hand over the products of a call's parameters; keep those with other uses to come."""
-        shared: dict[str, Tensor] | None = {} if len(use.call.trained) > 1 else None
-        for name, p in use.call.trained.items():
-            own = use._replace(name=name)
-            if len(self.plan.uses[p]) == 1:
-                own = own._replace(shared=shared)
-                receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
-            else:
-                state.pending.setdefault(p, []).append(own)
+        with use.call.sharing():
+            for name, p in use.call.trained.items():
+                own = use._replace(name=name)
+                if len(self.plan.uses[p]) == 1:
+                    receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
+                else:
+                    state.pending.setdefault(p, []).append(own)
 
     def _is_reducible(self, state: State, factor: Factor) -> bool:
         """Whether fewer columns stand for the same matrices, and nobody sees the columns.

@@ -7,8 +7,8 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,6 +198,7 @@ class Call:
         makers: Calls that compute inputs again that are not kept; None for those that are gone.
         made_with: What the output was computed with, if it is not kept.
         copies: Number of samples for which a call without samples (of parameters) stands.
+        shared: What was computed of the columns at hand for one parameter that others need, too.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         params: Own parameters that require a gradient, by name.
         trained: Those of them that the backward pass at hand accumulates a gradient into.
@@ -236,6 +237,7 @@ class Call:
         "saved",
         "shape_in",
         "shape_out",
+        "shared",
         "structure",
         "trained",
         "training",
@@ -284,6 +286,7 @@ class Call:
         self.made_with: list[tuple[int, ...]] | None = None
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
+        self.shared: dict[str, Tensor] | None = None
         if rule is not None and rule.keeps_something:
             with disable():  # if they differentiate, that is no backward pass of the user
                 self.saved = rule.saved(module, tuple(leaves), outputs)
@@ -620,6 +623,16 @@ class Call:
         if check:
             self.check_unchanged()
         return _Bound(self, whole)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Let the parameters share what is computed of one stack of columns."""
+        if len(self.trained) > 1:
+            self.shared = {}
+        try:
+            yield
+        finally:
+            self.shared = None
 
     def seen(self, whole: bool = False) -> tuple[Sequence[Any], Any]:
         """Return inputs and output as the derivatives see them: samples where they expect them."""

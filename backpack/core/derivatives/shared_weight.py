@@ -56,7 +56,11 @@ def _of_each_sample(s: Tensor, x: Tensor) -> Tensor:
 
 
 def reduced(
-    s: Tensor, x: Tensor | None, wanted: Set[str], weights: Tensor | None
+    s: Tensor,
+    x: Tensor | None,
+    wanted: Set[str],
+    weights: Tensor | None,
+    shared: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Reduce the individual products, see :mod:`backpack.core.derivatives.reductions`.
 
@@ -65,13 +69,16 @@ def reduced(
         x: ``[N, T, I]``, or None.
         wanted: Names of what is wanted.
         weights: Weights of squares, ``[V, N]``.
+        shared: What was computed of s for another parameter, to which more is added.
     """
-    if x is None:
-        return reductions.of_products(_over_positions(s), wanted, weights)
     num_v, num_n, num_t, num_o = s.shape
+    if num_t == 1:
+        return _of_outer_products(s, x, wanted, weights, shared)
+    if x is None:
+        return reductions.of_products(s.sum(2), wanted, weights)
     num_i = x.shape[2]
-    if num_t == 1 or ("individual" not in wanted and _is_at_one_position(s)):
-        return _of_outer_products(s, x, wanted, weights)
+    if "individual" not in wanted and _is_at_one_position(s):
+        return _of_outer_products(s, x, wanted, weights, None)
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
     num_v = len(s)
     values = {}
@@ -99,23 +106,35 @@ def _is_at_one_position(s: Tensor) -> bool:
 
 
 def _of_outer_products(
-    s: Tensor, x: Tensor, wanted: Set[str], weights: Tensor | None
+    s: Tensor,
+    x: Tensor | None,
+    wanted: Set[str],
+    weights: Tensor | None,
+    shared: dict[str, Tensor] | None,
 ) -> dict[str, Tensor]:
     """Reduce products that are each at one position: the square of s xᵀ is s² x²ᵀ."""
+    known = {} if shared is None else shared
     values = {}
     if "individual" in wanted:
-        values["individual"] = mjp(s, x, sum_batch=False)
+        values["individual"] = _over_positions(s) if x is None else mjp(s, x, sum_batch=False)
     if "gradient" in wanted:
         values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
     if "square_norm" in wanted:
-        values["square_norm"] = (s.square().sum((0, 3)) * x.square().sum(2)).sum(1)
+        if "norms" not in known:
+            known["norms"] = s.square().sum((0, 3))  # [N, T]
+        norms = known["norms"] if x is None else known["norms"] * x.square().sum(2)
+        values["square_norm"] = norms.sum(1)
     if "batch_square" in wanted or "square" in wanted:
-        squares = reductions.sum_of_squares(s, weights)  # [N, T, O]
-        x_squares = x.square()
+        if "squares" not in known:
+            known["squares"] = reductions.sum_of_squares(s, weights)  # [N, T, O]
+        squares, x_squares = known["squares"], None if x is None else x.square()
         if "batch_square" in wanted:
-            values["batch_square"] = _of_each_sample(squares, x_squares)
+            each = squares.sum(1) if x_squares is None else _of_each_sample(squares, x_squares)
+            values["batch_square"] = each
         if "square" in wanted:
-            values["square"] = squares.flatten(0, 1).mT @ x_squares.flatten(0, 1)
+            rows = squares.flatten(0, 1)
+            total = rows.sum(0) if x_squares is None else rows.mT @ x_squares.flatten(0, 1)
+            values["square"] = total
     return values
 
 
@@ -229,7 +248,8 @@ class SharedWeightDerivatives(BaseDerivatives):
         weights: Tensor | None,
     ) -> dict[str, Tensor]:
         pairs = self.pairs(param_str, module, mat, subsampling)
+        shared = module._backpack_call.shared if self.kronecker_rows_are_shared else None
         return reductions.put_together(
-            [reduced(s, x, wanted, weights) for s, x in pairs],
+            [reduced(s, x, wanted, weights, shared) for s, x in pairs],
             lambda parts: self.put_together(param_str, module, parts),
         )
