@@ -143,6 +143,25 @@ def test_gradients_are_kept_for_second_derivatives(
     assert found == dict.fromkeys(model, kept) | {lossfunc: True}
 
 
+def test_few_calls_compute_a_tensor_again() -> None:
+    """In a long chain of sums, some keep what they read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual() for _ in range(8))).double()
+    model = extend(model, use_converter=True)
+    x = torch.rand(5, 4, dtype=torch.float64)
+    y = model(x)
+    steps = [call.steps for call in tape.all_live_calls()]
+    assert max(steps) == tape.MAX_STEPS
+    expected, seen = y.detach().clone(), []
+    (last,) = [
+        c for c in tape.all_live_calls() if c.index == max(d.index for d in tape.all_live_calls())
+    ]
+    torch.testing.assert_close(last.whole_outputs()[0], expected)
+    with backpack(extension_hook=lambda m: seen.append(m.output.isfinite().all())):
+        y.sum().backward()
+    assert len(seen) == len(steps) and all(seen)
+
+
 def test_what_sums_keep() -> None:
     """Neither what they add nor the result; in a plain backward pass the rest is freed."""
     model, lossfunc = residual_network(), extend(nn.CrossEntropyLoss())

@@ -172,9 +172,7 @@ class BackwardPass:
             return
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
-                plan = Plan([call])
-                with call.bound(), call.sharing():  # all parameters ask it something
-                    self._run_first_order(plan)
+                self._run_first_order(Plan([call]))
             self._accumulate(call)
             if not self.second_order:
                 self._done(call)
@@ -317,12 +315,18 @@ class BackwardPass:
             for ext in exts:
                 self._run_rules(plan, ext)
             gradients: dict[Call, Use] = {}
-            for p, uses in plan.uses.items():
-                known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
-                if known and self._is_supported(known, uses):
+            with ExitStack() as stack:
+                for p, uses in plan.uses.items():
+                    known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
+                    if not (known and self._is_supported(known, uses)):
+                        continue
                     for call, _ in uses:
-                        if call not in gradients:
-                            gradients[call] = _gradient_use(plan, call, subsampling)
+                        if call in gradients:
+                            continue
+                        gradients[call] = _gradient_use(plan, call, subsampling)
+                        if len(plan.users) == 1:  # all parameters ask it something
+                            stack.enter_context(call.bound())
+                            stack.enter_context(call.sharing())
                     of_p = [gradients[call]._replace(name=name) for call, name in uses]
                     self._extract(plan, p, of_p, known)
 

@@ -58,6 +58,8 @@ CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 RECORDERS: list[Any] = []
 # Entries of an output from which on it matters whether tensors are kept.
 LARGE = 2**16
+# How many calls in a row may have to run to compute a tensor again (sums of sums of …).
+MAX_STEPS = 3
 _index = count()
 # Who computes a tensor again that is not kept.
 _makers: WeakKeyDictionary[Origin, ref[Call]] = WeakKeyDictionary()
@@ -197,6 +199,7 @@ class Call:
         kept: Names in ``saved`` that a backward pass has to leave there.
         makers: Calls that compute inputs again that are not kept; None for those that are gone.
         made_with: What the output was computed with, if it is not kept.
+        steps: How many calls in a row compute it again.
         copies: Number of samples for which a call without samples (of parameters) stands.
         shared: What was computed of the columns at hand for one parameter that others need, too.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
@@ -238,6 +241,7 @@ class Call:
         "shape_in",
         "shape_out",
         "shared",
+        "steps",
         "structure",
         "trained",
         "training",
@@ -284,6 +288,7 @@ class Call:
         self.shape_out = tuple([out.shape for out in outputs])
         self.makers: dict[int, Call | None] = {}
         self.made_with: list[tuple[int, ...]] | None = None
+        self.steps = 1
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
         self.shared: dict[str, Tensor] | None = None
@@ -322,10 +327,8 @@ class Call:
 
         Autograd frees it as well, where an activation reads the output of a layer.
         """
-        # rules of users may read everything
-        is_ours = type(rule).__module__.startswith("backpack.")
         is_plain = type(self.outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
-        if not (is_ours and is_plain):
+        if not (_is_ours(rule) and is_plain):
             return
         mark = self.origins_out[0]
         if rule.repeats_output(self) and mark is not None and len(self.outputs) == 1:
@@ -338,11 +341,12 @@ class Call:
         for i, (x, source) in enumerate(zip(self.inputs, self.origins_in, strict=True)):
             known = None if source is None else _makers.get(source)
             maker = None if known is None else known()
-            if maker is None or maker.is_released:
+            if maker is None or maker.is_released or maker.steps >= MAX_STEPS:
                 continue
             (made,) = maker.outputs
             if made.shape == x.shape and made.dtype == x.dtype:
                 self.makers[i], inputs[i] = maker, made
+                self.steps = max(self.steps, maker.steps + 1)
         self.inputs = tuple(inputs)
 
     def _state_of_module(self) -> list[tuple[int, ...]]:
@@ -459,7 +463,7 @@ class Call:
             return
         if rule.autograd_stores(self):
             self.release()
-        elif not rule.reads_inputs(self):
+        elif _is_ours(rule) and not rule.reads_inputs(self):
             self.makers = {i: None for i, x in enumerate(self.inputs) if isinstance(x, Tensor)}
             self.inputs = tuple(stand_in(x) if isinstance(x, Tensor) else x for x in self.inputs)
             self.versions = tuple(map(_version, self.inputs + self.outputs))
@@ -777,6 +781,11 @@ class _Bound:
 def stand_in(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
     return tensor.new_full((), torch.nan).expand(tensor.shape)
+
+
+def _is_ours(rule: BaseDerivatives) -> bool:
+    """Whether a rule is no rule of a user, which may read everything."""
+    return type(rule).__module__.startswith("backpack.")
 
 
 def _has_no_samples(layout: Layout | None) -> bool:
