@@ -533,6 +533,7 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(sweep.State, "restricted", recording)
     monkeypatch.setattr(sweep.Sweep, "_split", counting)
+    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
     model = extend(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(8, 4)))
     loss = extend(nn.CrossEntropyLoss())(model(torch.rand(1, 16)), torch.tensor([0]))
     with sweep.slice_bytes(48), backpack(extensions.DiagGGNExact()):  # three columns of the loss

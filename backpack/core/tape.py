@@ -197,7 +197,7 @@ class Call:
         computed: Which inputs a function has computed from what recorded calls returned.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         kept: Names in ``saved`` that a backward pass has to leave there.
-        makers: Calls that compute inputs again that are not kept; None for those that are gone.
+        makers: Calls that compute inputs again that are not kept.
         made_with: What the output was computed with, if it is not kept.
         steps: How many calls in a row compute it again.
         copies: Number of samples for which a call without samples (of parameters) stands.
@@ -286,7 +286,7 @@ class Call:
         self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
-        self.makers: dict[int, Call | None] = {}
+        self.makers: dict[int, Call] = {}
         self.made_with: list[tuple[int, ...]] | None = None
         self.steps = 1
         self.g_out: list[Tensor | None] = [None] * len(outputs)
@@ -327,8 +327,10 @@ class Call:
 
         Autograd frees it as well, where an activation reads the output of a layer.
         """
+        # rules of users may read everything
+        is_ours = type(rule).__module__.startswith("backpack.")
         is_plain = type(self.outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
-        if not (_is_ours(rule) and is_plain):
+        if self.is_transparent or not (is_ours and is_plain):
             return
         mark = self.origins_out[0]
         if rule.repeats_output(self) and mark is not None and len(self.outputs) == 1:
@@ -352,28 +354,25 @@ class Call:
     def _state_of_module(self) -> list[tuple[int, ...]]:
         """Tell the entries of parameters and buffers from those before a change."""
         tensors = (*self.module._parameters.values(), *self.module._buffers.values())
-        return [(id(t), _version(t), t.data_ptr()) for t in tensors if t is not None]
+        return [(id(t), _version(t), _address(t)) for t in tensors if t is not None]
 
     def whole_inputs(self) -> tuple[Any, ...]:
         """Return the inputs; those that were not kept are computed again."""
         if not self.makers:
             return self.inputs
-        again = {}
-        for i, maker in self.makers.items():
-            if maker is None:
-                raise self._gone()
-            again[i] = maker.whole_outputs()[0]
+        again = {i: maker.whole_outputs()[0] for i, maker in self.makers.items()}
         return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
 
     def whole_outputs(self) -> tuple[Tensor, ...]:
         """Return the outputs; those that were not kept are computed again, with a graph.
 
         Raises:
-            RuntimeError: If a parameter or a buffer was changed, or the call was released.
+            RuntimeError: If a parameter, buffer or input was changed, or the call was released.
         """
         if self.made_with is None:
             return self.outputs
         self.check_released()
+        self.check_unchanged()
         if self.made_with != self._state_of_module():
             raise RuntimeError(
                 f"A parameter or buffer of {describe(self.module)} was changed after the forward "
@@ -457,16 +456,9 @@ class Call:
         """Drop large tensors in a backward pass that drops what autograd has stored for it."""
         rule = self.derivatives
         is_large = not self.is_released and self.outputs[0].numel() >= LARGE
-        if rule is None or not is_large:
-            return
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            return
-        if rule.autograd_stores(self):
+        frees = is_large and rule is not None and rule.autograd_stores(self)
+        if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
-        elif _is_ours(rule) and not rule.reads_inputs(self):
-            self.makers = {i: None for i, x in enumerate(self.inputs) if isinstance(x, Tensor)}
-            self.inputs = tuple(stand_in(x) if isinstance(x, Tensor) else x for x in self.inputs)
-            self.versions = tuple(map(_version, self.inputs + self.outputs))
 
     def snapshot(self, create_graph: bool) -> Call:
         """Return a copy that outlives the release, for products evaluated after the backward pass.
@@ -703,15 +695,12 @@ class Call:
             RuntimeError: If that is so.
         """
         if self.is_released:
-            raise self._gone()
-
-    def _gone(self) -> RuntimeError:
-        return RuntimeError(
-            f"What the forward pass stored for {describe(self.module)} is gone: a backward "
-            "pass released it, or memory_cleanup did. To run several backward passes through "
-            "one forward pass, use both backpack(..., retain_graph=True) and "
-            "backward(retain_graph=True); the latter also for those without extensions."
-        )
+            raise RuntimeError(
+                f"What the forward pass stored for {describe(self.module)} is gone: a backward "
+                "pass released it, or memory_cleanup did. To run several backward passes through "
+                "one forward pass, use both backpack(..., retain_graph=True) and "
+                "backward(retain_graph=True); the latter also for those without extensions."
+            )
 
     def check_unchanged(self) -> None:
         """Refuse to work with tensors that were changed in place.
@@ -783,11 +772,6 @@ def stand_in(tensor: Tensor) -> Tensor:
     return tensor.new_full((), torch.nan).expand(tensor.shape)
 
 
-def _is_ours(rule: BaseDerivatives) -> bool:
-    """Whether a rule is no rule of a user, which may read everything."""
-    return type(rule).__module__.startswith("backpack.")
-
-
 def _has_no_samples(layout: Layout | None) -> bool:
     return layout is not None and not layout.is_batched
 
@@ -806,6 +790,10 @@ def _cast(x: Any, precision: torch.dtype) -> Any:
 
 def _facts(layout: Layout | None) -> tuple[int, int] | None:
     return None if layout is None else (layout.before, layout.samples)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _version(tensor: Any) -> int:

@@ -126,8 +126,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         def compute() -> tuple[Tensor, Tensor]:
             return self.p(module, subsampling), self._scale(module, subsampling)
 
-        tensors = (module.input0, module.input1, module.weight)
-        p, scale = recall(module._backpack_saved, "p", tensors, (subsampling,), compute)
+        if torch.is_grad_enabled():  # each product has a graph of its own
+            p, scale = compute()
+        else:
+            tensors = (module.input0, module.input1, module.weight)
+            rows = tuple(subsampling) if isinstance(subsampling, list) else subsampling
+            p, scale = recall(module._backpack_saved, "p", tensors, (rows,), compute)
         product = p * mat
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
 
