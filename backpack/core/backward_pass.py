@@ -458,7 +458,7 @@ class BackwardPass:
 
 
 def _reads_gradients(ext: BackpropExtension) -> bool:
-    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
+    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients()
 
 
 def _gradient_use(plan: Plan, call: Call, subsampling: Sequence[int] | None) -> Use:

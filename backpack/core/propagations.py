@@ -47,11 +47,13 @@ class Propagation:
 
     Attributes:
         offers: Names of what can be extracted.
-        reads_gradients: Whether it depends on gradients other than those of the losses.
     """
 
     offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
-    reads_gradients: ClassVar[bool] = True
+
+    def reads_gradients(self) -> bool:
+        """Return whether it depends on gradients other than those of the losses."""
+        return True
 
     def check(self, ext: BackpropExtension) -> None:
         """Refuse an extension that needs something else.
@@ -132,7 +134,9 @@ def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> 
 class ExactFactor(Propagation):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
-    reads_gradients = False
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``JᵀS``."""
@@ -159,7 +163,10 @@ class ExactFactor(Propagation):
 class SampledFactor(Propagation):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
 
-    reads_gradients = False
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
     mc_samples: int = 1
 
     def __post_init__(self) -> None:
@@ -316,7 +323,10 @@ class BatchAveraged(Propagation):
     """One matrix for the whole batch, averaged over the samples after every module."""
 
     offers = frozenset({"gram"})
-    reads_gradients = False
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``E[Jᵀ M J]``."""
@@ -339,9 +349,8 @@ class Blocks(Propagation):
     offers = frozenset({"product"})
     modify: Modify
 
-    @property
-    def reads_gradients(self) -> bool:  # type: ignore[override]
-        """Whether second derivatives of modules take part."""
+    def reads_gradients(self) -> bool:
+        """Return whether second derivatives of modules take part."""
         return self.modify is not None
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
