@@ -138,7 +138,8 @@ def test_layer(name: str, rows: Any) -> None:
     count = at_outputs[0].shape[1 + axes_out[0]]
     signs = torch.randn(V, count, dtype=torch.float64)
     for p, mat in params.items():
-        same("mixed_residual", layer, g_out, some, {p: mat})
+        for sum_batch in (True, False):
+            same("mixed_residual", layer, g_out, some, {p: mat}, sum_batch=sum_batch)
         same("param_jac_mat_prod", p, layer, None, None, mat)
         for sum_batch in (True, False):
             same("param_mjp", p, layer, None, None, at_outputs, sum_batch=sum_batch)

@@ -518,8 +518,11 @@ def test_mixed_residual(probe: Probe) -> None:
             (d_input,), d_params = mixed_residual(call, ts_given, tps, rows)
             ts = [full.to(x.dtype), *tps.values()]
             close(d_input, directional(H_x, ts, rows))
+            (same_input,), totals = mixed_residual(call, ts_given, tps, rows, True)
+            close(same_input, d_input)
             for H_p, name in zip(H_ps, tps, strict=True):
                 close(d_params[name], directional(H_p, ts, rows))
+                close(totals[name], directional(H_p, ts, rows).sum(1))
 
 
 # --------------------------------------------------------------------------------------

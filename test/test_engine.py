@@ -21,7 +21,8 @@ import backpack as package
 from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
 from backpack.core import sweep, tape
-from backpack.core.derivatives import derivatives_of
+from backpack.core.derivatives import derivatives_of, register
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.factors import Factor
 from backpack.core.registry import REGISTRY
 from backpack.core.sweep import LossSource, slice_bytes
@@ -1203,6 +1204,47 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
         == (alone["CrossEntropyLossDerivatives.sqrt_hessian"])
     )
     assert together["LinearDerivatives.param_mjp_reduced"] == 4
+
+
+def test_diagonals_take_no_columns_to_the_layer_they_arrive_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweep.ResidualSource, "columns", None)
+    exts = [extensions.DiagHessian(), extensions.BatchDiagHessian()]
+    image = (torch.randn(N, 2, 5, 4), torch.randint(2, (N,)))
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 2))
+    for model, batch in ((mlp(), data()), (conv, image)):
+        plain, lossfunc = copy.deepcopy(model), nn.CrossEntropyLoss()
+        run(model, *exts, batch=batch)
+        check(model, "diag_h", oracle.hessian_diag(plain, lossfunc, *batch))
+        check(model, "diag_h_batch", oracle.batch_hessian_diag(plain, lossfunc, *batch))
+        run(model, exts[1], batch=batch)
+        check(model, "diag_h_batch", oracle.batch_hessian_diag(plain, lossfunc, *batch))
+
+
+class Twice(nn.Linear):
+    """A layer of a user, the derivative of which is no entry of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class TwiceDerivatives(LinearDerivatives):
+    """Inherits everything else."""
+
+    def _jac_t_mat_prod(self, *args: Any) -> Tensor:
+        return 2 * super()._jac_t_mat_prod(*args)
+
+    def pairs(self, *args: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return [(2 * s, x) for s, x in super().pairs(*args)]
+
+
+def test_diagonal_at_a_rule_that_derives_from_another() -> None:
+    register(Twice)(TwiceDerivatives)
+    model = nn.Sequential(Twice(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    plain, batch = copy.deepcopy(model), data()
+    run(model, extensions.DiagHessian(), batch=batch)
+    check(model, "diag_h", oracle.hessian_diag(plain, nn.CrossEntropyLoss(), *batch))
 
 
 def test_extensions_share_monte_carlo_samples(monkeypatch: pytest.MonkeyPatch) -> None:

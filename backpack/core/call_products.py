@@ -112,7 +112,11 @@ def param(
 
 
 def second(
-    call: Call, inputs: Columns, params: Mapping[str, Tensor], rows: Rows
+    call: Call,
+    inputs: Columns,
+    params: Mapping[str, Tensor],
+    rows: Rows,
+    sum_batch: bool = False,
 ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
     """Apply the second derivative of ``⟨g_out, y⟩``.
 
@@ -121,9 +125,10 @@ def second(
         inputs: Columns at the inputs, None for zero.
         params: ``[V, *p]`` for parameters that vary as well.
         rows: Rows that the columns hold.
+        sum_batch: Sum what is at the parameters over the samples.
 
     Returns:
-        Columns at the inputs, and ``[V, R, *p]`` for each of ``params``.
+        Columns at the inputs, and ``[V, R, *p]`` for each of ``params``, or ``[V, *p]`` if summed.
     """
     side = _side(call, rows)
     if isinstance(side, _Border) and side.is_folded:
@@ -133,7 +138,9 @@ def second(
         grads = side.gradients()
         given = side.at_inputs(inputs)
         if params:
-            backs, products = side.rule.mixed_residual(module, grads, given, params, side.rows)
+            backs, products = side.rule.mixed_residual(
+                module, grads, given, params, side.rows, sum_batch
+            )
         else:
             argument: Any = given if len(given) > 1 else given[0]
             back = side.rule.residual_mat_prod(module, None, grads, argument, side.rows)

@@ -196,10 +196,10 @@ class CurvatureBlock:
                     )
                     found.append(self._of_samples(product) if per_sample else product)
                 if self.modify is not None and call not in self.plan.losses:
-                    seconds, second = self._second(at, mat)
+                    seconds, second = self._second(at, mat, per_sample)
                     backs = list(map(_sum, backs, seconds))
                     if second is not None:
-                        found.append(self._of_samples(second) if per_sample else second.sum(1))
+                        found.append(self._of_samples(second) if per_sample else second)
             for feed in at.fed:
                 back = backs[feed.slot]
                 if back is not None:
@@ -211,7 +211,9 @@ class CurvatureBlock:
             return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])
         return reduce(operator.add, found)
 
-    def _second(self, at: Reached, mat: Tensor) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    def _second(
+        self, at: Reached, mat: Tensor, per_sample: bool
+    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
         call, name, inputs = at.call, at.name, at.inputs
         derivatives = call.derivatives
@@ -235,7 +237,9 @@ class CurvatureBlock:
                     "is reused or enters nonlinearly, in a network that mixes samples (batch "
                     "normalisation in training mode)."
                 )
-            backs, products = call_products.second(call, inputs, {name: mat}, at.rows)
+            backs, products = call_products.second(
+                call, inputs, {name: mat}, at.rows, sum_batch=not per_sample
+            )
             return backs, products[name]
         if at.fed and curved:
             return call_products.second(call, inputs, {}, at.rows)[0], None

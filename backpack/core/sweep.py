@@ -24,7 +24,7 @@ from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_ro
 from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.factors import Factor
-from backpack.core.plan import Plan
+from backpack.core.plan import Plan, Producer
 from backpack.core.products import REDUCTIONS, Products, Reduction, Use, add
 from backpack.core.tape import Call, Origin, describe, flatten_outputs
 
@@ -138,12 +138,16 @@ class ResidualSource:
         """One column for each entry of a sample's input."""
         return prod(call_products.shape_in(self.call, 0, 1))
 
-    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
-        """Emit a slice of the columns."""
+    def diagonal(self, rows: Rows) -> Tensor:
+        """Return r, ``[rows, *in]``."""
         assert self.call.derivatives is not None
         with self.call.bound() as module:
             grads = call_products.gradients(self.call)
-            residual = self.call.derivatives.hessian_diagonal(module, None, grads, rows)
+            return self.call.derivatives.hessian_diagonal(module, None, grads, rows)
+
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
+        """Emit a slice of the columns."""
+        residual = self.diagonal(rows)
         flat = residual.reshape(len(residual), -1)
         count, size = flat.shape
         # the unit vectors, last one first, the same for all samples, in the memory of two of them
@@ -272,23 +276,25 @@ class Gathered:
         shape = list(value.shape)
         for axis, some, all_ in axes:
             shape[axis] = shape[axis] // len(some) * len(all_)
-        before, summed = self.before, self.reduction.column_axis is None
-        self.continues = (
-            summed
-            and before is not None
-            and list(before.shape) == shape
-            and not before.requires_grad
-        )
+        self.continues = self._adds_up_in_place(shape)
         if self.continues:
-            self.value, self.before = before, None
+            self.value, self.before = self.before, None
         else:
             self.value = memory.empty(shape, value)
+
+    def _adds_up_in_place(self, shape: Sequence[int]) -> bool:
+        summed, before = self.reduction.column_axis is None, self.before
+        same = isinstance(before, Tensor) and list(before.shape) == list(shape)
+        return summed and same and not before.requires_grad
 
     def total(self) -> Any:
         """Return the quantity of all sources so far."""
         if self.before is None:
             return self.value
-        return self.reduction.joined(self.before, self.value)
+        value = self.value
+        if isinstance(value, Tensor) and self._adds_up_in_place(value.shape):
+            return self.before.add_(value)
+        return self.reduction.joined(self.before, value)
 
 
 Receive = Callable[[Products, Part], None]
@@ -347,6 +353,7 @@ class Sweep:
         self.mixing = plan.mixing and self.sliced
         self.is_large = sum(p.nbytes for p in plan.uses) >= LARGE_NETWORK
         self.is_long = plan.base * sum(p.numel() for p in plan.uses) >= LONG_SWEEP
+        self.squared: Call | None = None  # whose parameters have what a diagonal makes of them
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
@@ -493,6 +500,11 @@ class Sweep:
     def _sweep(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
+        self.squared = None
+        if isinstance(source, ResidualSource):
+            self.squared = self._hand_over_squares(source, receive)
+            if self.squared is not None and not self._goes_on(self.squared):
+                return
         parts = self._first_parts(source)
         self.is_tight = len(parts) > 1 and self.is_large
         for part in parts:
@@ -500,6 +512,53 @@ class Sweep:
             starts = self._start(source, part)
             deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
             self._carry(state, calls, receive)
+
+    def _goes_on(self, call: Call) -> bool:
+        return any(origin in self.plan.producers for origin in call.origins_in)
+
+    def _hand_over_squares(self, source: ResidualSource, receive: Receive) -> Call | None:
+        """Hand over ``sum_i r_i (∂y_i/∂p)²`` for the parameters of the call with the output y.
+
+        Returns:
+            The call; None if it takes columns.
+        """
+        call = self._squares_suffice(source)
+        if call is None:
+            return None
+        each = "batch_square" in self.wanted
+        count = len(row_numbers(self.plan.base, self.subsampling))
+        per_sample = max(p.nbytes for p in call.trained.values())
+        # read once, so no slice for the caches: as large as the allocator keeps
+        samples = max(1, 4 * self.limit // per_sample) if each else count
+        whole = Part(range(count), range(count), range(1), range(1))
+        for part in whole.split(samples, 1):
+            chosen = self._samples(part)
+            rows = self.plan.rows(call, chosen)
+            residual = source.diagonal(self.plan.rows(source.call, chosen))
+            shape = self.plan.shape(Producer(call, 0), chosen)
+            factor = Factor(residual.reshape(1, *shape), len(residual))
+            for name, p in call.trained.items():
+                use = Use(call, name, factor, rows)
+                value = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
+                products = Products(p, [use], self.wanted)
+                if each:
+                    products.set_value("batch_square", value)
+                if "square" in self.wanted:
+                    products.set_value("square", value.sum(0) if each else value)
+                receive(products, part)
+        return call
+
+    def _squares_suffice(self, source: ResidualSource) -> Call | None:
+        """Return the call a diagonal arrives at, if squares of its ``∂y/∂p`` are at hand."""
+        origin = source.call.origins_in[0]
+        producer = None if origin is None else self.plan.producers.get(origin)
+        if producer is None or self.mixing or torch.is_grad_enabled():
+            return None
+        call, rule = producer.call, producer.call.derivatives
+        has_its_rows = self.plan.num_rows(call) == self.plan.num_rows(source.call)
+        alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
+        suits = rule is not None and rule.squares_with_input and call.trained and alone
+        return call if suits and has_its_rows and not call.is_unbatched else None
 
     def _travelling(self, state: State) -> Rows:
         """Return the samples whose rows travel."""
@@ -536,11 +595,12 @@ class Sweep:
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
         if self._run_user_rules(call, factor, arrived, travelling) or call.derivatives is None:
             return  # a module without any rule was reported before
-        goes_on = any(origin in self.plan.producers for origin in call.origins_in)
+        goes_on = self._goes_on(call)
         if not (goes_on or call.trained):
             return
         with call.bound():
-            self._hand_over(state, Use(call, "", factor, rows, mats), receive)
+            if call is not self.squared:
+                self._hand_over(state, Use(call, "", factor, rows, mats), receive)
             if not goes_on:
                 return
             alone = len(mats) == 1 and not arrived and not state.pending

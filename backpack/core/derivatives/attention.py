@@ -345,6 +345,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative, see the base class: ``[V, *in]`` for each input."""
         self._need_g_out(module, g_out)
@@ -727,6 +728,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative, see the base class.
 
@@ -771,21 +773,32 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             zeros = y.new_zeros(len(d_heads), *y.shape)
             ends.append(Changing(y.unsqueeze(0), zeros, trace.heads, d_heads))
         return backs, {
-            name: self._second_of_param(name, trace, ends).reshape(-1, len(y), *mat.shape[1:])
+            name: self._second_of_param(name, trace, ends, sum_batch).reshape(
+                -1, *([] if sum_batch else [len(y)]), *mat.shape[1:]
+            )
             for name, mat in params.items()
         }
 
-    def _second_of_param(self, name: str, trace: Trace, ends: Sequence[Changing]) -> Tensor:
-        """Return the change of the product with a parameter, ``[V, N, O, I]`` or ``[V, N, O]``."""
+    def _second_of_param(
+        self, name: str, trace: Trace, ends: Sequence[Changing], sum_batch: bool
+    ) -> Tensor:
+        """Return the change of the product with a parameter: ``[V, N, O, I]`` or ``[V, N, O]``.
+
+        Without N if summed over the samples.
+        """
         parts = []
         for i in MAKES[name]:
             s, ds, x, dx = ends[i]
             span = trace.span(name, i)
             if name.endswith("weight"):
-                part = shared_weight.mjp(ds[..., span, :], x, sum_batch=False)
-                parts.append(part if dx is None else part + s[..., span, :].mT @ dx)
+                part, s = shared_weight.mjp(ds[..., span, :], x, sum_batch), s[..., span, :]
+                if dx is not None and sum_batch:
+                    part = part + s.flatten(1, 2).mT @ dx.flatten(1, 2)
+                elif dx is not None:
+                    part = part + s.mT @ dx
+                parts.append(part)
             else:
-                parts.append(ds[..., span, :].sum(2))
+                parts.append(ds[..., span, :].sum((1, 2) if sum_batch else 2))
         return torch.cat(parts, _axis_of_parts(name))
 
     # ------------------------------------------------------------------ parameters

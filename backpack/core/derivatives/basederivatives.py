@@ -59,6 +59,8 @@ class BaseDerivatives:
             with rows of its own for one of them sets it to False.
         keeps_something: Whether there is anything to keep from the forward pass.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
+        squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
+            squared input squares them. Not inherited, as what derives from a rule may scale.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +75,7 @@ class BaseDerivatives:
     kronecker_rows_are_shared: ClassVar[bool] = False
     keeps_something: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
+    squares_with_input: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
@@ -83,6 +86,7 @@ class BaseDerivatives:
             and cls.batch_axis_in is BaseDerivatives.batch_axis_in
             and cls.batch_axis_out is BaseDerivatives.batch_axis_out
         )
+        cls.squares_with_input = vars(cls).get("squares_with_input", False)
 
     # ------------------------------------------------------------------ facts about the module
 
@@ -537,6 +541,29 @@ class BaseDerivatives:
         """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
         return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
 
+    def squared_param_mjp(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Apply the transpose of the entrywise square of ``J_p``, see :meth:`param_mjp`.
+
+        The diagonal of ``J_pᵀ D J_p``, if ``mat`` is that of D. For ``squares_with_input``.
+        """
+        with bound(module):
+            own = vars(module)
+            x = own["input0"]
+            own["input0"] = x.square()
+            try:
+                return self.param_mjp(param_str, module, g_inp, g_out, mat, sum_batch, subsampling)
+            finally:
+                own["input0"] = x
+
     def param_mjp_reduced(
         self,
         param_str: str,
@@ -734,6 +761,7 @@ class BaseDerivatives:
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of ``⟨g_out, y⟩`` with respect to inputs and parameters.
 
@@ -746,10 +774,11 @@ class BaseDerivatives:
             inputs: A ``[V, *in]`` (or None, for zero) for each input.
             params: A ``[V, *p]`` for each parameter that varies.
             subsampling: Rows of the batch. Default: all.
+            sum_batch: Sum what is at the parameters over the samples.
 
         Returns:
             For each input ``[V, *in]`` (None for those that do not vary), and for each varied
-            parameter ``[V, N, *p]``.
+            parameter ``[V, N, *p]``, or ``[V, *p]`` if summed.
         """
         with bound(module):
             self._need_g_out(module, g_out)
@@ -772,8 +801,14 @@ class BaseDerivatives:
                     t = t[:, 0]
                 tangents[i] = t
             numbers = row_numbers(evaluation.num_samples, subsampling)
-            found = second_products(evaluation, grads, tangents, subsampling, numbers)
-        return [found.get(i) for i in range(len(inputs))], {n: found[n] for n in params}
+            # what arrives at an input without samples is kept for each sample apart, too
+            apart = [key for key in tangents if not evaluation.is_batched(key)]
+            at_once = not apart or (sum_batch and params.keys() >= set(apart))
+            found = second_products(evaluation, grads, tangents, subsampling, numbers, at_once)
+        d_params = {name: found[name] for name in params}
+        if sum_batch and not at_once:
+            d_params = {name: product.sum(1) for name, product in d_params.items()}
+        return [found.get(i) for i in range(len(inputs))], d_params
 
     # ------------------------------------------------------------------ helpers
 

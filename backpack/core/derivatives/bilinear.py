@@ -90,6 +90,7 @@ class BilinearDerivatives(SharedWeightDerivatives):
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of ``⟨g_out, xᵀ W z + b⟩``, in which two of x, W, z vary."""
         with bound(module):
@@ -110,9 +111,11 @@ class BilinearDerivatives(SharedWeightDerivatives):
                 d_x = d_x + self._apart(module, einsum("vntij,ntj->vnti", mixed, z))
                 d_z = d_z + self._apart(module, einsum("vntij,nti->vntj", mixed, x))
                 u = einsum("vnti,ntj->vntij", t_x, z) + einsum("nti,vntj->vntij", x, t_z)
-                d_params["weight"] = einsum("nto,vntij->vnoij", g, u)
+                total = "voij" if sum_batch else "vnoij"
+                d_params["weight"] = einsum(f"nto,vntij->{total}", g, u)
             if "bias" in params:
-                d_params["bias"] = like.new_zeros(len(like), len(x), g.shape[-1])
+                samples = [] if sum_batch else [len(x)]
+                d_params["bias"] = like.new_zeros(len(like), *samples, g.shape[-1])
         return [d_x, d_z], d_params
 
     # ------------------------------------------------------------------ parameters

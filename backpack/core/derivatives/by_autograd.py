@@ -438,8 +438,9 @@ def second_products(
     tangents: Mapping[Any, Tensor],
     rows: Rows,
     numbers: Sequence[int],
+    sum_batch: bool = False,
 ) -> dict[Any, Tensor]:
-    """Apply the second derivative of ``⟨g_out, y⟩``, for each sample apart.
+    """Apply the second derivative of ``⟨g_out, y⟩``, for each sample apart or for their sum.
 
     Args:
         evaluation: The call.
@@ -447,10 +448,14 @@ def second_products(
         tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
         rows: Selected samples.
         numbers: The same as a list of numbers.
+        sum_batch: Sum over the samples: all at once.
 
     Returns:
-        ``[V, *in]`` for inputs with samples, ``[V, N, *]`` for everything else.
+        ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
+        else.
     """
+    if sum_batch:
+        return _second_of_samples(evaluation, g_out, tangents, rows, numbers)
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
     def of_sample(i: int, width: int | None = None) -> dict[Any, Tensor]:
@@ -464,7 +469,8 @@ def second_products(
             None if m is None or a is None else m.narrow(a, i, 1)
             for m, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
-        return _second_of_sample(evaluation, g, own, numbers[i])
+        one = [numbers[i]]
+        return _second_of_samples(evaluation, g, own, one, one)
 
     def by_sample(found: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         return {
@@ -490,25 +496,26 @@ def second_products(
     }
 
 
-def _second_of_sample(
+def _second_of_samples(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
     tangents: Mapping[Any, Tensor],
-    n: int,
+    rows: Rows,
+    numbers: Sequence[int],
 ) -> dict[Any, Tensor]:
-    inputs, separable = evaluation.rows([n])
+    inputs, separable = evaluation.rows(rows)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(tangents), inputs)
     given = dict(tangents)
     if not separable:
         g_out = [
-            g if g is None or a is None else spread(g, a, [n], evaluation.num_samples)
+            g if g is None or a is None else spread(g, a, numbers, evaluation.num_samples)
             for g, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
         for key, t in given.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
-                given[key] = spread(t, axis + 1, [n], evaluation.inputs[key].shape[axis])
+                given[key] = spread(t, axis + 1, numbers, evaluation.inputs[key].shape[axis])
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         pairs = [(y, g) for y, g in zip(ys, g_out, strict=True) if g is not None]
@@ -527,7 +534,7 @@ def _second_of_sample(
     for key, product in zip(values, found, strict=True):
         product = torch.zeros_like(given[key]) if product is None else product
         if not separable and evaluation.is_batched(key):
-            product = take(product, _axis(evaluation.axes_in[key]) + 1, [n])
+            product = take(product, _axis(evaluation.axes_in[key]) + 1, numbers)
         results[key] = product
     return results
 

@@ -37,6 +37,8 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     Letters: n sample, t position, g group, i input channel, o entry of an output patch.
     """
 
+    squares_with_input = True
+
     def _output_padding(self, module: Any) -> list[int]:
         """Return the output padding of the call at hand (``output_size`` may have changed it)."""
         sizes = zip(

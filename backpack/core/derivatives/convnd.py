@@ -182,6 +182,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     """
 
     kronecker_rows_are_shared = True
+    squares_with_input = True
 
     # ------------------------------------------------------------------ padding
 

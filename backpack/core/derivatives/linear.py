@@ -31,6 +31,7 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     batch_axis = BatchAxis.LEADING
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
+    squares_with_input = True
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
@@ -121,6 +122,7 @@ class TransposedLinearDerivatives(LinearDerivatives):
     """
 
     kronecker_input_first = True
+    squares_with_input = True
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -184,6 +184,7 @@ class NormalizationDerivatives(BaseDerivatives):
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of ``⟨g_out, γ x̂ + β⟩``: in x, and between x and γ."""
         (t,) = inputs
@@ -199,7 +200,7 @@ class NormalizationDerivatives(BaseDerivatives):
                 d_x = d_x + self._slope(module, g_change, subsampling)
             d_x_hat = self._slope(module, t, subsampling)
             changes = {"weight": g * d_x_hat, "bias": torch.zeros_like(t)}
-            d_params = {name: self._sum(module, changes[name], sum_batch=False) for name in params}
+            d_params = {name: self._sum(module, changes[name], sum_batch) for name in params}
         return [d_x], d_params
 
 

@@ -88,6 +88,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
         subsampling: Rows = None,
+        sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of ``⟨g_out, y⟩``, ``∂²y/∂x∂a = [x ≤ 0]``."""
         (t,) = inputs
@@ -102,4 +103,5 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
             if "weight" in params:
                 d_x = mixed * self._spread(module, params["weight"])
             d_weight = self._sum_positions(module, mixed * (zeros if t is None else t))
+            d_weight = d_weight.sum(1) if sum_batch else d_weight
         return [d_x], dict.fromkeys(params, d_weight)
