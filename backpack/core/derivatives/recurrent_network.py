@@ -33,7 +33,7 @@ first: input ``[T, N, I]``, output ``[T, N, D·P]``, states h ``[L·D, N, P]`` a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -242,28 +242,50 @@ def reached(mat: Tensor, span: slice) -> slice:
     return span
 
 
-class OverTime:
-    """Collects products that belong to each step, ``[V, N, *]``, in any order.
+class AtGates:
+    """Collects what arrives at the pre-activations of each step, ``[V, N, G·H]``, in any order.
 
-    Without autograd they are computed in their place. Each step has its memory in one piece.
+    That is the slope of each gate times what arrived at its state. Without autograd the products
+    are computed in their place. Each step has its memory in one piece.
+
+    Args:
+        slopes: ``[T, N, G·H]``.
+        sources: For each gate its state.
+        like: A state of the columns, ``[V, N, H]``.
     """
 
-    def __init__(self, num_t: int):
+    def __init__(self, slopes: Tensor, sources: Sequence[int], like: Tensor):
         """Collect nothing yet."""
-        self._parts: list[Tensor | None] = [None] * num_t
+        self._slopes = slopes
+        self._sources = sources
+        self._parts: list[Tensor | None] = [None] * len(slopes)
         self._whole: Tensor | None = None
-
-    def put(self, t: int, one: Tensor, other: Tensor) -> Tensor:
-        """Set the product of two tensors as what belongs to step t, and return it."""
         if torch.is_grad_enabled():
-            part = self._parts[t] = one * other
-            return part
+            return
+        num_t, *rest = slopes.shape
+        self._whole = like.new_empty(num_t, len(like), *rest)
+        self._steps = self._whole.unbind()
+        # gates of one state that are next to each other take one product
+        runs = [(source, len(list(gates))) for source, gates in groupby(sources)]
+        sizes = [size for _, size in runs]
+        each = (by_gate(t, len(sources)).split(sizes, -2) for t in (slopes, self._whole))
+        self._runs = [
+            (source, a.unbind(), place.unbind())
+            for (source, _), a, place in zip(runs, *each, strict=True)
+        ]
+
+    def put(self, t: int, state: State) -> Tensor:
+        """Let what arrived at the states of step t go on to its gates, and return that."""
         if self._whole is None:
-            self._whole = one.new_empty(len(self._parts), *one.shape)
-        return torch.mul(one, other, out=self._whole[t])
+            arrived = torch.cat([state[k] for k in self._sources], -1)
+            part = self._parts[t] = arrived * self._slopes[t]
+            return part
+        for source, a, place in self._runs:
+            torch.mul(state[source].unsqueeze(-2), a[t], out=place[t])
+        return self._steps[t]
 
     def stacked(self) -> Tensor:
-        """Return ``[V, T, N, *]``."""
+        """Return ``[V, T, N, G·H]``."""
         whole = self._whole
         if whole is None:
             whole = torch.stack([part for part in self._parts if part is not None])
@@ -374,27 +396,28 @@ def _pull_direction(
 ) -> Arrived:
     num_t = len(slopes.p)
     outputs = [None] * num_t if output is None else output.unbind(1)
-    ps, qs = OverTime(num_t), OverTime(num_t)
+    ps = AtGates(slopes.p, step.sources, state[0])
+    qs = ps if slopes.q is slopes.p else AtGates(slopes.q, step.sources, state[0])
+    between = list(zip(*(s.unbind() for s in slopes.states), strict=True)) or [()] * num_t
     projected: list[Tensor] = []
     for t in in_order(range(num_t), not reverse):
-        at_p, at_q, between = slopes.at(t)
         h, *others = state
         if (y := outputs[t]) is not None:
             h = h + y
         if w.weight_hr is not None:
             projected.append(h)
             h = h @ w.weight_hr
-        state = step.gather(between, (h, *others))
-        arrived = torch.cat([state[k] for k in step.sources], -1)
-        p = ps.put(t, arrived, at_p)
-        q = p if at_q is at_p else qs.put(t, arrived, at_q)
-        direct, rest = step.hand_on(between, state)
+        state = step.gather(between[t], (h, *others))
+        q = ps.put(t, state)
+        if qs is not ps:
+            q = qs.put(t, state)
+        direct, rest = step.hand_on(between[t], state)
         h = q @ w.weight_hh
         state = (h if direct is None else h + direct, *rest)
     p = ps.stacked()
     return Arrived(
         p,
-        p if slopes.q is slopes.p else qs.stacked(),
+        p if qs is ps else qs.stacked(),
         torch.stack(in_order(projected, not reverse), 1) if projected else None,
         state,
     )
