@@ -191,6 +191,40 @@ def test_negative_and_repeated_indices_are_python_indices() -> None:
         torch.testing.assert_close(p.diag_ggn_exact, diagonals[-1])
 
 
+class WholeBatch(nn.Module):
+    """A module that refuses some of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) == 4
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*differentiated automatically")
+@pytest.mark.parametrize("name", ["DiagHessian", "GGNMP", "HMP"])
+def test_repeated_samples_of_a_module_that_needs_all(name: str) -> None:
+    model, ext = extend(nn.Sequential(WholeBatch(), nn.Linear(3, 2))), getattr(extensions, name)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for samples in ([1], [1, 1]):
+        loss = lossfunc(model(torch.rand(4, 3)), torch.tensor([0, 1, 0, 1]))
+
+        def compute(samples: list[int] = samples, loss: Tensor = loss) -> None:
+            with backpack(ext(subsampling=samples)):
+                loss.backward()
+            value = getattr(model[0].scale, ext().savefield)
+            if callable(value):
+                value(torch.ones(3))
+
+        if len(samples) == 1:
+            compute()
+        else:
+            with pytest.raises(ValueError, match=r"'0' .WholeBatch.*Name each of them once"):
+                compute()
+
+
 # ------------------------------------------------------------------ unsupported modules
 
 

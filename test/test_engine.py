@@ -1222,6 +1222,12 @@ def test_diagonals_take_no_columns_to_the_layer_they_arrive_at(
         check(model, "diag_h_batch", oracle.batch_hessian_diag(plain, lossfunc, *batch))
 
 
+def test_diagonal_at_a_layer_without_entries() -> None:
+    model = nn.Sequential(nn.Linear(0, 3, bias=False), nn.Sigmoid(), nn.Linear(3, 2))
+    run(model, extensions.BatchDiagHessian(), batch=(torch.zeros(N, 0), torch.randint(2, (N,))))
+    assert model[0].weight.diag_h_batch.shape == (N, 3, 0)
+
+
 class Twice(nn.Linear):
     """A layer of a user, the derivative of which is no entry of the input."""
 

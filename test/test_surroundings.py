@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -303,3 +306,39 @@ def test_user_rules_sum_over_losses() -> None:
     ext.set_module_extension(Scale, Rule())
     with backpack(ext), pytest.raises(NotImplementedError, match="Register derivatives"):
         lossfunc(scale(X), y).backward()
+
+
+TWO_DEVICES = """
+import torch
+from torch import nn
+import torch._lazy.ts_backend
+from backpack import backpack, extend
+from backpack.extensions import BatchDiagHessian, BatchGrad, DiagGGNExact, DiagHessian
+
+torch._lazy.ts_backend.init()
+torch.manual_seed(0)
+first, act, last = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)
+X, y = torch.randn(5, 3), torch.randn(5, 2)
+found = []
+for device in ("cpu", "lazy"):
+    last.to(device)
+    first, act, last, lossfunc = map(extend, (first, act, last, nn.MSELoss()))
+    exts = [BatchGrad(), DiagGGNExact(), DiagHessian(), BatchDiagHessian()]
+    loss = lossfunc(last(act(first(X).to(device))), y.to(device))
+    with backpack(*exts):
+        loss.backward()
+    parameters = [*first.parameters(), *last.parameters()]
+    found.append([getattr(p, ext.savefield).cpu() for p in parameters for ext in exts])
+for one, other in zip(*found, strict=True):
+    torch.testing.assert_close(one, other)
+print("same")
+"""
+
+
+def test_model_on_two_devices() -> None:
+    """Torch's lazy tensors are a second device that every machine has."""
+    if importlib.util.find_spec("torch._lazy.ts_backend") is None:
+        pytest.skip("this torch has no second device on a CPU")
+    command = [sys.executable, "-c", TWO_DEVICES]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.strip().endswith("same"), result.stderr

@@ -301,7 +301,7 @@ class _Border(_Side):
         if place is None:
             return mat
         if self.whole:
-            mat = spread(mat, 1, self.selected, shape[place.axis])
+            mat = spread(mat, 1, self.selected, shape[place.axis], self.call.module)
         return place.from_canonical(mat, shape[place.axis] // place.samples)
 
     def _from(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:

@@ -276,13 +276,13 @@ class Gathered:
         shape = list(value.shape)
         for axis, some, all_ in axes:
             shape[axis] = shape[axis] // len(some) * len(all_)
-        self.continues = self._adds_up_in_place(shape)
+        self.continues = self._can_add_in_place(shape)
         if self.continues:
             self.value, self.before = self.before, None
         else:
             self.value = memory.empty(shape, value)
 
-    def _adds_up_in_place(self, shape: Sequence[int]) -> bool:
+    def _can_add_in_place(self, shape: Sequence[int]) -> bool:
         summed, before = self.reduction.column_axis is None, self.before
         same = isinstance(before, Tensor) and list(before.shape) == list(shape)
         return summed and same and not before.requires_grad
@@ -292,7 +292,7 @@ class Gathered:
         if self.before is None:
             return self.value
         value = self.value
-        if isinstance(value, Tensor) and self._adds_up_in_place(value.shape):
+        if isinstance(value, Tensor) and self._can_add_in_place(value.shape):
             return self.before.add_(value)
         return self.reduction.joined(self.before, value)
 
@@ -527,8 +527,8 @@ class Sweep:
             return None
         each = "batch_square" in self.wanted
         count = len(row_numbers(self.plan.base, self.subsampling))
-        per_sample = max(p.nbytes for p in call.trained.values())
-        # read once, so no slice for the caches: as large as the allocator keeps
+        per_sample = max(1, *(p.nbytes for p in call.trained.values()))
+        # nothing is read twice, so slices need not fit in the caches
         samples = max(1, 4 * self.limit // per_sample) if each else count
         whole = Part(range(count), range(count), range(1), range(1))
         for part in whole.split(samples, 1):
@@ -537,6 +537,7 @@ class Sweep:
             residual = source.diagonal(self.plan.rows(source.call, chosen))
             shape = self.plan.shape(Producer(call, 0), chosen)
             factor = Factor(residual.reshape(1, *shape), len(residual))
+            factor = factor.on(call.outputs[0].device)
             for name, p in call.trained.items():
                 use = Use(call, name, factor, rows)
                 value = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)

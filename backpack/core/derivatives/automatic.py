@@ -209,7 +209,7 @@ class AutomaticDerivatives(BaseDerivatives):
         )
         grads = [None if g is None else g.unsqueeze(0) for g in g_out]
         tangents = {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
-        found = second_products(padded, grads, tangents, None, [0])
+        found = second_products(padded, grads, tangents, [0])
         return [found[i].squeeze(1) if i in found else None for i in range(len(inputs))]
 
 

@@ -553,8 +553,10 @@ class BaseDerivatives:
     ) -> Tensor:
         """Apply the transpose of the entrywise square of ``J_p``, see :meth:`param_mjp`.
 
-        The diagonal of ``J_pᵀ D J_p``, if ``mat`` is that of D. For ``squares_with_input``.
+        The diagonal of ``J_pᵀ D J_p``, if ``mat`` is that of D. Only for rules that say
+        ``squares_with_input``.
         """
+        assert self.squares_with_input
         with bound(module):
             own = vars(module)
             x = own["input0"]
@@ -804,7 +806,7 @@ class BaseDerivatives:
             # what arrives at an input without samples is kept for each sample apart, too
             apart = [key for key in tangents if not evaluation.is_batched(key)]
             at_once = not apart or (sum_batch and params.keys() >= set(apart))
-            found = second_products(evaluation, grads, tangents, subsampling, numbers, at_once)
+            found = second_products(evaluation, grads, tangents, numbers, at_once)
         d_params = {name: found[name] for name in params}
         if sum_batch and not at_once:
             d_params = {name: product.sum(1) for name, product in d_params.items()}

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
-from backpack.core.tape import flatten_outputs
+from backpack.core.tape import describe, flatten_outputs
 
 if TYPE_CHECKING:
     from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
@@ -66,6 +66,10 @@ class Evaluation:
     def is_batched(self, key: Any) -> bool:
         """Whether an input (or parameter: no) has samples."""
         return isinstance(key, int) and self.axes_in[key] is not None
+
+    def is_whole(self, numbers: Sequence[int]) -> bool:
+        """Whether these are the numbers of all samples, in their order."""
+        return list(numbers) == list(range(self.num_samples))
 
     def rows(self, rows: Rows) -> tuple[list[Any], bool]:
         """Return the inputs for some of the samples, and whether the module can do with them."""
@@ -188,10 +192,19 @@ def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:
     return tensor.index_select(axis, index)
 
 
-def spread(mat: Tensor, axis: int, rows: Rows, size: int) -> Tensor:
-    """Put rows back into zeros of the whole batch, along an axis of ``mat``."""
-    whole = mat.new_zeros(*mat.shape[:axis], size, *mat.shape[axis + 1 :])
+def spread(mat: Tensor, axis: int, rows: Rows, size: int, module: Module) -> Tensor:
+    """Put rows back into zeros of the whole batch, along an axis of ``mat``.
+
+    Raises:
+        ValueError: If a row is there twice: the module has one place for it.
+    """
     index = torch.arange(size, device=mat.device)[rows]
+    if len(index.unique()) < len(index):
+        raise ValueError(
+            f"{describe(module)} works on the whole batch at once, so a subsampling cannot repeat "
+            f"samples (here rows {index.tolist()}). Name each of them once."
+        )
+    whole = mat.new_zeros(*mat.shape[:axis], size, *mat.shape[axis + 1 :])
     return whole.index_copy(axis, index, mat)
 
 
@@ -266,7 +279,7 @@ def transposed_products(
     if not separable:
         count = evaluation.num_samples
         mats = [
-            m if m is None or axis is None else spread(m, axis + 1, rows, count)
+            m if m is None or axis is None else spread(m, axis + 1, rows, count, evaluation.module)
             for m, axis in zip(mats, evaluation.axes_out, strict=True)
         ]
     create_graph = torch.is_grad_enabled()
@@ -404,7 +417,8 @@ def products(
         for key, t in given.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
-                given[key] = spread(t, axis + 1, rows, evaluation.inputs[key].shape[axis])
+                size = evaluation.inputs[key].shape[axis]
+                given[key] = spread(t, axis + 1, rows, size, evaluation.module)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(given), inputs)
     with torch.enable_grad():
@@ -436,7 +450,6 @@ def second_products(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
     tangents: Mapping[Any, Tensor],
-    rows: Rows,
     numbers: Sequence[int],
     sum_batch: bool = False,
 ) -> dict[Any, Tensor]:
@@ -446,31 +459,27 @@ def second_products(
         evaluation: The call.
         g_out: ``[*out]`` of the selected samples for each output, or None.
         tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
-        rows: Selected samples.
-        numbers: The same as a list of numbers.
-        sum_batch: Sum over the samples: all at once.
+        numbers: Those of the selected samples.
+        sum_batch: Sum over the samples: in as few parts as memory allows.
 
     Returns:
         ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
         else.
     """
-    if sum_batch:
-        return _second_of_samples(evaluation, g_out, tangents, rows, numbers)
-    inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
+    count = len(numbers)
 
-    def of_sample(i: int, width: int | None = None) -> dict[Any, Tensor]:
+    def of_samples(start: int, size: int, width: int | None = None) -> dict[Any, Tensor]:
         own = {
-            key: t[:width].narrow(_axis(evaluation.axes_in[key]) + 1, i, 1)
+            key: t[:width].narrow(_axis(evaluation.axes_in[key]) + 1, start, size)
             if evaluation.is_batched(key)
             else t[:width]
             for key, t in tangents.items()
         }
         g = [
-            None if m is None or a is None else m.narrow(a, i, 1)
+            None if m is None or a is None else m.narrow(a, start, size)
             for m, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
-        one = [numbers[i]]
-        return _second_of_samples(evaluation, g, own, one, one)
+        return _second_of_samples(evaluation, g, own, numbers[start : start + size])
 
     def by_sample(found: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         return {
@@ -480,42 +489,58 @@ def second_products(
             for key, t in found.items()
         }
 
-    if separable and len(numbers) > 1:
+    def put_together(each: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+        found = {}
+        for key in tangents:
+            parts = [one[key] for one in each]
+            if evaluation.is_batched(key):
+                found[key] = torch.cat(parts, _axis(evaluation.axes_in[key]) + 1)
+            else:
+                found[key] = sum(parts[1:], parts[0]) if sum_batch else torch.stack(parts, 1)
+        return found
+
+    if sum_batch:
+        size = _chunk(evaluation, len(next(iter(tangents.values()))))
+        if size < count and not evaluation.rows([numbers[0]])[1]:
+            size = count
+        return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
+    inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
+    if separable and count > 1:
         try:
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
             found = None
-        if found is not None and _agree(by_sample(found), of_sample, len(numbers) - 1):
+
+        def of_sample(i: int, width: int | None = None) -> dict[Any, Tensor]:
+            return of_samples(i, 1, width)
+
+        if found is not None and _agree(by_sample(found), of_sample, count - 1):
             return found
-    each = [of_sample(i) for i in range(len(numbers))]
-    return {
-        key: torch.cat([one[key] for one in each], _axis(evaluation.axes_in[key]) + 1)
-        if evaluation.is_batched(key)
-        else torch.stack([one[key] for one in each], 1)
-        for key in tangents
-    }
+    return put_together([of_samples(i, 1) for i in range(count)])
 
 
 def _second_of_samples(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
     tangents: Mapping[Any, Tensor],
-    rows: Rows,
     numbers: Sequence[int],
 ) -> dict[Any, Tensor]:
-    inputs, separable = evaluation.rows(rows)
+    inputs, separable = evaluation.rows(None if evaluation.is_whole(numbers) else numbers)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(tangents), inputs)
     given = dict(tangents)
     if not separable:
         g_out = [
-            g if g is None or a is None else spread(g, a, numbers, evaluation.num_samples)
+            g
+            if g is None or a is None
+            else spread(g, a, numbers, evaluation.num_samples, evaluation.module)
             for g, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
         for key, t in given.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
-                given[key] = spread(t, axis + 1, numbers, evaluation.inputs[key].shape[axis])
+                size = evaluation.inputs[key].shape[axis]
+                given[key] = spread(t, axis + 1, numbers, size, evaluation.module)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         pairs = [(y, g) for y, g in zip(ys, g_out, strict=True) if g is not None]

@@ -251,7 +251,7 @@ class AtGates:
     Args:
         slopes: ``[T, N, G·H]``.
         sources: For each gate its state.
-        like: A state of the columns, ``[V, N, H]``.
+        like: For V, precision and device.
     """
 
     def __init__(self, slopes: Tensor, sources: Sequence[int], like: Tensor):
