@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from backpack.context import disable
 from backpack.core import call_products, memory
+from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import Rows, row_numbers, take_rows
 from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
@@ -297,6 +298,20 @@ class Gathered:
         return self.reduction.joined(self.before, value)
 
 
+class Diagonal(NamedTuple):
+    """What sources have added up to at the output of a call.
+
+    Attributes:
+        values: ``[R, *out]``.
+        samples: The samples that the rows belong to.
+        sources: Ids of the sources.
+    """
+
+    values: Tensor
+    samples: range
+    sources: set[int]
+
+
 Receive = Callable[[Products, Part], None]
 
 
@@ -353,7 +368,11 @@ class Sweep:
         self.mixing = plan.mixing and self.sliced
         self.is_large = sum(p.nbytes for p in plan.uses) >= LARGE_NETWORK
         self.is_long = plan.base * sum(p.numel() for p in plan.uses) >= LONG_SWEEP
-        self.squared: Call | None = None  # whose parameters have what a diagonal makes of them
+        # where several sources meet in a diagonal at a call's output, and that of this source
+        self.collects = False
+        self.diagonals: dict[Call, Diagonal] = {}
+        self.source: Source | None = None
+        self.done: Call | None = None
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
@@ -363,6 +382,9 @@ class Sweep:
     def run(self, sources: Sequence[Source]) -> None:
         """Sweep from every source, put the slices together, and save."""
         totals: dict[Parameter, dict[str, Any]] = {}
+        only_squares = self.wanted <= {"square", "batch_square"}
+        plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
+        self.collects = len(sources) > 1 and only_squares and plain
         for source in sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
@@ -384,6 +406,8 @@ class Sweep:
             self._sweep(source, gather)
             for p, whole in of_source.items():
                 totals[p] = {name: gathered.total() for name, gathered in whole.items()}
+        for call in self.diagonals:
+            self._add_squares(call, totals)
         for p, values in totals.items():
             products = Products(
                 p, self._whole_uses(p), self.wanted, 1 if self.plan.mixing else None
@@ -500,10 +524,10 @@ class Sweep:
     def _sweep(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
-        self.squared = None
+        self.source, self.done = source, None
         if isinstance(source, ResidualSource):
-            self.squared = self._hand_over_squares(source, receive)
-            if self.squared is not None and not self._goes_on(self.squared):
+            self.done = self._collect_residual(source)
+            if self.done is not None and not self._goes_on(self.done):
                 return
         parts = self._first_parts(source)
         self.is_tight = len(parts) > 1 and self.is_large
@@ -516,50 +540,79 @@ class Sweep:
     def _goes_on(self, call: Call) -> bool:
         return any(origin in self.plan.producers for origin in call.origins_in)
 
-    def _hand_over_squares(self, source: ResidualSource, receive: Receive) -> Call | None:
-        """Hand over ``sum_i r_i (∂y_i/∂p)²`` for the parameters of the call with the output y.
+    # ------------------------------------------------------------------ diagonals
 
-        Returns:
-            The call; None if it takes columns.
-        """
-        call = self._squares_suffice(source)
-        if call is None:
-            return None
-        each = "batch_square" in self.wanted
-        count = len(row_numbers(self.plan.base, self.subsampling))
-        per_sample = max(1, *(p.nbytes for p in call.trained.values()))
-        # nothing is read twice, so slices need not fit in the caches
-        samples = max(1, 4 * self.limit // per_sample) if each else count
-        whole = Part(range(count), range(count), range(1), range(1))
-        for part in whole.split(samples, 1):
-            chosen = self._samples(part)
-            rows = self.plan.rows(call, chosen)
-            residual = source.diagonal(self.plan.rows(source.call, chosen))
-            shape = self.plan.shape(Producer(call, 0), chosen)
-            factor = Factor(residual.reshape(1, *shape), len(residual))
-            factor = factor.on(call.outputs[0].device)
-            for name, p in call.trained.items():
-                use = Use(call, name, factor, rows)
-                value = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
-                products = Products(p, [use], self.wanted)
-                if each:
-                    products.set_value("batch_square", value)
-                if "square" in self.wanted:
-                    products.set_value("square", value.sum(0) if each else value)
-                receive(products, part)
-        return call
+    # Where each entry of ∂y/∂p is 0, 1 or an entry of the input, sum_i d_i (∂y_i/∂p)² is linear in
+    # d and takes one product. d is what the second derivative of the module behind y adds; that of
+    # columns, sum_v w_v s_v², if no entry of p reaches more than one y_i of a sample.
 
-    def _squares_suffice(self, source: ResidualSource) -> Call | None:
-        """Return the call a diagonal arrives at, if squares of its ``∂y/∂p`` are at hand."""
+    def _has_squares(self, call: Call) -> bool:
+        """Whether ``sum_i d_i (∂y_i/∂p)²`` is at hand for what several sources emit."""
+        alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
+        known = call.derivatives is not None and call.derivatives.squares_with_input
+        return self.collects and known and bool(call.trained) and alone and not call.is_unbatched
+
+    def _collect_residual(self, source: ResidualSource) -> Call | None:
+        """Collect the diagonal that a source emits, and return the call it is at the output of."""
         origin = source.call.origins_in[0]
         producer = None if origin is None else self.plan.producers.get(origin)
-        if producer is None or self.mixing or torch.is_grad_enabled():
+        if producer is None or not self._has_squares(producer.call):
             return None
-        call, rule = producer.call, producer.call.derivatives
-        has_its_rows = self.plan.num_rows(call) == self.plan.num_rows(source.call)
-        alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
-        suits = rule is not None and rule.squares_with_input and call.trained and alone
-        return call if suits and has_its_rows and not call.is_unbatched else None
+        if self.plan.num_rows(producer.call) != self.plan.num_rows(source.call):
+            return None
+        count = len(row_numbers(self.plan.base, self.subsampling))
+        residual = source.diagonal(self.plan.rows(source.call, self.subsampling))
+        shape = self.plan.shape(producer, self.subsampling)
+        self._collect(producer.call, residual.reshape(shape), Part(range(count), range(count)))
+        return producer.call
+
+    def _collect_columns(self, use: Use, part: Part) -> bool:
+        """Collect the squares of columns at a call's output; False if they do not suffice."""
+        call, factor = use.call, use.factor
+        if not self._has_squares(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
+            return False
+        assert call.derivatives is not None
+        if not call.derivatives.reaches_one_output(call):
+            return False
+        self._collect(call, reductions.sum_of_squares(factor.mat, factor.weights), part)
+        return True
+
+    def _collect(self, call: Call, diagonal: Tensor, part: Part) -> None:
+        if call not in self.diagonals:
+            shape = self.plan.shape(Producer(call, 0), self.subsampling)
+            like = call.outputs[0]
+            zeros = torch.zeros(shape, dtype=diagonal.dtype, device=like.device)
+            self.diagonals[call] = Diagonal(zeros, part.of_samples, set())
+        collected = self.diagonals[call]
+        collected.sources.add(id(self.source))
+        view = _narrow(collected.values, 0, part.samples, part.of_samples)
+        view += diagonal.to(view.device)
+
+    def _add_squares(self, call: Call, totals: dict[Parameter, dict[str, Any]]) -> None:
+        """Add what the diagonal at a call's output makes of its parameters."""
+        each = "batch_square" in self.wanted
+        values, samples, sources = self.diagonals[call]
+        parts = [Part(samples, samples)]
+        if each and any(p in totals for p in call.trained.values()):  # there is memory to add to
+            per_sample = max(1, *(p.nbytes for p in call.trained.values()))
+            size = max(1, self.limit // per_sample)
+            parts = [Part(some, samples) for some in _chunks(samples, size)]
+        for name, p in call.trained.items():
+            before = totals.get(p, {})
+            if _are_per_sample(self.wanted) and (before or len(sources) > 1):
+                self.plan.check_one_batch(p)
+            whole = {n: Gathered(REDUCTIONS[n], before.get(n)) for n in self.wanted}
+            for part in parts:
+                diagonal = _narrow(values, 0, part.samples, samples)
+                rows = self.plan.rows(call, self._samples(part))
+                use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
+                with call.bound():
+                    square = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
+                if each:
+                    whole["batch_square"].add(square, part)
+                if "square" in self.wanted:
+                    whole["square"].add(square.sum(0) if each else square, part)
+            totals[p] = {n: gathered.total() for n, gathered in whole.items()}
 
     def _travelling(self, state: State) -> Rows:
         """Return the samples whose rows travel."""
@@ -600,8 +653,9 @@ class Sweep:
         if not (goes_on or call.trained):
             return
         with call.bound():
-            if call is not self.squared:
-                self._hand_over(state, Use(call, "", factor, rows, mats), receive)
+            use = Use(call, "", factor, rows, mats)
+            if call is not self.done and not self._collect_columns(use, state.part):
+                self._hand_over(state, use, receive)
             if not goes_on:
                 return
             alone = len(mats) == 1 and not arrived and not state.pending

@@ -151,6 +151,10 @@ class BaseDerivatives:
         repeats = self.repeats_output(call)
         return repeats and ("weight" in call.params or call.origins_in[0] is not None)
 
+    def reaches_one_output(self, call: Call) -> bool:
+        """Return whether an entry of a parameter reaches one entry of a sample's output alone."""
+        return False
+
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter."""
         return True

@@ -69,7 +69,7 @@ class Evaluation:
 
     def is_whole(self, numbers: Sequence[int]) -> bool:
         """Whether these are the numbers of all samples, in their order."""
-        return list(numbers) == list(range(self.num_samples))
+        return self.single or list(numbers) == list(range(self.num_samples))
 
     def rows(self, rows: Rows) -> tuple[list[Any], bool]:
         """Return the inputs for some of the samples, and whether the module can do with them."""

@@ -54,6 +54,10 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return True."""
         return True
 
+    def reaches_one_output(self, call: Call) -> bool:
+        """Return whether there is a single position."""
+        return len(call.shape_out[0]) == 2
+
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2
