@@ -304,12 +304,10 @@ class Diagonal(NamedTuple):
     Attributes:
         values: ``[R, *out]``.
         samples: The samples that the rows belong to.
-        sources: Ids of the sources.
     """
 
     values: Tensor
     samples: range
-    sources: set[int]
 
 
 Receive = Callable[[Products, Part], None]
@@ -368,11 +366,9 @@ class Sweep:
         self.mixing = plan.mixing and self.sliced
         self.is_large = sum(p.nbytes for p in plan.uses) >= LARGE_NETWORK
         self.is_long = plan.base * sum(p.numel() for p in plan.uses) >= LONG_SWEEP
-        # where several sources meet in a diagonal at a call's output, and that of this source
-        self.collects = False
+        self.collects = False  # whether several sources add up in diagonals at calls' outputs
         self.diagonals: dict[Call, Diagonal] = {}
-        self.source: Source | None = None
-        self.done: Call | None = None
+        self.done: Call | None = None  # where the source at hand has left its diagonal
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
         # how many rows of a call belong to one independent sample, and what user rules returned
@@ -524,7 +520,7 @@ class Sweep:
     def _sweep(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
-        self.source, self.done = source, None
+        self.done = None
         if isinstance(source, ResidualSource):
             self.done = self._collect_residual(source)
             if self.done is not None and not self._goes_on(self.done):
@@ -582,16 +578,14 @@ class Sweep:
             shape = self.plan.shape(Producer(call, 0), self.subsampling)
             like = call.outputs[0]
             zeros = torch.zeros(shape, dtype=diagonal.dtype, device=like.device)
-            self.diagonals[call] = Diagonal(zeros, part.of_samples, set())
-        collected = self.diagonals[call]
-        collected.sources.add(id(self.source))
-        view = _narrow(collected.values, 0, part.samples, part.of_samples)
+            self.diagonals[call] = Diagonal(zeros, part.of_samples)
+        view = _narrow(self.diagonals[call].values, 0, part.samples, part.of_samples)
         view += diagonal.to(view.device)
 
     def _add_squares(self, call: Call, totals: dict[Parameter, dict[str, Any]]) -> None:
         """Add what the diagonal at a call's output makes of its parameters."""
         each = "batch_square" in self.wanted
-        values, samples, sources = self.diagonals[call]
+        values, samples = self.diagonals[call]
         parts = [Part(samples, samples)]
         if each and any(p in totals for p in call.trained.values()):  # there is memory to add to
             per_sample = max(1, *(p.nbytes for p in call.trained.values()))
@@ -599,8 +593,6 @@ class Sweep:
             parts = [Part(some, samples) for some in _chunks(samples, size)]
         for name, p in call.trained.items():
             before = totals.get(p, {})
-            if _are_per_sample(self.wanted) and (before or len(sources) > 1):
-                self.plan.check_one_batch(p)
             whole = {n: Gathered(REDUCTIONS[n], before.get(n)) for n in self.wanted}
             for part in parts:
                 diagonal = _narrow(values, 0, part.samples, samples)
