@@ -208,21 +208,18 @@ class WholeBatch(nn.Module):
 def test_repeated_samples_of_a_module_that_needs_all(name: str) -> None:
     model, ext = extend(nn.Sequential(WholeBatch(), nn.Linear(3, 2))), getattr(extensions, name)
     lossfunc = extend(nn.CrossEntropyLoss())
-    for samples in ([1], [1, 1]):
+
+    def compute(samples: list[int]) -> None:
         loss = lossfunc(model(torch.rand(4, 3)), torch.tensor([0, 1, 0, 1]))
+        with backpack(ext(subsampling=samples)):
+            loss.backward()
+        value = getattr(model[0].scale, ext().savefield)
+        if callable(value):  # a product, which is evaluated now
+            value(torch.ones(3))
 
-        def compute(samples: list[int] = samples, loss: Tensor = loss) -> None:
-            with backpack(ext(subsampling=samples)):
-                loss.backward()
-            value = getattr(model[0].scale, ext().savefield)
-            if callable(value):
-                value(torch.ones(3))
-
-        if len(samples) == 1:
-            compute()
-        else:
-            with pytest.raises(ValueError, match=r"'0' .WholeBatch.*Name each of them once"):
-                compute()
+    compute([1])
+    with pytest.raises(ValueError, match=r"'0' .WholeBatch.*Name each of them once"):
+        compute([1, 1])
 
 
 # ------------------------------------------------------------------ unsupported modules

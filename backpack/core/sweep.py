@@ -598,8 +598,7 @@ class Sweep:
                 diagonal = _narrow(values, 0, part.samples, samples)
                 rows = self.plan.rows(call, self._samples(part))
                 use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
-                with call.bound():
-                    square = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
+                square = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
                 if each:
                     whole["batch_square"].add(square, part)
                 if "square" in self.wanted:

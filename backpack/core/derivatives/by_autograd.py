@@ -3,7 +3,7 @@
 Used where a rule has no formula of its own. Samples are independent of each other, so products
 with the batched inputs need one pass over the whole batch; what belongs to a tensor without
 samples (a parameter) is needed for each sample apart, and is computed sample by sample, with
-``vmap`` where that works.
+``vmap`` where that works. Sums over the samples need no such care.
 """
 
 from __future__ import annotations
