@@ -26,6 +26,7 @@ from backpack.core.derivatives import (
     derivatives_of,
     patches,
     reductions,
+    shared_weight,
 )
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.patches import Kernel
@@ -410,9 +411,13 @@ def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> No
                 truths["square_norm"] = norms.to(each.dtype)
                 assert truths.keys() == reductions.NAMES
                 together = [{key} for key in truths] + [set(truths), {"square_norm", "gradient"}]
-                for entries in (2**21, p.numel() * v, 2 * p.numel(), 1)[:: 1 if v < 10 else 3]:
+                slices = [(n, n) for n in (1, p.numel() * v, 2 * p.numel())]
+                slices = [(2**21, 2**13), (2**21, 1), *slices][:: 1 if v < 10 else 2]
+                for entries, row in slices:
                     monkeypatch.setattr(reductions, "SLICE_ENTRIES", entries)
-                    monkeypatch.setattr(reductions, "LONG_ROW", min(entries, 2**13))
+                    monkeypatch.setattr(reductions, "LONG_ROW", min(row, 2**13))
+                    # norms by Gram matrices, or from the products that others want
+                    monkeypatch.setattr(shared_weight, "READING", row - 1)
                     monkeypatch.setattr(convnd, "patches_are_cheaper", lambda *_, n=entries: n > 1)
                     for wanted, generic, graph in product(together, (False, True), (False, True)):
                         with torch.set_grad_enabled(graph):

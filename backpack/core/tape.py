@@ -7,8 +7,8 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -620,15 +620,9 @@ class Call:
             self.check_unchanged()
         return _Bound(self, whole)
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
+    def sharing(self) -> AbstractContextManager[Any]:
         """Let the parameters share what is computed of one stack of columns."""
-        if len(self.trained) > 1:
-            self.shared = {}
-        try:
-            yield
-        finally:
-            self.shared = None
+        return _Sharing(self)
 
     def seen(self, whole: bool = False) -> tuple[Sequence[Any], Any]:
         """Return inputs and output as the derivatives see them: samples where they expect them."""
@@ -765,6 +759,24 @@ class _Bound:
                 own.pop(name, None)
             else:
                 own[name] = value
+
+
+class _Sharing:
+    """Keeps what is computed for one parameter of a call; see :meth:`Call.sharing`."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call):
+        """Remember the call."""
+        self.call = call
+
+    def __enter__(self) -> None:
+        """Start with nothing, if there are others to share with."""
+        self.call.shared = {} if len(self.call.trained) > 1 else None
+
+    def __exit__(self, *exception: object) -> None:
+        """Forget it."""
+        self.call.shared = None
 
 
 def stand_in(tensor: Tensor) -> Tensor:

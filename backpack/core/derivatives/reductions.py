@@ -151,10 +151,12 @@ def in_slices(
         blocks = [product(slice(0, num_v), span, None) for span in samples]
         return of_products(torch.cat(blocks, 1), wanted, weights)
     columns = _slices(num_v, slice_size(prod(p)))
-    if len(samples) == len(columns) == 1:
+    # squares of long rows are added without being written
+    adds_rows = like.is_cpu and prod(p) >= LONG_ROW and "square" in wanted
+    if len(samples) == len(columns) == 1 and not adds_rows:
         return of_products(product(columns[0], samples[0], None), wanted, weights)
     whole = memory.empty(shape, like) if "individual" in wanted else None
-    sums = {name: like.new_zeros(p) for name in wanted & SUMS}
+    sums = {name: memory.empty(p, like).zero_() for name in wanted & SUMS}
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
     # slices are written to their place, or one after the other to the same memory in the cache
     place = whole if num_v == 1 else None
