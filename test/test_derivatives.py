@@ -411,13 +411,11 @@ def test_reductions(probe: Probe, v: int, monkeypatch: pytest.MonkeyPatch) -> No
                 truths["square_norm"] = norms.to(each.dtype)
                 assert truths.keys() == reductions.NAMES
                 together = [{key} for key in truths] + [set(truths), {"square_norm", "gradient"}]
-                slices = [(n, n) for n in (1, p.numel() * v, 2 * p.numel())]
-                slices = [(2**21, 2**13), (2**21, 1), *slices][:: 1 if v < 10 else 2]
-                for entries, row in slices:
+                at_once, sizes = 2**21, (p.numel() * v, 2 * p.numel(), 1)
+                slices = [(at_once, 2**13), (at_once, 1), *((size, size) for size in sizes)]
+                for entries, row in slices if v < 10 else slices[:2] + slices[-1:]:
                     monkeypatch.setattr(reductions, "SLICE_ENTRIES", entries)
                     monkeypatch.setattr(reductions, "LONG_ROW", min(row, 2**13))
-                    # norms by Gram matrices, or from the products that others want
-                    monkeypatch.setattr(shared_weight, "READING", row - 1)
                     monkeypatch.setattr(convnd, "patches_are_cheaper", lambda *_, n=entries: n > 1)
                     for wanted, generic, graph in product(together, (False, True), (False, True)):
                         with torch.set_grad_enabled(graph):
@@ -892,3 +890,28 @@ def test_pooling_keeps_the_indices_of_autograd(pool: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(rule, "indices", None)
     found = rule.jac_t_mat_prod(module, None, None, mat)
     close(found, torch.autograd.grad(out, x, mat)[0])
+
+
+def test_norms_are_never_negative() -> None:
+    """Where the terms of a Gram product cancel, nothing but rounding is left."""
+    s = torch.randn(1, 2000, 6, 5, dtype=torch.float32)
+    s = s - s.mean(2, keepdim=True)
+    x = torch.rand(2000, 1, 4, dtype=torch.float32).expand(-1, 6, -1)
+    with torch.no_grad():
+        norms = shared_weight.square_norm(s, x)
+    assert (norms >= 0).all() and (norms < 1e-4).all()
+
+
+def test_norms_of_rows() -> None:
+    """Long rows are as precise as short ones, and there are second derivatives at zero."""
+    for length in (3, shared_weight.LONGEST_ROW, 2**20):
+        mat = torch.rand(1, 2, 1, length, dtype=torch.float32)
+        truth = mat.double().square().sum((0, 3))
+        with torch.no_grad():
+            found = shared_weight._norms_of_rows(mat).double()
+        torch.testing.assert_close(found, truth, rtol=2e-6, atol=0)
+    zero = torch.zeros(1, 1, 1, 3, requires_grad=True)
+    with torch.enable_grad():
+        (slope,) = gradient(shared_weight._norms_of_rows(zero).sum(), [zero], create_graph=True)
+        (curvature,) = gradient(slope.sum(), [zero])
+    close(curvature, torch.full_like(zero, 2.0))

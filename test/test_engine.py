@@ -539,17 +539,6 @@ def test_backward_inputs_then_everything() -> None:
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
 
 
-def test_backward_inputs_of_a_single_tensor() -> None:
-    """One that is zero, too, is no ``inputs=None``."""
-    model, (X, y) = extend(mlp()), data()
-    gain = nn.Parameter(torch.zeros(()))
-    loss = extend(nn.CrossEntropyLoss())(model(X), y)
-    with backpack(*some()):
-        (loss * (1 + gain)).backward(inputs=gain)
-    assert gain.grad is not None
-    assert not any(vars(p) for p in model.parameters())
-
-
 def test_backward_inputs_forgets_all_uses() -> None:
     model, batch = extend(mlp()), data()
     before = dict(tape._uses)

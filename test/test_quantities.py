@@ -363,6 +363,7 @@ def test_nothing_is_an_alias() -> None:
     X, y = torch.rand(1, 4), torch.tensor([1])
     exts = [
         extensions.BatchGrad(),
+        extensions.BatchL2Grad(),
         extensions.SumGradSquared(),
         extensions.Variance(),
         extensions.KFLR(),

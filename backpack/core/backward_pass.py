@@ -18,7 +18,6 @@ from backpack.core.factors import Factor
 from backpack.core.plan import Plan
 from backpack.core.products import Products, Use
 from backpack.core.propagations import UserRules
-from backpack.core.registry import is_built_in
 from backpack.core.sweep import call_gradients, separate_samples
 from backpack.core.tape import (
     CLASSES_WITH_RULES,
@@ -100,9 +99,7 @@ class BackwardPass:
         # what first order has read is not needed again: see _keeps
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
-        # with a loss to reach, a backward pass inside of another one is known to be nested
-        self.is_whole = WatchBackward.is_whole and bool(self.second_order) and not self.is_nested
-        self.tells = True  # whether autograd can tell which parameters it accumulates into
+        self.restricted = True  # whether autograd can tell which parameters it accumulates into
 
     # ------------------------------------------------------------------ life cycle
 
@@ -244,34 +241,30 @@ class BackwardPass:
                         )
 
     def _find_trained(self, call: Call) -> None:
-        rule = call.derivatives
-        known: tuple[str, ...] = ()
-        if self.is_whole and rule is not None and len(call.outputs) == 1 and is_built_in(rule):
-            known = rule.param_names(call.module)  # each takes part in the output
         with torch.enable_grad():
-            call.trained = {
-                name: p for name, p in call.params.items() if self._is_trained(p, name in known)
-            }
+            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
         if len(call.trained) < len(call.params):
             self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
 
-    def _is_trained(self, p: Parameter, takes_part: bool) -> bool:
+    def _is_trained(self, p: Parameter) -> bool:
         """Whether ``p`` gets a gradient, from autograd or from here."""
-        if not p.requires_grad:
-            return False
-        if p in WatchBackward.spared:
+        if self._is_accumulated(p):
+            return True
+        if p.requires_grad and p in WatchBackward.spared:
             self.owed.add(p)
-        return p in self.owed or takes_part or self._is_accumulated(p)
+        return p in self.owed
 
     def _is_accumulated(self, p: Parameter) -> bool:
         """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
-        if not self.tells:
+        if not p.requires_grad:
+            return False
+        if not self.restricted:
             return True
         view: Any = p.view_as(p).grad_fn  # in grad mode
         try:
             return torch._C._will_engine_execute_node(view.next_functions[0][0])
         except RuntimeError:  # torch.autograd.grad does not say
-            self.tells = False
+            self.restricted = False
             return True
 
     # ------------------------------------------------------------------ after the backward pass
@@ -321,25 +314,27 @@ class BackwardPass:
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
                 self._run_rules(plan, ext)
-            if len(plan.users) == 1 and plan.uses:  # all parameters ask one call
+            work = []
+            for p, uses in plan.uses.items():
+                known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
+                if known and self._is_supported(known, uses):
+                    work.append((p, uses, known))
+            if work and len(plan.users) == 1:  # all parameters ask one call
                 with plan.users[0].bound(), plan.users[0].sharing():
-                    self._extract_all(plan, exts, subsampling)
+                    self._extract_all(plan, subsampling, work)
             else:
-                self._extract_all(plan, exts, subsampling)
+                self._extract_all(plan, subsampling, work)
 
     def _extract_all(
-        self, plan: Plan, exts: Sequence[BackpropExtension], subsampling: Sequence[int] | None
+        self, plan: Plan, subsampling: Sequence[int] | None, work: Iterable[tuple[Any, ...]]
     ) -> None:
         gradients: dict[Call, Use] = {}
-        for p, uses in plan.uses.items():
-            known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
-            if not (known and self._is_supported(known, uses)):
-                continue
+        for p, uses, exts in work:
             for call, _ in uses:
                 if call not in gradients:
                     gradients[call] = _gradient_use(plan, call, subsampling)
             of_p = [gradients[call]._replace(name=name) for call, name in uses]
-            self._extract(plan, p, of_p, known)
+            self._extract(plan, p, of_p, exts)
 
     def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
         for call in plan.users:

@@ -112,12 +112,6 @@ def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> BaseDeriva
     return FALLBACKS.get("loss" if is_loss else "module")
 
 
-def is_built_in(rule: BaseDerivatives | None) -> bool:
-    """Return whether a rule is one of this library's for a class of modules that it knows."""
-    ours = type(rule).__module__.startswith("backpack.")
-    return ours and rule not in FALLBACKS.values()
-
-
 def is_leaf(module: Module) -> bool:
     """Return whether a module has no children that are called: lists of parameters are not."""
     return all(isinstance(child, LISTS) for child in module._modules.values() if child is not None)

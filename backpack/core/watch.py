@@ -22,12 +22,10 @@ class WatchBackward(overrides.TorchFunctionMode):
 
     Attributes:
         roots: The argument of the ``backward()`` that runs; None where it is not known.
-        is_whole: Whether it accumulates into every leaf above them, but for those spared.
         spared: Parameters whose gradients autograd was not asked for, and that still need one.
     """
 
     roots: ClassVar[tuple[Tensor, ...] | None] = None
-    is_whole: ClassVar[bool] = False
     spared: ClassVar[set[Parameter]] = set()
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -39,18 +37,13 @@ class WatchBackward(overrides.TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        outer = WatchBackward.roots, WatchBackward.is_whole
-        # inputs come behind four others, at least
-        is_whole = (
-            func is not torch.autograd.grad and len(args) < 5 and kwargs.get("inputs") is None
-        )
-        WatchBackward.roots, WatchBackward.is_whole = roots, is_whole
+        outer, WatchBackward.roots = WatchBackward.roots, roots
         try:
             if func is torch.autograd.grad:
                 return func(*args, **kwargs)
             return self._backward(func, roots, args, kwargs)
         finally:
-            WatchBackward.roots, WatchBackward.is_whole = outer
+            WatchBackward.roots = outer
 
     @staticmethod
     def _backward(func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:

@@ -164,7 +164,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
             # groups are further samples: their squared norms add up
             x = x.unflatten(1, (module.groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
             s = self._unfold(module, mat).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
-            if gram_is_cheaper(s, x, wanted):
+            if gram_is_cheaper(s, x):
                 norms = square_norm(s, x).unflatten(0, (-1, module.groups))
                 return {"square_norm": norms.sum(1)}
         return super()._param_mjp_reduced(

@@ -321,18 +321,17 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         # groups are further samples: their squared norms add up
         by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
         shape_only = x.new_empty(1).expand(num_n * groups, positions, features)
-        values = {}
-        if "square_norm" in wanted and gram_is_cheaper(by_group, shape_only, wanted):
-            unfolded = self._unfold(module, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
-            norms = square_norm(by_group, unfolded)
-            values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
-            wanted = wanted - {"square_norm"}
-        if wanted == {"gradient"}:
-            values["gradient"] = self._weight_jac_t_mat_prod(
-                module, None, g_out, mat, True, subsampling
-            ).sum(0)
-            wanted = frozenset()
-        if not wanted:
+        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(by_group, shape_only):
+            values = {}
+            if "square_norm" in wanted:
+                unfolded = self._unfold(module, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
+                values["square_norm"] = (
+                    square_norm(by_group, unfolded).unflatten(0, (-1, groups)).sum(1)
+                )
+            if "gradient" in wanted:
+                values["gradient"] = self._weight_jac_t_mat_prod(
+                    module, None, g_out, mat, True, subsampling
+                ).sum(0)
             return values
 
         @lru_cache(maxsize=1)  # slices of columns share them
@@ -360,7 +359,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         if not mat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
             product, size = by_patches, reductions.slice_size(max(product_entries, patch_entries))
         shape = (num_v, num_n, *p.shape)
-        return values | reductions.in_slices(product, shape, size, mat, wanted, weights)
+        return reductions.in_slices(product, shape, size, mat, wanted, weights)
 
     def kronecker_rows(
         self,

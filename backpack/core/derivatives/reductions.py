@@ -30,6 +30,9 @@ MANY_SQUARES = 2**16
 # From here on, squares are added up by a matrix product, in one pass less.
 MANY_COLUMNS = 2**5
 
+# Precisions in which a sum may be rounded more than once.
+PRECISE = (torch.float32, torch.float64)
+
 NAMES = frozenset({"individual", "gradient", "batch_square", "square", "square_norm"})
 PER_SAMPLE = frozenset({"batch_square", "square_norm"})
 SUMS = frozenset({"gradient", "square"})
@@ -151,8 +154,9 @@ def in_slices(
         blocks = [product(slice(0, num_v), span, None) for span in samples]
         return of_products(torch.cat(blocks, 1), wanted, weights)
     columns = _slices(num_v, slice_size(prod(p)))
-    # squares of long rows are added without being written
-    adds_rows = like.is_cpu and prod(p) >= LONG_ROW and "square" in wanted
+    # long rows are added one by one: their squares need not be written
+    adds_rows = like.is_cpu and like.dtype in PRECISE and prod(p) >= LONG_ROW
+    adds_rows = adds_rows and "square" in wanted and "batch_square" not in wanted
     if len(samples) == len(columns) == 1 and not adds_rows:
         return of_products(product(columns[0], samples[0], None), wanted, weights)
     whole = memory.empty(shape, like) if "individual" in wanted else None
@@ -160,7 +164,8 @@ def in_slices(
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
     # slices are written to their place, or one after the other to the same memory in the cache
     place = whole if num_v == 1 else None
-    scratch = like.new_empty(size * columns[0].stop if place is None else 0, *p)
+    rows = min(size, num_n) * columns[0].stop
+    scratch = like.new_empty(rows if place is None else 0, *p)
     for span in samples:
         for part in columns:
             v, n = part.stop - part.start, span.stop - span.start

@@ -82,13 +82,11 @@ def reduced(
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
     num_v = len(s)
     values = {}
-    if "square_norm" in wanted and gram_is_cheaper(s, x, wanted):
-        values["square_norm"] = square_norm(s, x)
-        wanted = wanted - {"square_norm"}
-    if wanted == {"gradient"}:
-        values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
-        wanted = frozenset()
-    if not wanted:
+    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s, x):
+        if "gradient" in wanted:
+            values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
+        if "square_norm" in wanted:
+            values["square_norm"] = square_norm(s, x)
         return values
 
     def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
@@ -96,7 +94,7 @@ def reduced(
 
     shape = (num_v, num_n, num_o, num_i)
     size = reductions.slice_size(num_v * num_o * num_i)
-    return values | reductions.in_slices(product, shape, size, s, wanted, weights)
+    return reductions.in_slices(product, shape, size, s, wanted, weights)
 
 
 def _is_at_one_position(s: Tensor) -> bool:
@@ -123,9 +121,9 @@ def _of_outer_products(
         values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
     if "square_norm" in wanted:
         if "norms" not in known:
-            known["norms"] = _square_norm_of_each(s)  # [N, T]
-        norms = known["norms"] if x is None else known["norms"] * _square_norm_of_each(x[None])
-        values["square_norm"] = norms.sum(1) if norms.shape[1] > 1 else norms[:, 0]
+            known["norms"] = _norms_of_rows(s)  # [N, T]
+        norms = known["norms"] if x is None else known["norms"] * _norms_of_rows(x.unsqueeze(0))
+        values["square_norm"] = norms.sum(1)
     if "batch_square" in wanted or "square" in wanted:
         if "squares" not in known:
             known["squares"] = reductions.sum_of_squares(s, weights)  # [N, T, O]
@@ -141,35 +139,23 @@ def _of_outer_products(
 
 
 # torch.linalg.vector_norm adds up one after the other: longer rows would lose digits.
-ROW_OF_A_NORM = 2**12
+LONGEST_ROW = 2**12
 
 
-def _square_norm_of_each(mat: Tensor) -> Tensor:
+def _norms_of_rows(mat: Tensor) -> Tensor:
     """Sum squares over columns and entries: ``[V, N, T, D] -> [N, T]``."""
-    # without a square of every entry; a norm has no second derivative at 0
-    if len(mat) == 1 and mat.shape[3] <= ROW_OF_A_NORM and not torch.is_grad_enabled():
+    is_short = len(mat) == 1 and mat.shape[3] <= LONGEST_ROW
+    # a norm has no second derivative at 0, and rounds twice
+    if is_short and mat.dtype in reductions.PRECISE and not torch.is_grad_enabled():
         return torch.linalg.vector_norm(mat[0], dim=2).square_()
     return mat.square().sum((0, 3))
 
 
-# Multiplications that take as long as reading an entry that is not in the cache.
-READING = 4
-
-
-def gram_is_cheaper(s: Tensor, x: Tensor, wanted: Set[str]) -> bool:
-    """Whether :func:`square_norm` is faster than what it takes without.
-
-    That is computing an entry of the products, or if others want them anyway, reading it.
-
-    Args:
-        s: ``[V, N, T, O]``.
-        x: ``[N, T, I]``.
-        wanted: Names of what is wanted.
-    """
+def gram_is_cheaper(s: Tensor, x: Tensor) -> bool:
+    """Whether :func:`square_norm` takes fewer multiplications than the products themselves."""
     num_v, _, num_t, num_o = s.shape
     num_i = x.shape[2]
-    per_entry = num_t if wanted <= {"gradient", "square_norm"} else READING
-    return num_t**2 * (num_v * num_o + num_i) <= per_entry * num_v * num_o * num_i
+    return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
 
 
 def square_norm(s: Tensor, x: Tensor) -> Tensor:
@@ -185,7 +171,8 @@ def square_norm(s: Tensor, x: Tensor) -> Tensor:
         ``[N]``.
     """
     first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
-    return (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
+    norms = (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
+    return norms if torch.is_grad_enabled() else norms.clamp_(min=0)  # terms may cancel
 
 
 def _over_positions(s: Tensor) -> Tensor:
