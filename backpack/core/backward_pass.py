@@ -60,6 +60,9 @@ LINEAR_NODES = (
 )
 
 
+# A parameter, its uses (calls, and its names there), and the extensions that want something of it.
+Work = tuple[Parameter, list[tuple[Call, str]], list["BackpropExtension"]]
+
 NESTED = (
     "modules were reached by a backward pass inside of another one, in which there is no loss. If "
     "that is torch.utils.checkpoint, use it with use_reentrant=False."
@@ -314,7 +317,7 @@ class BackwardPass:
             plan.check_subsampling(subsampling, exts)
             for ext in exts:
                 self._run_rules(plan, ext)
-            work = []
+            work: list[Work] = []
             for p, uses in plan.uses.items():
                 known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
                 if known and self._is_supported(known, uses):
@@ -326,7 +329,7 @@ class BackwardPass:
                 self._extract_all(plan, subsampling, work)
 
     def _extract_all(
-        self, plan: Plan, subsampling: Sequence[int] | None, work: Iterable[tuple[Any, ...]]
+        self, plan: Plan, subsampling: Sequence[int] | None, work: Iterable[Work]
     ) -> None:
         gradients: dict[Call, Use] = {}
         for p, uses, exts in work:
