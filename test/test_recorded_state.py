@@ -1,0 +1,168 @@
+"""What a call is was decided in the forward pass, and is not mistaken for what changes later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, memory_cleanup
+from backpack.core import tape
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.permute import Permute
+from backpack.extensions import BatchGrad, DiagGGNExact
+
+NEVER = 2**60
+
+
+def quantities(model: nn.Module) -> list[Tensor]:
+    return [t for p in model.parameters() for t in (p.grad_batch, p.diag_ggn_exact)]
+
+
+def test_an_input_that_changes_afterwards() -> None:
+    """Where it came from is known, though another node of the graph has computed it since."""
+    torch.manual_seed(0)
+    first, act, last = extend(nn.Linear(4, 4)), extend(nn.ReLU()), extend(nn.Linear(4, 3))
+    x = first(torch.rand(6, 4))
+    y = last(act(x))
+    x.add_(nn.Parameter(torch.rand(4)))  # nobody reads what it was before
+    (made,), (read,) = map(tape.live_calls, (first, act))
+    assert read.origins_in == made.origins_out
+    with backpack(BatchGrad()):
+        y.sum().backward()
+    torch.testing.assert_close(first.weight.grad_batch.sum(0), first.weight.grad)
+
+
+class Turning(nn.Module):
+    """A module of no known class: it turns its input in training, or if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, M, C] -> [M, N, C], or [N, M, C]."""
+        turned = x.cumsum(2)
+        return turned.transpose(0, 1) if self.training and self.turns else turned
+
+
+@pytest.mark.parametrize("change", ["mode", "attribute", "nothing"])
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_a_module_that_changes_afterwards(change: str) -> None:
+    """Where its samples were is not where they would be now."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(5, 4), Turning(), nn.Linear(4, 2)))
+    output = model(torch.rand(4, 6, 5))
+    if change == "mode":
+        model.eval()
+    elif change == "attribute":
+        model.get_submodule("1").turns = False
+    with backpack(BatchGrad()):
+        output.sum().backward()
+    assert len(model.get_submodule("2").weight.grad_batch) == 4
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+def test_sums_of_samples_in_different_places(
+    axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same shapes do not mean the same samples: an error, or nothing that is needed was dropped."""
+
+    def outcome(large: int) -> tuple[str, list[Tensor]]:
+        monkeypatch.setattr(tape, "LARGE", large)
+        torch.manual_seed(0)
+        branches = Parallel(nn.Linear(4, 4), Permute(*axes), merge_module=SumModule())
+        model = extend(nn.Sequential(nn.Linear(4, 4), branches, nn.Flatten(), nn.Linear(12, 2)))
+        loss = extend(nn.MSELoss())(model(torch.rand(3, 3, 4)), torch.rand(3, 2))
+        try:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                loss.backward()
+        except ValueError as error:
+            return str(error), []
+        return "", quantities(model)
+
+    thrifty, whole = outcome(0), outcome(NEVER)
+    assert thrifty[0] == whole[0]
+    torch.testing.assert_close(thrifty[1], whole[1])
+
+
+def test_graphs_in_any_order() -> None:
+    """Other graphs that are alive stay as they are."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3)))
+    lossfunc, x, y = extend(nn.CrossEntropyLoss()), torch.rand(6, 4), torch.randint(3, (6,))
+    losses = {n: lossfunc(model(x[:n]), y[:n]) for n in (2, 6, 4)}
+    for n in (6, 4, 2):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            losses[n].backward()
+        assert [len(p.grad_batch) for p in model.parameters()] == [n] * 4
+
+
+def test_what_stays_after_a_cleanup() -> None:
+    """The calls of other modules still know where their samples are."""
+    torch.manual_seed(0)
+    encoder = extend(nn.LSTM(3, 4))  # time first
+    head, lossfunc = extend(nn.Linear(4, 2)), extend(nn.MSELoss())
+    loss = lossfunc(head(encoder(torch.rand(5, 6, 3))[0]), torch.rand(5, 6, 2))
+    memory_cleanup(encoder)
+    with backpack(BatchGrad()):
+        loss.backward(inputs=list(head.parameters()))
+    assert [len(p.grad_batch) for p in head.parameters()] == [6, 6]
+
+
+def test_a_part_that_another_pass_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the graph has its quantities."""
+    monkeypatch.setattr(tape, "LARGE", 0)
+    torch.manual_seed(0)
+    body, head, other = (extend(nn.Linear(4, 4)) for _ in range(3))
+    features = body(torch.rand(6, 4))
+    loss = extend(nn.MSELoss())(head(features), torch.rand(6, 4))
+    other(features).sum().backward()
+    with backpack(BatchGrad()):
+        loss.backward(inputs=list(head.parameters()))
+    assert [len(p.grad_batch) for p in head.parameters()] == [6, 6]
+
+
+def test_a_graph_that_is_kept_after_a_plain_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in nobody's way."""
+    monkeypatch.setattr(tape, "LARGE", 0)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 4] -> [N, 4]."""
+            return x + self.layer(x)
+
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 4), Residual()), use_converter=True)
+    kept = model(torch.rand(6, 4)).sum()
+    kept.backward()
+    with backpack(BatchGrad()):
+        model(torch.rand(6, 4)).sum().backward()
+    assert {len(p.grad_batch) for p in model.parameters()} == {6}
+    memory_cleanup(model)
+
+
+def test_autocast_in_the_forward_pass_alone() -> None:
+    """A function of tensors of two precisions is tried as it was called."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = nn.Linear(5, 4), nn.Parameter(torch.rand(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 5] -> [N, 3]."""
+            return self.layer(x).tanh() @ self.weight
+
+    torch.manual_seed(0)
+    model, lossfunc = extend(Product(), use_converter=True), extend(nn.CrossEntropyLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lossfunc(model(torch.rand(6, 5)), torch.randint(3, (6,)))
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad, rtol=0.05, atol=0.01)
