@@ -336,8 +336,7 @@ class BackwardPass:
             for call, _ in uses:
                 if call not in gradients:
                     gradients[call] = _gradient_use(plan, call, subsampling)
-            of_p = [gradients[call]._replace(name=name) for call, name in uses]
-            self._extract(plan, p, of_p, exts)
+            self._extract(plan, p, [gradients[call].of(name) for call, name in uses], exts)
 
     def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
         for call in plan.users:

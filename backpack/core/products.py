@@ -34,6 +34,10 @@ class Use(NamedTuple):
     rows: Rows
     mats: Sequence[Tensor | None] = ()
 
+    def of(self, name: str) -> Use:
+        """Return the use of another parameter of the call, with the same columns."""
+        return Use(self.call, name, self.factor, self.rows, self.mats)
+
     @property
     def derivatives(self) -> BaseDerivatives:
         """Derivatives of the module."""

@@ -662,7 +662,7 @@ class Sweep:
         """Hand over the products of a call's parameters; keep those with other uses to come."""
         with use.call.sharing():
             for name, p in use.call.trained.items():
-                own = use._replace(name=name)
+                own = use.of(name)
                 if len(self.plan.uses[p]) == 1:
                     receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
                 else:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Size, Tensor
@@ -61,8 +61,6 @@ LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
 MAX_STEPS = 3
 _index = count()
-# Who computes a tensor again that is not kept.
-_makers: WeakKeyDictionary[Origin, ref[Call]] = WeakKeyDictionary()
 _live: WeakSet[Call] = WeakSet()
 _uses: dict[int, int] = {}  # number of live calls that use a parameter, by its id
 
@@ -73,14 +71,16 @@ class Origin:
     Attributes:
         is_output: Whether a recorded call returned the tensor.
         layout: Where the samples are in it, if that is known.
+        maker: The call that computes the tensor again, if it is not kept.
     """
 
-    __slots__ = ("__weakref__", "is_output", "layout")
+    __slots__ = ("is_output", "layout", "maker")
 
     def __init__(self) -> None:
         """Nobody is known to have returned it yet."""
         self.is_output = False
         self.layout: Layout | None = None
+        self.maker: ref[Call] | None = None
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -258,7 +258,7 @@ class Call:
         """Record the call. The derivatives may look at the graph to keep what they need."""
         leaves: Sequence[Any] = args
         self.structure = None  # no nested arguments
-        if keywords or not all(isinstance(x, Tensor) for x in args):
+        if keywords or not all(map(torch.is_tensor, args)):
             leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
         self.module = module
@@ -275,17 +275,20 @@ class Call:
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
-        self.outputs = tuple([out.detach() for out in outputs])
-        self.origins_in = tuple(map(origin, leaves))
-        self.origins_out = tuple(map(_origin_of_output, outputs))
-        self.is_transparent = all(
-            mark is not None and mark in self.origins_in for mark in self.origins_out
-        )
+        self.origins_in = tuple([origin(x) for x in leaves])
+        self.origins_out = tuple([_origin_of_output(out) for out in outputs])
+        sources = set(self.origins_in)
+        sources.discard(None)
+        self.is_transparent = sources.issuperset(self.origins_out)
         # A module that returns its own input would own its own graph: a leak.
         owned = set(map(id, leaves if self.is_transparent else outputs))
         self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
         self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
         self.shape_out = tuple([out.shape for out in outputs])
+        # rules of users may read everything
+        is_droppable = rule is not None and rule.is_ours and outputs[0].numel() >= LARGE
+        if not is_droppable:
+            self.outputs = tuple([out.detach() for out in outputs])
         self.makers: dict[int, Call] = {}
         self.made_with: list[tuple[int, ...]] | None = None
         self.steps = 1
@@ -293,17 +296,17 @@ class Call:
         self.saved: dict[str, Any] = {}
         self.shared: dict[str, Tensor] | None = None
         if rule is not None and rule.keeps_something:
-            with disable():  # if they differentiate, that is no backward pass of the user
-                self.saved = rule.saved(module, tuple(leaves), outputs)
+            self.saved = _saved(rule, module, tuple(leaves), outputs)
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
         self.kept = frozenset(self.saved)
         self.computed = [False] * len(leaves)
         self._found: Places | None = None
         known = [None if mark is None else mark.layout for mark in self.origins_in]
-        for i, layout in enumerate(known):
-            if layout is None:
-                known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
+        if None in known:
+            for i, layout in enumerate(known):
+                if layout is None:
+                    known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
         self.layouts_in = tuple(known)
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.copies = 1
@@ -314,42 +317,44 @@ class Call:
             if mark is not None:
                 mark.is_output = True
                 mark.layout = mark.layout or layout
-        if rule is not None and self.outputs[0].numel() >= LARGE:
-            self._drop(rule)
+        if is_droppable:
+            drops = self._drops_output(outputs)
+            self.outputs = tuple([stand_in(y) if drops else y.detach() for y in outputs])
         self.versions = tuple(map(_version, self.inputs + self.outputs))
         _live.add(self)
         for key in map(id, self.params.values()):
             _uses[key] = _uses.get(key, 0) + 1
         self.counts_uses = True
 
-    def _drop(self, rule: BaseDerivatives) -> None:
+    def _drops_output(self, outputs: tuple[Tensor, ...]) -> bool:
         """Keep no large tensor that the derivatives do not read, if it can be computed again.
 
         Autograd frees it as well, where an activation reads the output of a layer.
+
+        Returns:
+            Whether the output need not be kept.
         """
-        # rules of users may read everything
-        is_ours = type(rule).__module__.startswith("backpack.")
-        is_plain = type(self.outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
-        if self.is_transparent or not (is_ours and is_plain):
-            return
-        mark = self.origins_out[0]
-        if rule.repeats_output(self) and mark is not None and len(self.outputs) == 1:
+        rule, mark = self.derivatives, self.origins_out[0]
+        is_plain = type(outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
+        if rule is None or self.is_transparent or not is_plain:
+            return False
+        is_repeated = False
+        if len(outputs) == 1 and mark is not None and rule.repeats_output(self):
+            is_repeated = True
             self.made_with = self._state_of_module()
-            self.outputs = (stand_in(self.outputs[0]),)
-            _makers[mark] = ref(self)
+            mark.maker = ref(self)
         if rule.reads_inputs(self):
-            return
-        inputs = list(self.inputs)
-        for i, (x, source) in enumerate(zip(self.inputs, self.origins_in, strict=True)):
-            known = None if source is None else _makers.get(source)
-            maker = None if known is None else known()
+            return is_repeated
+        for i, source in enumerate(self.origins_in):
+            maker = None if source is None or source.maker is None else source.maker()
             if maker is None or maker.is_released or maker.steps >= MAX_STEPS:
                 continue
-            (made,) = maker.outputs
+            (made,), x = maker.outputs, self.inputs[i]
             if made.shape == x.shape and made.dtype == x.dtype:
-                self.makers[i], inputs[i] = maker, made
+                self.makers[i] = maker
+                self.inputs = (*self.inputs[:i], made, *self.inputs[i + 1 :])
                 self.steps = max(self.steps, maker.steps + 1)
-        self.inputs = tuple(inputs)
+        return is_repeated
 
     def _state_of_module(self) -> list[tuple[int, ...]]:
         """Tell the entries of parameters and buffers from those before a change."""
@@ -408,7 +413,7 @@ class Call:
             found = tuple(self.derivatives.layouts(self))
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
-            return (None,) * len(self.outputs)
+            return (None,) * len(self.shape_out)
         finally:
             self._found = None  # the rule may have changed the layouts of the inputs
         if self.derivatives.depends_on_layouts:
@@ -455,7 +460,7 @@ class Call:
     def follow_autograd(self) -> None:
         """Drop large tensors in a backward pass that drops what autograd has stored for it."""
         rule = self.derivatives
-        is_large = not self.is_released and self.outputs[0].numel() >= LARGE
+        is_large = not self.is_released and self.shape_out[0].numel() >= LARGE
         frees = is_large and rule is not None and rule.autograd_stores(self)
         if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
@@ -779,9 +784,23 @@ class _Sharing:
         self.call.shared = None
 
 
+# Made once, as forward passes need one for each large layer.
+_NAN = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
+
+
 def stand_in(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
-    return tensor.new_full((), torch.nan).expand(tensor.shape)
+    is_usual = type(tensor) is Tensor and tensor.is_cpu and tensor.dtype is torch.float32
+    return (_NAN if is_usual else tensor.new_full((), torch.nan)).expand(tensor.shape)
+
+
+def _saved(
+    rule: BaseDerivatives, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    if rule.is_ours:
+        return rule.saved(module, inputs, outputs)
+    with disable():  # if it differentiates, that is no backward pass of the user
+        return rule.saved(module, inputs, outputs)
 
 
 def _has_no_samples(layout: Layout | None) -> bool:
@@ -960,7 +979,8 @@ def record(
     if "_is_replica" in vars(module):
         raise RuntimeError(NO_REPLICAS)
     outputs, apart = flatten_outputs(output), None
-    if not any(out.grad_fn is not None for out in outputs):
+    nodes = [out.grad_fn for out in outputs]
+    if not any(nodes):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and all(map(is_constant, given)):
             tree_map(mark_constant, output)
@@ -971,9 +991,10 @@ def record(
         outputs = flatten_outputs(apart)
     call = Call(module, *positional(module, args, kwargs), outputs)
     for i, out in enumerate(outputs):
-        if out.grad_fn is not None:
+        node: Any = out.grad_fn
+        if node is not None:
             # of the node: it sees what hooks of the tensor have made of the gradient
-            out.grad_fn.register_prehook(_hook(call, i, out.output_nr, reached))
-    if CTX.get_debug():
+            node.register_prehook(_hook(call, i, out.output_nr, reached))
+    if CTX.configuration.debug:
         print(f"[backpack] recorded {call!r}")
     return apart

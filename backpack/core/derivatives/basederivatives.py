@@ -57,6 +57,7 @@ class BaseDerivatives:
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
             with rows of its own for one of them sets it to False.
+        is_ours: Whether this library has the rule, so that what it reads and does is known.
         keeps_something: Whether there is anything to keep from the forward pass.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
         squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
@@ -73,6 +74,7 @@ class BaseDerivatives:
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
+    is_ours: ClassVar[bool] = True
     keeps_something: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
     squares_with_input: ClassVar[bool] = False
@@ -80,6 +82,7 @@ class BaseDerivatives:
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
+        cls.is_ours = cls.__module__.startswith("backpack.")
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         cls.has_samples_first = (
             cls.batch_axis is not BatchAxis.FOLLOWED

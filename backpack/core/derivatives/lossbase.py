@@ -55,7 +55,7 @@ class BaseLossDerivatives(BaseDerivatives):
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
         """Return all parameters of the loss, which no rule knows: trained ones are an error."""
-        return dict(module.named_parameters())
+        return dict(module.named_parameters()) if module._modules else module._parameters
 
     def predictions(self, module: Any) -> tuple[int, ...]:
         """Number the inputs that are predictions; the others are targets, weights or options."""
