@@ -80,7 +80,8 @@ def extended() -> tuple[nn.Sequential, nn.Module]:
 
 def calls_of(model: nn.Module) -> list[tape.Call]:
     parts = set(model.modules())
-    return [call for call in tape.all_live_calls() if call.module in parts]
+    calls = [call for call in tape.all_live_calls() if call.module in parts]
+    return sorted(calls, key=lambda call: call.index)
 
 
 def values(name: str, residual: bool) -> list[Any]:
