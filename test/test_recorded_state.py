@@ -34,7 +34,7 @@ def test_an_input_that_changes_afterwards() -> None:
 
 
 class Turning(nn.Module):
-    """A module of no known class: it turns its input in training, or if it is told to."""
+    """A module of no known class: it turns its input in training, if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -303,10 +303,9 @@ class Call:
         self.computed = [False] * len(leaves)
         self._found: Places | None = None
         known = [None if mark is None else mark.layout for mark in self.origins_in]
-        if None in known:
-            for i, layout in enumerate(known):
-                if layout is None:
-                    known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
+        for i, layout in enumerate(known):
+            if layout is None:
+                known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
         self.layouts_in = tuple(known)
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.copies = 1
@@ -784,14 +783,9 @@ class _Sharing:
         self.call.shared = None
 
 
-# Made once, as forward passes need one for each large layer.
-_NAN = torch.full((), torch.nan, dtype=torch.float32, device="cpu")
-
-
 def stand_in(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
-    is_usual = type(tensor) is Tensor and tensor.is_cpu and tensor.dtype is torch.float32
-    return (_NAN if is_usual else tensor.new_full((), torch.nan)).expand(tensor.shape)
+    return tensor.new_full((), torch.nan).expand(tensor.shape)
 
 
 def _saved(
