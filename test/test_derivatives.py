@@ -29,6 +29,7 @@ from backpack.core.derivatives import (
     shared_weight,
 )
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.derivatives.patches import Kernel
 from backpack.core.tape import bound
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -389,6 +390,30 @@ REDUCTIONS = {
     "batch_square": lambda each, squares: squares.sum(0),
     "square": lambda each, squares: squares.sum((0, 1)),
 }
+
+
+@each_probe
+def test_any_memory_order(probe: Probe) -> None:
+    """The columns of a sample may be next to each other: the products are the same."""
+    call = start(probe)
+    s, t = random_mat(call.out), random_mat(call.xs[0])
+    by_sample = [mat.transpose(0, 1).contiguous().transpose(0, 1) for mat in (s, t)]
+    with torch.no_grad():
+        if len(call.xs) == 1:
+            close(call.jac_t_mat_prod(by_sample[0]), call.jac_t_mat_prod(s))
+            close(call.jac_mat_prod(by_sample[1]), call.jac_mat_prod(t))
+        for name in call.params:
+            found = call.reduced(name, by_sample[0], reductions.NAMES, None, None)
+            for key, value in call.reduced(name, s, reductions.NAMES, None, None).items():
+                close(found[key], value)
+
+
+def test_rows_are_not_copied() -> None:
+    """The order of the columns in memory is kept."""
+    mat = torch.randn(4, V, 2)
+    for one in (mat, mat.transpose(0, 1)):
+        assert map_rows(lambda rows: rows, one).data_ptr() == mat.data_ptr()
+        assert map_rows(lambda rows: 2 * rows, one).stride() == one.stride()
 
 
 @each_with_params

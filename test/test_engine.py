@@ -22,6 +22,7 @@ from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
 from backpack.core import sweep, tape
 from backpack.core.derivatives import derivatives_of, register
+from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.factors import Factor
 from backpack.core.registry import REGISTRY
@@ -1537,6 +1538,31 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         run(model, ext, extensions.SqrtGGNExact(), batch=batch)
         assert reduced == [8]  # the columns are wanted
         torch.testing.assert_close(found, values(model, ext.savefield), **TOLERANCE)
+
+
+def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that are split can not be replaced, and are many."""
+    travelling: list[int] = []
+    original = ConvNDDerivatives._jac_t_mat_prod
+
+    def counted(self: Any, module: Any, g_inp: Any, g_out: Any, mat: Tensor, rows: Any) -> Tensor:
+        travelling.append(len(mat))
+        return original(self, module, g_inp, g_out, mat, rows)
+
+    monkeypatch.setattr(ConvNDDerivatives, "_jac_t_mat_prod", counted)
+    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
+    convolutions = [nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 2, 1)]
+    layers = [*convolutions, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(2, 9)]
+    model = nn.Sequential(*layers).double()
+    batch, ext = (torch.randn(3, 1, 4, 4).double(), torch.arange(3)), extensions.DiagGGNExact()
+    run(model, extensions.SqrtGGNExact(), batch=batch)
+    truth = [root.square().sum((0, 1)) for root in values(model, "sqrt_ggn_exact")]
+    travelling.clear()
+    # room for the 8 columns of a sample at the loss (72 bytes each), not in front of the pooling
+    with slice_bytes(1024):
+        run(model, ext, batch=batch)
+    assert travelling == [2, 2, 2]
+    torch.testing.assert_close(values(model, ext.savefield), truth, **TOLERANCE)
 
 
 @pytest.mark.parametrize("limit", [1, 200, 3000])

@@ -555,6 +555,17 @@ def test_large_networks_return_memory(is_large: bool, monkeypatch: pytest.Monkey
     assert bool(returned) == is_large
 
 
+@pytest.mark.parametrize("threads, small, large", [(1, 22, 22), (2, 23, 22), (16, 24, 23)])
+def test_slices_of_large_networks_are_smaller(
+    threads: int, small: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = [sweep.slice_bytes.on(torch.device("cpu"), is_large) for is_large in (False, True)]
+    assert found == [2**small, 2**large]
+    with sweep.slice_bytes(5):
+        assert sweep.slice_bytes.on(torch.device("cpu"), True) == 5
+
+
 def test_slices_of_columns_are_added_in_place() -> None:
     """The sum over slices stays where it is."""
     every = sweep.Part(range(1), range(1), range(3), range(3))

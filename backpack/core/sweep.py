@@ -40,8 +40,8 @@ Save = Callable[[Parameter, "BackpropExtension", Any], None]
 BYTES_PER_CORE = 2**22
 BYTES_OF_HEAP = 2**24
 BYTES_ELSEWHERE = 2**28
-# Bytes of the parameters from which on sweeps in many slices return memory between them. What is
-# returned has to be fetched again, which small networks would notice.
+# Bytes of the parameters from which on a sweep saves memory: on a CPU, its slices are half as
+# large, and what many slices have freed is returned between them. Small networks would notice.
 LARGE_NETWORK = 2**25
 # Multiplications of a column from which on it pays to save one.
 LONG_SWEEP = 2**22
@@ -52,7 +52,8 @@ class slice_bytes:
 
     Args:
         limit: Bytes of the largest tensor that travels through the network. Default at start: on
-            a CPU 4 MiB for each thread, at most 16 MiB; elsewhere 256 MiB.
+            a CPU 4 MiB for each thread, at most 16 MiB, and half of it but not less than 4 MiB for
+            large networks; elsewhere 256 MiB.
     """
 
     limit: int | None = None
@@ -62,13 +63,14 @@ class slice_bytes:
         self._limit = limit
 
     @classmethod
-    def on(cls, device: torch.device) -> int:
-        """Return the limit on a device."""
+    def on(cls, device: torch.device, is_large: bool) -> int:
+        """Return the limit on a device, for a network that is large or not."""
         if cls.limit is not None:
             return cls.limit
-        if device.type == "cpu":
-            return min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
-        return BYTES_ELSEWHERE
+        if device.type != "cpu":
+            return BYTES_ELSEWHERE
+        limit = min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
+        return max(BYTES_PER_CORE, limit // 2) if is_large else limit
 
     def __enter__(self) -> None:
         """Set the limit."""
@@ -370,7 +372,7 @@ class Sweep:
         self.diagonals: dict[Call, Diagonal] = {}
         self.done: Call | None = None  # where the source at hand has left its diagonal
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
-        self.limit = slice_bytes.on(plan.calls[0].outputs[0].device)
+        self.limit = slice_bytes.on(plan.calls[0].outputs[0].device, self.is_large)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
         self.rule_values: dict[tuple[Parameter, BackpropExtension], Any] = {}
@@ -613,6 +615,12 @@ class Sweep:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
             slices = self._split(state, call)
+            if len(slices) > 1 and len(state.arrived) == 1 and not state.pending:
+                ((origin, factor),) = state.arrived.items()
+                fewer = self._reduced(state, factor)  # slices of columns could not be
+                if fewer is not factor:
+                    state.arrived[origin] = fewer
+                    slices = self._split(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
                     if self.is_tight:
@@ -649,11 +657,9 @@ class Sweep:
                 self._hand_over(state, use, receive)
             if not goes_on:
                 return
-            alone = len(mats) == 1 and not arrived and not state.pending
-            if alone and self._is_reducible(state, factor):
-                factor, everything = factor.reduced(), range(factor.mat[0, 0].numel())
+            if len(mats) == 1 and not arrived and not state.pending:
+                factor = self._reduced(state, factor)
                 mats = [factor.mat]
-                state.part = replace(state.part, columns=everything, of_columns=everything)
             backs = self._transposed(call, mats, rows)
         factors = [None if m is None else factor.holding(m) for m in backs]
         deliver(self.plan, call, factors, arrived, travelling)
@@ -667,6 +673,14 @@ class Sweep:
                     receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
                 else:
                     state.pending.setdefault(p, []).append(own)
+
+    def _reduced(self, state: State, factor: Factor) -> Factor:
+        """Replace all that has arrived by fewer columns for the same matrices, if that pays."""
+        if not self._is_reducible(state, factor):
+            return factor
+        everything = range(prod(factor.mat.shape[2:]))
+        state.part = replace(state.part, columns=everything, of_columns=everything)
+        return factor.reduced()
 
     def _is_reducible(self, state: State, factor: Factor) -> bool:
         """Whether fewer columns stand for the same matrices, and nobody sees the columns.

@@ -65,16 +65,16 @@ class BatchNormNdDerivatives(BaseDerivatives):
         axes = module.input0.dim()
         return mat.mean([-axes, *range(2 - axes, 0)], keepdim=True)
 
-    def _normalized(self, module: Any) -> tuple[Tensor, Tensor]:
-        """Return x̂ of the whole batch, and s."""
+    def _normalized(self, module: Any, subsampling: Rows = None) -> tuple[Tensor, Tensor]:
+        """Return x̂ of some rows, and s."""
         x = module.input0
         if self.mixes_samples(module):
             centered = x - self._mean(module, x)
             s = (self._mean(module, centered.square()) + module.eps).sqrt()
-        else:
-            centered = x - self._per_channel(module, module.running_mean)
-            s = self._per_channel(module, (module.running_var + module.eps).sqrt())
-        return centered / s, s
+            return subsample(centered / s, subsampling=subsampling), s
+        x = subsample(x, subsampling=subsampling)
+        s = self._per_channel(module, (module.running_var + module.eps).sqrt())
+        return (x - self._per_channel(module, module.running_mean)) / s, s
 
     def _gain(self, module: Any, s: Tensor) -> Tensor:
         """Return γ/s."""
@@ -130,7 +130,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
     def _weight_jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        x_hat = subsample(self._normalized(module)[0], subsampling=subsampling)
+        x_hat, _ = self._normalized(module, subsampling)
         return mat.reshape(mat.shape[0], *self._per_channel(module, mat[0]).shape) * x_hat
 
     def _bias_jac_mat_prod(
@@ -150,7 +150,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
         sum_batch: bool,
         subsampling: Rows,
     ) -> Tensor:
-        x_hat = subsample(self._normalized(module)[0], subsampling=subsampling)
+        x_hat, _ = self._normalized(module, subsampling)
         return self._bias_jac_t_mat_prod(module, g_inp, g_out, mat * x_hat, sum_batch, subsampling)
 
     def _bias_jac_t_mat_prod(

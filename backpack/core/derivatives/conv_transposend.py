@@ -17,7 +17,7 @@ from backpack.core.derivatives.convnd import (
     crop,
     weight_jac_t_save_memory,
 )
-from backpack.core.derivatives.linear_maps import fold, unfold_like
+from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.derivatives.shared_weight import (
     gram_is_cheaper,
     input_factor,
@@ -67,16 +67,18 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        return unfold_like(self._convolve(module, fold(mat), module.weight, module.groups), mat)
+        return map_rows(lambda x: self._convolve(module, x, module.weight, module.groups), mat)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        folded = fold(mat)
-        shape = (folded.shape[0], *module.input0.shape[1:])
+        return map_rows(lambda s: self._pull(module, s), mat)
+
+    def _pull(self, module: Any, s: Tensor) -> Tensor:
+        """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
         product, _, _ = torch.ops.aten.convolution_backward(
-            folded,
-            mat.new_zeros(1).expand(shape),  # only its shape is read
+            s,
+            s.new_empty(len(s), *module.input0.shape[1:]),  # only its shape is read
             module.weight,
             None,
             module.stride,
@@ -87,7 +89,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
             module.groups,
             [True, False, False],
         )
-        return unfold_like(product, mat)
+        return product
 
     def jacobian_is_constant(self, module: Module) -> bool:
         """Return True."""
@@ -145,9 +147,10 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     def _unfold(self, module: Any, mat: Tensor) -> Tensor:
         """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
-        padded = fold(self._pad(module, mat))
-        unfolded = PerSampleConvolution.unfolded(padded, module, module.input0.shape[2:])
-        return unfold_like(unfolded, mat)
+        positions = module.input0.shape[2:]
+        return map_rows(
+            lambda s: PerSampleConvolution.unfolded(s, module, positions), self._pad(module, mat)
+        )
 
     def _param_mjp_reduced(
         self,

@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
-from backpack.core.derivatives.linear_maps import apply_transposed, fold, unfold_like
+from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.derivatives.shared_weight import (
     gram_is_cheaper,
@@ -228,18 +228,21 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        return unfold_like(self._convolve(module, fold(mat), module.weight, module.groups), mat)
+        return map_rows(lambda x: self._convolve(module, x, module.weight, module.groups), mat)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        folded = fold(mat)
-        shape = (folded.shape[0], *module.input0.shape[1:])
-        # only the shape of this tensor is read
-        padded = self._pad(module, mat.new_zeros(1).expand(1, *shape[1:]))
+        return map_rows(lambda s: self._pull(module, s), mat)
+
+    def _pull(self, module: Any, s: Tensor) -> Tensor:
+        """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
+        shape = (len(s), *module.input0.shape[1:])
+        padded = self._pad(module, s.new_zeros(1).expand(1, *shape[1:]))
         product, _, _ = torch.ops.aten.convolution_backward(
-            folded,
-            padded[:1].expand(shape[0], *padded.shape[1:]),
+            s,
+            # only the shape is read; what is not in one piece would be copied first
+            s.new_empty(shape[0], *padded.shape[1:]),
             module.weight,
             None,
             module.stride,
@@ -251,8 +254,8 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             [True, False, False],
         )
         if padded.shape[1:] != shape[1:]:
-            product = apply_transposed(lambda x: self._pad(module, x), shape, product)
-        return unfold_like(product, mat)
+            return apply_transposed(lambda x: self._pad(module, x), shape, product)
+        return product
 
     def jacobian_is_constant(self, module: Module) -> bool:
         """Return True."""

@@ -47,14 +47,16 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 
 
-def fold(mat: Tensor) -> Tensor:
-    """Merge the vector and the batch axis: ``[V, N, *] -> [V·N, *]``."""
-    return mat.flatten(0, 1)
+def map_rows(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
+    """Apply a function of ``[N, *]`` to all columns at once, in memory order: ``[V, N, *]``."""
+    if is_by_sample(mat):
+        return map_rows(function, mat.transpose(0, 1)).transpose(0, 1)
+    return function(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
 
 
-def unfold_like(folded: Tensor, mat: Tensor) -> Tensor:
-    """Split the first axis again: ``[V·N, *] -> [V, N, *]`` with V and N of ``mat``."""
-    return folded.reshape(*mat.shape[:2], *folded.shape[1:])
+def is_by_sample(mat: Tensor) -> bool:
+    """Whether the columns of a sample are next to each other: ``[V, N, *]``."""
+    return mat.stride(1) > mat.stride(0)
 
 
 def apply_transposed(
@@ -118,15 +120,16 @@ class LinearMapDerivatives(BaseDerivatives):
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        return unfold_like(self.linear_map(module, fold(mat)), mat)
+        return map_rows(lambda x: self.linear_map(module, x), mat)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        folded = fold(mat)
-        shape = (folded.shape[0], *module.input0.shape[1:])
-        product = apply_transposed(lambda x: self.linear_map(module, x), shape, folded)
-        return unfold_like(product, mat)
+        def pull(s: Tensor) -> Tensor:
+            shape = (len(s), *module.input0.shape[1:])
+            return apply_transposed(lambda x: self.linear_map(module, x), shape, s)
+
+        return map_rows(pull, mat)
 
 
 @register(ScaleModule)

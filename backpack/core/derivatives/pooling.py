@@ -68,8 +68,9 @@ class SelectionDerivatives(BaseDerivatives):
     ) -> Tensor:
         index = self._flat_indices(module, mat, subsampling)
         spatial = module.input0.shape[2:]
-        zeros = mat.new_zeros(*mat.shape[:3], spatial.numel())
-        return zeros.scatter_add_(3, index, mat.flatten(3)).reshape(*mat.shape[:3], *spatial)
+        v, n, c = mat.shape[:3]
+        zeros = mat.new_zeros(n, v, c, spatial.numel()).transpose(0, 1)
+        return zeros.scatter_add_(3, index, mat.flatten(3)).unflatten(3, spatial)
 
     def _ea_jac_t_mat_jac_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
 from backpack.core.derivatives.basederivatives import Grads, Rows
-from backpack.core.derivatives.linear_maps import LinearMapDerivatives, fold, unfold_like
+from backpack.core.derivatives.linear_maps import LinearMapDerivatives, map_rows
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.registry import register
 
@@ -37,7 +37,7 @@ class UpsampleDerivatives(LinearMapDerivatives):
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        return map_vectors(lambda t: unfold_like(module.forward(fold(t)), t), mat)
+        return map_vectors(lambda t: map_rows(module.forward, t), mat)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
@@ -51,11 +51,9 @@ class UpsampleDerivatives(LinearMapDerivatives):
         factors = self._factors(module, dims)
 
         def pull(s: Tensor) -> Tensor:
-            folded = fold(s)
-            shape = [len(folded), *shape_in]
-            return unfold_like(transposed(folded, shape_out, shape, *align, *factors), s)
+            return transposed(s, shape_out, [len(s), *shape_in], *align, *factors)
 
-        return map_vectors(pull, mat)
+        return map_vectors(lambda t: map_rows(pull, t), mat)
 
     @staticmethod
     def _factors(module: Any, dims: int) -> list[float | None]:
