@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -1543,13 +1544,20 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that are split can not be replaced, and are many."""
     travelling: list[int] = []
-    original = ConvNDDerivatives._jac_t_mat_prod
+    wide: list[weakref.ref[Factor]] = []
+    original, reduced = ConvNDDerivatives._jac_t_mat_prod, Factor.reduced
 
     def counted(self: Any, module: Any, g_inp: Any, g_out: Any, mat: Tensor, rows: Any) -> Tensor:
         travelling.append(len(mat))
+        assert all(ref() is None for ref in wide)  # what was replaced is freed
         return original(self, module, g_inp, g_out, mat, rows)
 
+    def noted(factor: Factor) -> Factor:
+        wide.append(weakref.ref(factor))
+        return reduced(factor)
+
     monkeypatch.setattr(ConvNDDerivatives, "_jac_t_mat_prod", counted)
+    monkeypatch.setattr(Factor, "reduced", noted)
     monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
     convolutions = [nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 2, 1)]
     layers = [*convolutions, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(2, 9)]
@@ -1562,6 +1570,7 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
     with slice_bytes(1024):
         run(model, ext, batch=batch)
     assert travelling == [2, 2, 2]
+    assert len(wide) == 3
     torch.testing.assert_close(values(model, ext.savefield), truth, **TOLERANCE)
 
 

@@ -348,6 +348,26 @@ class CubedRule(ModuleExtension):
         return bpQuantities * 3 * module.input0**2
 
 
+class CubedByView(CubedRule):
+    """Merges columns and samples as tensors in one piece allow."""
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Tensor:
+        rows = bpQuantities.view(-1, *module.output.shape[1:])
+        return super().backpropagate(ext, module, g_inp, g_out, rows.view_as(bpQuantities))
+
+
+def test_columns_for_a_rule_are_in_one_piece() -> None:
+    """Also in front of a pooling module, which leaves them in another order."""
+    layers = [nn.Conv2d(1, 2, 2), Cubed(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3)]
+    model, batch = nn.Sequential(*layers), (torch.rand(N, 1, 3, 3), torch.arange(N) % 3)
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(Cubed, CubedByView())
+    params = run(model, ext, batch=batch)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+
+
 @pytest.mark.parametrize("field", ["diag_ggn_exact", "sqrt_ggn_exact", "kflr", "diag_ggn_mc"])
 def test_second_order_rule_without_parameters(field: str) -> None:
     make = {

@@ -467,6 +467,18 @@ class Sweep:
         rows = row_numbers(self.plan.base, self.subsampling)
         return take_rows(rows, slice(part.samples.start, part.samples.stop))
 
+    def _slices(self, state: State, call: Call) -> list[State]:
+        """Slice what has arrived; before that, replace it by fewer columns: slices cannot be."""
+        slices = self._split(state, call)
+        if len(slices) == 1 or len(state.arrived) > 1 or state.pending:
+            return slices
+        ((origin, factor),) = state.arrived.items()
+        fewer = self._reduced(state, factor)
+        if fewer is factor:
+            return slices
+        state.arrived[origin] = fewer
+        return self._split(state, call)
+
     def _split(self, state: State, call: Call) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
         outs = [state.arrived[o] for o in call.origins_out if o in state.arrived]
@@ -614,13 +626,7 @@ class Sweep:
     def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
-            slices = self._split(state, call)
-            if len(slices) > 1 and len(state.arrived) == 1 and not state.pending:
-                ((origin, factor),) = state.arrived.items()
-                fewer = self._reduced(state, factor)  # slices of columns could not be
-                if fewer is not factor:
-                    state.arrived[origin] = fewer
-                    slices = self._split(state, call)
+            slices = self._slices(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
                     if self.is_tight:
@@ -728,7 +734,8 @@ class Sweep:
             if rule is not None:
                 with call.bound(whole=True) as module:
                     grads = call_gradients(call)
-                    back = rule.run(ext, module, *grads, factor.mat, self._add_rule_value)
+                    columns = factor.mat.contiguous()
+                    back = rule.run(ext, module, *grads, columns, self._add_rule_value)
                 mats = back if isinstance(back, tuple) else (back,)
                 factors = [None if m is None else factor.holding(m) for m in mats]
                 deliver(self.plan, call, factors, arrived, samples)

@@ -15,6 +15,7 @@ from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
     crop,
+    shape_only,
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import map_rows
@@ -78,7 +79,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
         product, _, _ = torch.ops.aten.convolution_backward(
             s,
-            s.new_empty(len(s), *module.input0.shape[1:]),  # only its shape is read
+            shape_only(s, (len(s), *module.input0.shape[1:])),
             module.weight,
             None,
             module.stride,
@@ -167,7 +168,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
             # groups are further samples: their squared norms add up
             x = x.unflatten(1, (module.groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
             s = self._unfold(module, mat).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
-            if gram_is_cheaper(s, x):
+            if gram_is_cheaper(len(s), s.shape[3], *x.shape[1:]):
                 norms = square_norm(s, x).unflatten(0, (-1, module.groups))
                 return {"square_norm": norms.sum(1)}
         return super()._param_mjp_reduced(

@@ -124,6 +124,13 @@ def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -
     return is_view or patch_entries < 2**16 + product_entries // 2
 
 
+def shape_only(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an input of which a convolution's backward pass reads the shape alone."""
+    if like.is_cpu and not torch.is_grad_enabled():
+        return like.new_empty(shape)  # the kernels copy what is not in one piece
+    return like.new_zeros(1).expand(shape)  # a graph keeps it
+
+
 def crop(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Keep the first entries along the last axes."""
     for axis, size in enumerate(sizes, start=x.dim() - len(sizes)):
@@ -241,8 +248,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         padded = self._pad(module, s.new_zeros(1).expand(1, *shape[1:]))
         product, _, _ = torch.ops.aten.convolution_backward(
             s,
-            # only the shape is read; what is not in one piece would be copied first
-            s.new_empty(shape[0], *padded.shape[1:]),
+            shape_only(s, (len(s), *padded.shape[1:])),
             module.weight,
             None,
             module.stride,
@@ -321,12 +327,12 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         groups, positions = module.groups, Size(out).numel()
         s = mat.reshape(num_v, num_n, groups, -1, positions)
         features = p[0].numel()
-        # groups are further samples: their squared norms add up
-        by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
-        shape_only = x.new_empty(1).expand(num_n * groups, positions, features)
-        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(by_group, shape_only):
+        sizes = (num_v, num_o // groups, positions, features)
+        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(*sizes):
             values = {}
             if "square_norm" in wanted:
+                # groups are further samples: their squared norms add up
+                by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
                 unfolded = self._unfold(module, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
                 values["square_norm"] = (
                     square_norm(by_group, unfolded).unflatten(0, (-1, groups)).sum(1)
@@ -346,9 +352,9 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             part = s[columns, samples]
             if out is not None and (groups == 1 or len(part) == 1):
                 by_group = out.view(len(part), -1, num_o // groups, features)
-                reductions.stacked_product(part.flatten(1, 2), unfolded, by_group)
+                reductions.stacked_product(part, unfolded, by_group)
                 return out
-            product = reductions.stacked_product(part.flatten(1, 2), unfolded)
+            product = reductions.stacked_product(part, unfolded)
             return product.reshape(*part.shape[:2], *p.shape)
 
         def by_convolution(columns: slice, samples: slice, out: Tensor | None) -> Tensor:

@@ -85,12 +85,12 @@ def of_products(
 
 
 def stacked_product(s: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply ``[V, B, O, T]`` with ``[B, T, I]``: all columns of an entry b at once.
+    """Multiply ``[V, *B, O, T]`` with ``[B, T, I]``: all columns of an entry b at once.
 
     (Broadcasting would copy x for each column.) The result may be written to a tensor, in which the
     columns of an entry b are next to each other.
     """
-    stacked = s.transpose(0, 1).flatten(1, 2)
+    stacked = s.movedim(0, -3).flatten(-3, -2).flatten(0, -3)
     if out is not None:
         torch.bmm(stacked, x, out=out.transpose(0, 1).flatten(1, 2))
         return out

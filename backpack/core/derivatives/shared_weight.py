@@ -82,7 +82,7 @@ def reduced(
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
     num_v = len(s)
     values = {}
-    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(s, x):
+    if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(num_v, num_o, num_t, num_i):
         if "gradient" in wanted:
             values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
         if "square_norm" in wanted:
@@ -151,10 +151,8 @@ def _norms_of_rows(mat: Tensor) -> Tensor:
     return mat.square().sum((0, 3))
 
 
-def gram_is_cheaper(s: Tensor, x: Tensor) -> bool:
+def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
     """Whether :func:`square_norm` takes fewer multiplications than the products themselves."""
-    num_v, _, num_t, num_o = s.shape
-    num_i = x.shape[2]
     return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
 
 
