@@ -69,6 +69,7 @@ class SelectionDerivatives(BaseDerivatives):
         index = self._flat_indices(module, mat, subsampling)
         spatial = module.input0.shape[2:]
         v, n, c = mat.shape[:3]
+        # the columns of a sample next to each other: products with a weight need no copy
         zeros = mat.new_zeros(n, v, c, spatial.numel()).transpose(0, 1)
         return zeros.scatter_add_(3, index, mat.flatten(3)).unflatten(3, spatial)
 
