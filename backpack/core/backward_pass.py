@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
@@ -82,17 +84,21 @@ class BackwardPass:
         """Read the active configuration."""
         self.configuration = CTX.configuration
         self.exts = self.configuration.exts
-        first = [ext for ext in self.exts if not ext.expects_backpropagation_quantities()]
-        self.first_order = first
-        self.second_order = [ext for ext in self.exts if ext not in first]
-        self.first_order_groups = _grouped(first, lambda ext: ext.get_subsampling())
-        self.whole_batch = all(subsampling is None for subsampling, _ in self.first_order_groups)
-        self.reached_calls: list[Call] = []
+        self.first_order: list[BackpropExtension] = []
+        self.second_order: list[BackpropExtension] = []
+        self.whole_batch = True  # of first order
+        for ext in self.exts:
+            if ext.expects_backpropagation_quantities():
+                self.second_order.append(ext)
+            else:
+                self.first_order.append(ext)
+                self.whole_batch &= ext.get_subsampling() is None
+        self.reached_calls: dict[Call, None] = {}
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
         # ids of the values, which would outlive what an extension hook drops
         self.written: list[tuple[Parameter, str, int]] = []
-        self.parameters: set[Tensor] = set()  # of the calls that were reached
+        self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.roots = WatchBackward.roots
         # torch.utils.checkpoint(use_reentrant=True) runs one backward pass inside of another
@@ -157,25 +163,26 @@ class BackwardPass:
     # ------------------------------------------------------------------ during the backward pass
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
-        call.check_released()
-        call.check_batched()
-        call.check_parameters(trained_only=not self.second_order)
-        if all(g is None for g in call.g_out):
+        if call not in self.reached_calls:
+            call.check_released()
+            call.check_batched()
+            call.check_parameters(trained_only=not self.second_order)
             if call.params:
                 self._find_trained(call)
-            self.reached_calls.append(call)
+                if call.derivatives is not None:
+                    self.parameters.append(call.params)
+            self.reached_calls[call] = None
             self.calls.append(call)
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
-        if call.derivatives is not None and call.params:
-            self.parameters.update(call.params.values())
         if self.first_order:
-            self._check_foreign_uses(call)
+            if call.reads_functions:
+                self._check_foreign_uses(call)
             self._check_mixing(call)
         elif self.second_order:
             return
         if self._is_independent(call):
             if call.trained or type(call.module) in CLASSES_WITH_RULES:
-                self._run_first_order(Plan([call]))
+                self._run_alone(call)
             self._accumulate(call)
             if not self.second_order:
                 self._done(call)
@@ -195,6 +202,8 @@ class BackwardPass:
 
     def _accumulate(self, call: Call) -> None:
         """Accumulate the gradients that autograd leaves out."""
+        if not self.owed:
+            return
         for name, p in call.trained.items():
             if p not in self.owed:
                 continue
@@ -209,7 +218,8 @@ class BackwardPass:
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
-        shared = call.is_unbatched or call.unbatched_inputs()  # samples are told apart later
+        places = call.places
+        shared = places.is_unbatched or places.without  # samples are told apart later
         alone = len(call.outputs) == 1 and not shared
         return alone and self.whole_batch and call.uses_each_parameter_alone()
 
@@ -235,7 +245,8 @@ class BackwardPass:
             else:
                 _, leaves = upstream(x, lambda m: m.is_output)
             for leaf in leaves:
-                if leaf in self.parameters or is_used(leaf):
+                reached = any(leaf is p for params in self.parameters for p in params.values())
+                if reached or is_used(leaf):
                     for ext in self.first_order:
                         ext.fail(
                             f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
@@ -253,9 +264,9 @@ class BackwardPass:
         """Whether ``p`` gets a gradient, from autograd or from here."""
         if self._is_accumulated(p):
             return True
-        if p.requires_grad and p in WatchBackward.spared:
+        if WatchBackward.spared and p.requires_grad and p in WatchBackward.spared:
             self.owed.add(p)
-        return p in self.owed
+        return bool(self.owed) and p in self.owed
 
     def _is_accumulated(self, p: Parameter) -> bool:
         """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
@@ -279,7 +290,7 @@ class BackwardPass:
             self._accumulate(call)
         if self.second_order:
             self._run_second_order()
-        for call in sorted(self.calls, key=lambda call: call.index, reverse=True):
+        for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
             self._done(call)
 
     def _done(self, call: Call) -> None:
@@ -293,7 +304,7 @@ class BackwardPass:
             call.release()
 
     def _save(self, p: Parameter, ext: BackpropExtension, value: Any) -> None:
-        if p in self.untrained:
+        if self.untrained and p in self.untrained:
             return
         if isinstance(value, Tensor):
             if value.dtype != p.dtype:
@@ -309,43 +320,65 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ first order
 
+    def _run_alone(self, call: Call) -> None:
+        """Run first order at a call that needs no other."""
+        call.compute_in_one_precision()
+        uses = {p: [(call, name)] for name, p in call.trained.items()}
+        self._run_at([call], uses, self.first_order, lambda call: None)
+
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:
             return
         separate_samples(plan)
-        for subsampling, exts in self.first_order_groups:
+        for p in plan.uses:
+            plan.check_one_batch(p)
+        for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
             plan.check_subsampling(subsampling, exts)
-            for ext in exts:
-                self._run_rules(plan, ext)
-            work: list[Work] = []
-            for p, uses in plan.uses.items():
-                known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
-                if known and self._is_supported(known, uses):
-                    work.append((p, uses, known))
-            if work and len(plan.users) == 1:  # all parameters ask one call
-                with plan.users[0].bound(), plan.users[0].sharing():
-                    self._extract_all(plan, subsampling, work)
-            else:
-                self._extract_all(plan, subsampling, work)
+            self._run_at(plan.users, plan.uses, exts, partial(plan.rows, samples=subsampling))
 
-    def _extract_all(
-        self, plan: Plan, subsampling: Sequence[int] | None, work: Iterable[Work]
+    def _run_at(
+        self,
+        calls: Sequence[Call],
+        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+        exts: Sequence[BackpropExtension],
+        rows: Callable[[Call], Rows],
     ) -> None:
+        """Extract what is wanted of the parameters that calls use, at some of their rows."""
+        for ext in exts:
+            if ext.rules or not ext.needs:
+                self._run_rules(ext, calls, uses_of)
+        work: list[Work] = []
+        for p, uses in uses_of.items():
+            known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
+            if known and self._is_supported(known, uses):
+                work.append((p, uses, known))
+        if work and len(calls) == 1:  # all parameters ask one call
+            with calls[0].bound(), calls[0].sharing():
+                self._extract_all(work, rows)
+        else:
+            self._extract_all(work, rows)
+
+    def _extract_all(self, work: Iterable[Work], rows: Callable[[Call], Rows]) -> None:
         gradients: dict[Call, Use] = {}
         for p, uses, exts in work:
             for call, _ in uses:
                 if call not in gradients:
-                    gradients[call] = _gradient_use(plan, call, subsampling)
-            self._extract(plan, p, [gradients[call].of(name) for call, name in uses], exts)
+                    gradients[call] = _gradient_use(call, rows(call))
+            self._extract(p, [gradients[call].of(name) for call, name in uses], exts)
 
-    def _run_rules(self, plan: Plan, ext: BackpropExtension) -> None:
-        for call in plan.users:
+    def _run_rules(
+        self,
+        ext: BackpropExtension,
+        calls: Sequence[Call],
+        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+    ) -> None:
+        for call in calls:
             rule = ext.rule_for(call.module)
             if rule is None:
                 if call.trained and not ext.needs:
                     ext.fail(no_rule(call))
                 continue
-            if any(len(plan.uses[p]) > 1 for p in call.trained.values()):
+            if any(len(uses_of[p]) > 1 for p in call.trained.values()):
                 raise NotImplementedError(
                     f"{ext.savefield}: the rule for {call!r} cannot be used, because a parameter "
                     "of the module is used several times. Register derivatives instead "
@@ -365,17 +398,11 @@ class BackwardPass:
                 return False
         return True
 
-    def _extract(
-        self,
-        plan: Plan,
-        p: Parameter,
-        uses: list[Use],
-        exts: Sequence[BackpropExtension],
-    ) -> None:
-        plan.check_one_batch(p)
+    def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[BackpropExtension]) -> None:
         memory.recycle(p, exts)
         wanted = {name for ext in exts for name in ext.needs}
-        if p in self.owed:
+        is_owed = bool(self.owed) and p in self.owed
+        if is_owed:
             wanted.add("gradient")
         products = Products(p, uses, wanted)
         for use in uses:
@@ -388,7 +415,7 @@ class BackwardPass:
                 )
         for ext in exts:
             self._save(p, ext, ext.extract(products))
-        if p in self.owed:
+        if is_owed:
             self.gradients[p] = products.take("gradient")
         memory.forget()
 
@@ -469,9 +496,8 @@ def _reads_gradients(ext: BackpropExtension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients()
 
 
-def _gradient_use(plan: Plan, call: Call, subsampling: Sequence[int] | None) -> Use:
+def _gradient_use(call: Call, rows: Rows) -> Use:
     """Return the gradient at a call as its only column, for any of its parameters."""
-    rows: Rows = plan.rows(call, subsampling)
     mats = [
         None if grad is None else subsample(grad, subsampling=rows).unsqueeze(0)
         for grad in call_products.gradients(call)
@@ -482,7 +508,7 @@ def _gradient_use(plan: Plan, call: Call, subsampling: Sequence[int] | None) -> 
 
 
 def _has_rule(ext: BackpropExtension, uses: Sequence[tuple[Call, str]]) -> bool:
-    return any(ext.rule_for(call.module) is not None for call, _ in uses)
+    return bool(ext.rules) and any(ext.rule_for(call.module) is not None for call, _ in uses)
 
 
 def _grouped(exts: Sequence[BackpropExtension], key: Any) -> list[tuple[Any, list[Any]]]:
@@ -503,10 +529,9 @@ def refusal(call: Call, names: Iterable[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)
-    known = call.derivatives.param_names(call.module)
-    unknown = [name for name in names if name not in known]
+    unknown = set(names).difference(call.derivatives.param_names(call.module))
     if unknown:
-        return no_rule(call, *unknown)
+        return no_rule(call, *[name for name in names if name in unknown])
     if type(call.derivatives).refusal is BaseDerivatives.refusal:
         return None
     with call.bound(check=False) as module:

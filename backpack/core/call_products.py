@@ -288,7 +288,7 @@ class _Border(_Side):
         return None if found is None else found._replace(axis=0)
 
     def _stands_alone(self, i: int) -> bool:
-        return not self.follows and i in self.call.unbatched_inputs()
+        return not self.follows and i in self.call.unbatched_inputs
 
     def _numbers(self, size: int) -> Tensor:
         return torch.as_tensor(list(row_numbers(size, self.rows)))

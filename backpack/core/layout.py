@@ -137,17 +137,10 @@ class Layout:
         first = shape[0] if shape else 0
         return before == 1 and samples > 0 and (samples == first or first % samples == 0)
 
-    def is_first_for_sure(self, shape: Sequence[int] | None, or_assumed: bool) -> bool:
-        """Whether each entry of the first axis is a sample, and no later module may correct that.
-
-        Args:
-            shape: Shape of the tensor.
-            or_assumed: An assumption is good enough.
-        """
-        root = self if self._same is None else self._root
-        before, samples, assumed, _ = root._facts
-        first = shape[0] if shape else 0
-        return before == 1 and 0 < samples == first and (or_assumed or not assumed)
+    def has_rows(self, shape: Sequence[int]) -> bool:
+        """Whether each entry of the first axis of a tensor of this shape is a sample."""
+        before, samples, *_ = self._root._facts
+        return before == 1 and samples > 0 and len(shape) > 0 and samples == shape[0]
 
     def confirm(self) -> None:
         """Take what was assumed for certain."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from math import gcd
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from backpack.core.call_products import shape_in, shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.tape import Call, Origin, parameter_behind, upstream
+from backpack.utils.lazy import lazy
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Plan:
             calls: Reached calls.
             users: Those whose parameters matter. Default: all.
         """
-        self.everything = sorted(calls, key=lambda call: call.index)
+        self.everything = sorted(calls, key=attrgetter("index"))
         self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
         self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
         self.users = self.everything if users is None else list(users)
@@ -84,17 +86,17 @@ class Plan:
             if call.is_unbatched:
                 call.copies = self.base or 1
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
-        dtypes = set().union(*(call.dtypes for call in self.calls))
+        dtypes = {dtype for call in self.calls for dtype in call.dtypes}
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))
 
-    @cached_property
+    @lazy
     def losses(self) -> list[Call]:
         """The calls that are losses."""
         return [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
 
-    @cached_property
+    @lazy
     def predictions(self) -> dict[Call, tuple[int, ...]]:
         """For each loss the numbers of the inputs that are predictions."""
         found = {}
@@ -104,7 +106,7 @@ class Plan:
                 found[loss] = loss.derivatives.predictions(module)
         return found
 
-    @cached_property
+    @lazy
     def producers(self) -> dict[Origin, Producer]:
         """Who computed the tensor of an origin."""
         return {
@@ -114,7 +116,7 @@ class Plan:
             if origin is not None
         }
 
-    @cached_property
+    @lazy
     def after_loss(self) -> set[Call]:
         """The losses themselves, and modules that combine their values."""
         found = set(self.losses)
@@ -124,7 +126,7 @@ class Plan:
                 found.add(call)
         return found
 
-    @cached_property
+    @lazy
     def base(self) -> int:
         """Number of samples; the number of rows of every call is a multiple. 0 if there is none."""
         found = [self.num_rows(call) for call in self.calls if not call.is_unbatched]
@@ -133,12 +135,12 @@ class Plan:
         # without a common batch, there are neither slices of samples nor subsampling
         return base if base == min(rows, default=0) else 0
 
-    @cached_property
+    @lazy
     def mixing(self) -> bool:
         """Whether a module mixes the samples of the batch."""
         return any(call.mixes_samples for call in self.calls)
 
-    @cached_property
+    @lazy
     def versions(self) -> dict[Tensor, int]:
         """Versions of the parameters and buffers that the calls have read."""
         # a module that mixes samples changes its buffers (running statistics) and reads none
@@ -183,7 +185,7 @@ class Plan:
                 "Use one backward pass for each batch."
             )
 
-    @cached_property
+    @lazy
     def _batches(self) -> dict[Call, tuple[int, int]]:
         """Number the connected parts of the network, and find the number of samples of each."""
         part = {call: i for i, call in enumerate(self.everything)}
@@ -277,7 +279,7 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{savefields}: {error}") from error
 
-    @cached_property
+    @lazy
     def gap(self) -> str | None:
         """Describe the first break: a reached call feeds another through what is not a module."""
         for loss in self.losses:
@@ -325,7 +327,7 @@ class Plan:
         """Find the closest reached calls above a tensor, and the parameters on the way."""
         return upstream(x, self.producers.__contains__)
 
-    @cached_property
+    @lazy
     def unreached(self) -> Call | None:
         """Find the last call whose output does not enter the prediction of a loss."""
         fed: set[Origin | None] = set()

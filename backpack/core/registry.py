@@ -73,9 +73,10 @@ def class_derivatives(module_class: type[Module]) -> BaseDerivatives | None:
     A subclass that overrides a method of the registered class may compute something else: it does
     not inherit the derivatives.
     """
-    if module_class not in _CACHE:
-        _CACHE[module_class] = _look_up(module_class)
-    return _CACHE[module_class]
+    try:
+        return _CACHE[module_class]
+    except KeyError:
+        return _CACHE.setdefault(module_class, _look_up(module_class))
 
 
 def _look_up(module_class: type[Module]) -> BaseDerivatives | None:

@@ -12,7 +12,7 @@ and no distributed wrappers. Hooks of the graph's nodes go unnoticed: torch does
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,32 +49,45 @@ def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
         return {}
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
-    found, work = {}, 0
+    found: dict[Call, list[Parameter]] = {}
     for call in tape.all_live_calls():
-        if any(ext.rule_for(call.module) is not None for ext in first_order):
-            continue
-        parameters = _costly_parameters(call, wanted)
-        if parameters:
-            found[call] = set(parameters)
-            positions = call.shape_out[0].numel() // max(1, len(parameters[0]))
-            work += positions * sum(p.numel() for p in parameters)
-    return found if work >= WORTHWHILE else {}
+        if call.params and call.derivatives is not None:
+            names = call.derivatives.costly_gradients(call, wanted)
+            parameters = [p for name, p in call.params.items() if name in names]
+            if parameters:
+                found[call] = parameters
+    if _work(found) < WORTHWHILE:  # short steps need not know more
+        return {}
+    known = {
+        call: parameters
+        for call, parameters in found.items()
+        if _is_known(call, parameters)
+        and all(ext.rule_for(call.module) is None for ext in first_order)
+    }
+    if _work(known) < WORTHWHILE:
+        return {}
+    return {call: set(parameters) for call, parameters in known.items()}
 
 
-def _costly_parameters(call: Call, wanted: Set[str]) -> list[Parameter]:
-    rule = call.derivatives
-    names = () if rule is None else rule.costly_gradients(call, wanted)
-    parameters = [p for name, p in call.params.items() if name in names]
-    known = (
-        bool(parameters)
-        and call.misplaced is None
+def _work(found: dict[Call, list[Parameter]]) -> int:
+    """Count the multiplications that the gradients take."""
+    work = 0
+    for call, parameters in found.items():
+        positions = call.shape_out[0].numel() // max(1, len(parameters[0]))
+        work += positions * sum([p.numel() for p in parameters])
+    return work
+
+
+def _is_known(call: Call, parameters: list[Parameter]) -> bool:
+    """Whether a call's gradients are the sums of individual gradients, and nothing else."""
+    return (
+        call.misplaced is None
         and not (call.module._backward_hooks or call.module._backward_pre_hooks)
-        and not (call.is_unbatched or call.unbatched_inputs())
+        and not (call.is_unbatched or call.unbatched_inputs)
         and len(call.dtypes) == 1
         and call.uses_each_parameter_alone()
         and all(map(_is_ordinary, parameters))
     )
-    return parameters if known else []
 
 
 def _is_ordinary(p: Any) -> bool:

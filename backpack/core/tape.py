@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,7 @@ RESHAPES = {
     "ViewAsBackward0",
 }
 
+TENSORS = frozenset({Tensor, Parameter})
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own.
 CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
@@ -61,7 +63,7 @@ LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
 MAX_STEPS = 3
 _index = count()
-_live: WeakSet[Call] = WeakSet()
+_live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _uses: dict[int, int] = {}  # number of live calls that use a parameter, by its id
 
 
@@ -171,13 +173,17 @@ class Places(NamedTuple):
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
         is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
-        corrections: ``Layout.corrections`` when this was found.
+        without: Numbers of the inputs that have no samples, in a call that has.
     """
 
     is_plain: bool
     is_direct: bool
     is_unbatched: bool
-    corrections: int
+    without: tuple[int, ...]
+
+
+# Of calls whose rows are the samples, in all tensors.
+USUAL = Places(is_plain=True, is_direct=True, is_unbatched=False, without=())
 
 
 class Call:
@@ -193,6 +199,7 @@ class Call:
         layouts_in: Where the samples are in each input; None for data and for what is no tensor.
         layouts_out: Where the samples are in each output; None for a scalar loss.
         is_transparent: Whether the output has the entries of the input: nothing to differentiate.
+        reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
         misplaced: What is wrong with the place of the batch axis, if anything.
         computed: Which inputs a function has computed from what recorded calls returned.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
@@ -212,7 +219,8 @@ class Call:
 
     __slots__ = (
         "__weakref__",
-        "_found",
+        "_corrections",
+        "_places",
         "computed",
         "copies",
         "counts_uses",
@@ -236,6 +244,7 @@ class Call:
         "outputs",
         "params",
         "precision",
+        "reads_functions",
         "relied_on",
         "saved",
         "shape_in",
@@ -258,7 +267,7 @@ class Call:
         """Record the call. The derivatives may look at the graph to keep what they need."""
         leaves: Sequence[Any] = args
         self.structure = None  # no nested arguments
-        if keywords or not all(map(torch.is_tensor, args)):
+        if keywords or not TENSORS.issuperset(map(type, args)):
             leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
         self.module = module
@@ -275,44 +284,64 @@ class Call:
         # as they are now: the mode may have changed when the backward pass comes
         self.training = module.training
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
-        self.origins_in = tuple([origin(x) for x in leaves])
-        self.origins_out = tuple([_origin_of_output(out) for out in outputs])
-        sources = set(self.origins_in)
-        sources.discard(None)
-        self.is_transparent = sources.issuperset(self.origins_out)
-        # A module that returns its own input would own its own graph: a leak.
-        owned = set(map(id, leaves if self.is_transparent else outputs))
-        self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
-        self.shape_in = tuple([x.shape if isinstance(x, Tensor) else None for x in leaves])
-        self.shape_out = tuple([out.shape for out in outputs])
         # rules of users may read everything
         is_droppable = rule is not None and rule.is_ours and outputs[0].numel() >= LARGE
-        if not is_droppable:
-            self.outputs = tuple([out.detach() for out in outputs])
+        origins_out, shape_out, detached = [], [], []
+        for out in outputs:
+            origins_out.append(_origin_of_output(out))
+            shape_out.append(out.shape)
+            if not is_droppable:
+                detached.append(out.detach())
+        self.outputs = tuple(detached)
+        self.origins_out, self.shape_out = tuple(origins_out), tuple(shape_out)
+        origins_in, shape_in, layouts_in = [], [], []
+        self.reads_functions = False
+        for x in leaves:
+            mark = shape = layout = None
+            if isinstance(x, Tensor):
+                shape = x.shape
+                if x.requires_grad:
+                    mark = origin(x)
+                    layout = None if mark is None else mark.layout
+                    if mark is None or not mark.is_output:
+                        self.reads_functions = True
+            origins_in.append(mark)
+            shape_in.append(shape)
+            layouts_in.append(layout)
+        self.origins_in, self.shape_in = tuple(origins_in), tuple(shape_in)
+        sources = set(origins_in)
+        sources.discard(None)
+        self.is_transparent = sources.issuperset(origins_out)
+        # A module that returns its own input would own its own graph: a leak.
+        owned = set(map(id, leaves if self.is_transparent else outputs))
+        self.inputs = tuple(leaves)
+        if not owned.isdisjoint(map(id, leaves)):
+            self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
         self.makers: dict[int, Call] = {}
         self.made_with: list[tuple[int, ...]] | None = None
         self.steps = 1
         self.g_out: list[Tensor | None] = [None] * len(outputs)
         self.saved: dict[str, Any] = {}
-        self.shared: dict[str, Tensor] | None = None
+        self.kept: frozenset[str] = frozenset()
         if rule is not None and rule.keeps_something:
             self.saved = _saved(rule, module, tuple(leaves), outputs)
+            self.kept = frozenset(self.saved)
+        self.shared: dict[str, Tensor] | None = None
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
-        self.kept = frozenset(self.saved)
         self.computed = [False] * len(leaves)
-        self._found: Places | None = None
-        known = [None if mark is None else mark.layout for mark in self.origins_in]
-        for i, layout in enumerate(known):
-            if layout is None:
-                known[i] = self._layout_in(i, leaves[i], self.origins_in[i])
-        self.layouts_in = tuple(known)
-        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.copies = 1
         self.g_samples: list[Tensor | None] | None = None
         self.precision: torch.dtype | None = None
+        self._places: Places | None = None
+        self._corrections = 0
+        for i, layout in enumerate(layouts_in):
+            if layout is None:
+                layouts_in[i] = self._layout_in(i, leaves[i], origins_in[i])
+        self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
+        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
         self.layouts_out = self._laid_out()
-        for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
+        for mark, layout in zip(origins_out, self.layouts_out, strict=True):
             if mark is not None:
                 mark.is_output = True
                 mark.layout = mark.layout or layout
@@ -320,7 +349,7 @@ class Call:
             drops = self._drops_output(outputs)
             self.outputs = tuple([stand_in(y) if drops else y.detach() for y in outputs])
         self.versions = tuple(map(_version, self.inputs + self.outputs))
-        _live.add(self)
+        _live[self.index] = ref(self)
         for key in map(id, self.params.values()):
             _uses[key] = _uses.get(key, 0) + 1
         self.counts_uses = True
@@ -408,13 +437,17 @@ class Call:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
             assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
             return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
+        usual = self.derivatives.usual_layout(self)
+        if usual is not None:
+            self._places, self._corrections = USUAL, Layout.corrections
+            return (usual,) if self.shape_out[0] else (None,)
         try:
             found = tuple(self.derivatives.layouts(self))
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
             return (None,) * len(self.shape_out)
         finally:
-            self._found = None  # the rule may have changed the layouts of the inputs
+            self._places = None  # the rule may have changed the layouts of the inputs
         if self.derivatives.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
@@ -427,11 +460,13 @@ class Call:
         return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"
 
     def __del__(self) -> None:
-        """Forget the uses of the parameters."""
-        self._forget_uses()
-
-    def _forget_uses(self) -> None:
+        """Forget the call, and that it uses its parameters."""
         if getattr(self, "counts_uses", False):
+            self._forget()
+
+    def _forget(self) -> None:
+        _live.pop(self.index, None)
+        if self.counts_uses:
             self.counts_uses = False
             for key in map(id, self.params.values()):
                 _uses[key] -= 1
@@ -445,13 +480,12 @@ class Call:
 
     def uses_each_parameter_alone(self) -> bool:
         """Whether no other live call uses a parameter of this one."""
-        return all(_uses[id(p)] == 1 for p in self.params.values())
+        return not self.params or all(_uses[id(p)] == 1 for p in self.params.values())
 
     def release(self) -> None:
         """Drop the stored tensors."""
         if not self.is_released:
-            _live.discard(self)
-            self._forget_uses()
+            self._forget()
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
             self.makers = {}
             self.g_samples = None
@@ -508,44 +542,47 @@ class Call:
     def dtypes(self) -> set[torch.dtype]:
         """Precisions of what the call has read and returned."""
         tensors = (*self.inputs, *self.outputs, *self.params.values())
-        dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)}
-        return {dtype for dtype in dtypes if dtype.is_floating_point}
+        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
 
     @property
     def rounding(self) -> float:
         """Machine epsilon of the roughest precision."""
         return max(torch.finfo(dtype).eps for dtype in self.dtypes)
 
+    def compute_in_one_precision(self) -> None:
+        """Compute in the highest precision of the tensors, such as under autocast."""
+        dtypes = self.dtypes
+        if len(dtypes) > 1:
+            self.compute_in(reduce(torch.promote_types, dtypes))
+
     def compute_in(self, precision: torch.dtype) -> None:
         """Let the derivatives see all tensors in this precision."""
         self.precision = precision
         self.g_out = [_cast(g, precision) for g in self.g_out]
 
-    def unbatched_inputs(self) -> list[int]:
-        """Number the inputs that have no samples, in a call that has."""
-        if self.is_unbatched:
-            return []
-        return [i for i, layout in enumerate(self.layouts_in) if _has_no_samples(layout)]
-
     # ------------------------------------------------------------------ where the samples are
+
+    @property
+    def unbatched_inputs(self) -> tuple[int, ...]:
+        """Number the inputs that have no samples, in a call that has."""
+        return self.places.without
 
     def _layouts_hold(self) -> bool:
         """Whether what the rule has found out still holds, if a later module corrected it."""
-        follows = getattr(self.derivatives, "depends_on_layouts", False)
-        if not follows or self.is_transparent:
+        if self.is_transparent:
             return True
         now = tuple(map(_facts, self.layouts_in))
         if now == self.relied_on:
             return True
         expected = tuple(map(_facts, self.layouts_out))
-        self.relied_on, self._found = now, None
+        self.relied_on, self._places = now, None
         assert self.derivatives is not None
         try:
             return tuple(map(_facts, self.derivatives.layouts(self))) == expected
         except ValueError:
             return False
         finally:
-            self._found = None
+            self._places = None
 
     def forget(self) -> None:
         """Drop what rules have kept beyond the forward pass."""
@@ -555,8 +592,8 @@ class Call:
     @property
     def places(self) -> Places:
         """Find where the samples are, or recall it unless a layout was corrected."""
-        found = self._found
-        if found is None or found.corrections != Layout.corrections:
+        found = self._places
+        if found is None or self._corrections != Layout.corrections:
             rule = self.derivatives
             is_plain = (
                 (rule is None or rule.sees_samples_first(self.module))
@@ -565,8 +602,12 @@ class Call:
             )
             is_direct = is_plain and rule is not None and rule.has_samples_first
             is_unbatched = any(map(_has_no_samples, self.layouts_out))
-            found = Places(is_plain, is_direct, is_unbatched, Layout.corrections)
-            self._found = found
+            without: tuple[int, ...] = ()
+            if not is_unbatched:
+                alone = map(_has_no_samples, self.layouts_in)
+                without = tuple(i for i, has_none in enumerate(alone) if has_none)
+            found = Places(is_plain, is_direct, is_unbatched, without)
+            self._places, self._corrections = found, Layout.corrections
         return found
 
     @property
@@ -651,20 +692,20 @@ class Call:
         Raises:
             ValueError: If the output has too few axes.
         """
-        if 0 in self.shape_out[0][:1]:
+        shape, rule = self.shape_out[0], self.derivatives
+        if shape and not shape[0]:
             raise ValueError(f"{self!r} was called with an empty batch.")
         if self.misplaced is not None:
             raise ValueError(self.misplaced)
-        if not self._layouts_hold():
+        if rule is None:
+            return
+        if rule.depends_on_layouts and not self._layouts_hold():
             raise ValueError(
                 f"{self!r}: the samples of the batch were assumed to be along the first axis of "
                 "the network's data, but a later module needs them elsewhere. Give the network "
                 "data with the batch axis first, or let a recurrent module come before functions."
             )
-        needed = 0
-        if self.derivatives is not None and not self.is_unbatched:
-            needed = self.derivatives.min_dims(self.module)
-        if len(self.shape_out[0]) < needed:
+        if len(shape) < rule.min_dims(self.module) and not self.is_unbatched:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
     def check_parameters(self, trained_only: bool) -> None:
@@ -842,14 +883,13 @@ def is_used(tensor: Tensor) -> bool:
 
 
 def all_live_calls() -> list[Call]:
-    """Return the recorded calls that still hold tensors."""
-    return list(_live)
+    """Return the recorded calls that still hold tensors, in the order of the calls."""
+    return [call for call in [entry() for entry in list(_live.values())] if call is not None]
 
 
 def live_calls(module: Module) -> list[Call]:
     """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
-    calls = [call for call in all_live_calls() if call.module is module]
-    return sorted(calls, key=lambda call: call.index)
+    return [call for call in all_live_calls() if call.module is module]
 
 
 def preserve(tensor: Tensor, copy: Tensor) -> None:
@@ -935,6 +975,7 @@ def is_recorded(module: Module) -> bool:
         return False
     return (
         derivatives_of(module) is not None
+        or not module._modules
         or is_leaf(module)
         or any(p is not None for p in own_parameters(module).values())
         or type(module) in CLASSES_WITH_RULES
@@ -973,7 +1014,7 @@ def record(
     if "_is_replica" in vars(module):
         raise RuntimeError(NO_REPLICAS)
     outputs, apart = flatten_outputs(output), None
-    nodes = [out.grad_fn for out in outputs]
+    nodes: list[Any] = [out.grad_fn for out in outputs]
     if not any(nodes):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and all(map(is_constant, given)):

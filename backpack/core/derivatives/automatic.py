@@ -312,7 +312,7 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     def stands_apart(self, module: Any, i: int) -> bool:
         """Return whether input ``i`` has no samples while the output has."""
-        return i in module._backpack_call.unbatched_inputs()
+        return i in module._backpack_call.unbatched_inputs
 
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]

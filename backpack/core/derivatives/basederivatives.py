@@ -60,6 +60,7 @@ class BaseDerivatives:
         is_ours: Whether this library has the rule, so that what it reads and does is known.
         keeps_something: Whether there is anything to keep from the forward pass.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
+        has_usual_layouts: Whether they are along the first axis of all that it returns, then.
         squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
             squared input squares them. Not inherited, as what derives from a rule may scale.
     """
@@ -77,6 +78,7 @@ class BaseDerivatives:
     is_ours: ClassVar[bool] = True
     keeps_something: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
+    has_usual_layouts: ClassVar[bool] = True
     squares_with_input: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -88,6 +90,11 @@ class BaseDerivatives:
             cls.batch_axis is not BatchAxis.FOLLOWED
             and cls.batch_axis_in is BaseDerivatives.batch_axis_in
             and cls.batch_axis_out is BaseDerivatives.batch_axis_out
+        )
+        cls.has_usual_layouts = (
+            cls.has_samples_first
+            and cls.layouts is BaseDerivatives.layouts
+            and cls.sees_samples_first is BaseDerivatives.sees_samples_first
         )
         cls.squares_with_input = vars(cls).get("squares_with_input", False)
 
@@ -194,6 +201,27 @@ class BaseDerivatives:
         """Return whether the rule sees the tensors as they are, if their samples come first."""
         return True
 
+    def usual_layout(self, call: Call) -> Layout | None:
+        """Return where the samples are if they are the rows of all tensors, and known to be.
+
+        That is the usual case of a module with one output; for all others see :meth:`layouts`.
+        """
+        if not self.has_usual_layouts or len(call.shape_out) > 1 or True in call.computed:
+            return None
+        if len(call.layouts_in) != 1 and (not call.layouts_in or any(call.layouts_in[1:])):
+            return None
+        shape, out, main = call.shape_in[0], call.shape_out[0], call.layouts_in[0]
+        leading = self.batch_axis is BatchAxis.LEADING
+        if main is None:  # data
+            return Layout(1, out[0], leading, len(out)) if out else None
+        if shape is None or not main.has_rows(shape) or (out and out[0] != shape[0]):
+            return None
+        if not leading:
+            main.confirm()
+        elif len(shape) <= self.trailing_axes(call.module):
+            return None
+        return main
+
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs, and correct what was assumed of the inputs.
 
@@ -201,16 +229,6 @@ class BaseDerivatives:
             ValueError: If the samples are not where the module needs them.
         """
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
-        main = call.layouts_in[0] if call.layouts_in else None
-        if (
-            main is not None
-            and self.has_samples_first
-            and main.is_first_for_sure(call.shape_in[0], leading)
-            and (len(call.layouts_in) == 1 or not any(call.layouts_in[1:]))
-            and True not in call.computed
-            and (not leading or len(call.shape_in[0] or ()) > self.trailing_axes(module))
-        ):  # the usual case
-            return [main if shape else None for shape in call.shape_out]
         for i, layout in enumerate(call.layouts_in):
             if layout is None and call.computed[i] and self._has_axis_of_its_own(module, i):
                 raise ValueError(
@@ -624,15 +642,19 @@ class BaseDerivatives:
         first = module.output if isinstance(module.output, Tensor) else module.output[0]
         rows = row_numbers(first.shape[axes[0] - 1], subsampling)
 
-        def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
+        def product(samples: slice) -> reductions.Multiply:
             size = samples.stop - samples.start
-            part = [
-                m if m is None else m[columns].narrow(axis, samples.start, size)
-                for m, axis in zip(mats, axes, strict=True)
-            ]
-            one: Any = part[0] if isinstance(mat, Tensor) else part
             taken = subsampling if size == count else take_rows(rows, samples)
-            return self.param_mjp(param_str, module, None, g_out, one, False, taken)
+
+            def multiply(columns: slice, out: Tensor | None) -> Tensor:
+                part = [
+                    m if m is None else m[columns].narrow(axis, samples.start, size)
+                    for m, axis in zip(mats, axes, strict=True)
+                ]
+                one: Any = part[0] if isinstance(mat, Tensor) else part
+                return self.param_mjp(param_str, module, None, g_out, one, False, taken)
+
+            return multiply
 
         shape = (num_v, count, *p.shape)
         size = reductions.slice_size(num_v * p.numel())

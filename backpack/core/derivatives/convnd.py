@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -180,6 +179,22 @@ class ChannelBiasDerivatives(BaseDerivatives):
         product = sum_positions(mat)
         return product.sum(1) if sum_batch else product
 
+    def _param_mjp_reduced(
+        self,
+        param_str: str,
+        module: Any,
+        g_out: Grads,
+        mat: Any,
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        if param_str == "bias":  # has fewer entries than what arrives
+            return reductions.of_products(sum_positions(mat), wanted, weights)
+        return super()._param_mjp_reduced(
+            param_str, module, g_out, mat, wanted, subsampling, weights
+        )
+
 
 @register(Conv1d, Conv2d, Conv3d)
 class ConvNDDerivatives(ChannelBiasDerivatives):
@@ -322,11 +337,11 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
                 param_str, module, g_out, mat, wanted, subsampling, weights
             )
         x, p = subsample(module.input0, subsampling=subsampling), module.weight
-        mat = reductions.fewer_columns(mat.flatten(3), wanted, weights).reshape(-1, *mat.shape[1:])
-        num_v, num_n, num_o, *out = mat.shape
-        groups, positions = module.groups, Size(out).numel()
-        s = mat.reshape(num_v, num_n, groups, -1, positions)
-        features = p[0].numel()
+        out_shape, groups = mat.shape[3:], module.groups
+        flat = reductions.fewer_columns(mat.flatten(3), wanted, weights)
+        num_v, num_n, num_o, positions = flat.shape
+        s = flat.unflatten(2, (groups, -1))
+        features = p.shape[1:].numel()
         sizes = (num_v, num_o // groups, positions, features)
         if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(*sizes):
             values = {}
@@ -343,32 +358,36 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
                 ).sum(0)
             return values
 
-        @lru_cache(maxsize=1)  # slices of columns share them
-        def patches_of(start: int, stop: int) -> Tensor:
-            return self._unfold(module, x[start:stop]).mT
+        def by_patches(samples: slice) -> reductions.Multiply:
+            unfolded = self._unfold(module, x[samples]).mT.flatten(0, 1)
 
-        def by_patches(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
-            unfolded = patches_of(samples.start, samples.stop).flatten(0, 1)
-            part = s[columns, samples]
-            if out is not None and (groups == 1 or len(part) == 1):
-                by_group = out.view(len(part), -1, num_o // groups, features)
-                reductions.stacked_product(part, unfolded, by_group)
-                return out
-            product = reductions.stacked_product(part, unfolded)
-            return product.reshape(*part.shape[:2], *p.shape)
+            def multiply(columns: slice, out: Tensor | None) -> Tensor:
+                part = s[columns, samples]
+                if out is not None and (groups == 1 or len(part) == 1):
+                    by_group = out.view(len(part), -1, num_o // groups, features)
+                    reductions.stacked_product(part, unfolded, by_group)
+                    return out
+                product = reductions.stacked_product(part, unfolded)
+                return product.reshape(*part.shape[:2], *p.shape)
 
-        def by_convolution(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
+            return multiply
+
+        def by_convolution(samples: slice) -> reductions.Multiply:
             padding, padded = self._native_padding(module), self._pad(module, x[samples])
-            part = mat[columns, samples]
-            correlate = PerSampleConvolution.correlate
-            return correlate(padded, part, module, padding, True).unsqueeze(1)
+
+            def multiply(columns: slice, out: Tensor | None) -> Tensor:
+                part = flat[columns, samples].unflatten(3, out_shape)
+                correlate = PerSampleConvolution.correlate
+                return correlate(padded, part, module, padding, True).unsqueeze(1)
+
+            return multiply
 
         product_entries, patch_entries = num_v * p.numel(), groups * features * positions
         product, size = by_convolution, 1
-        if not mat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
+        if not flat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
             product, size = by_patches, reductions.slice_size(max(product_entries, patch_entries))
         shape = (num_v, num_n, *p.shape)
-        return reductions.in_slices(product, shape, size, mat, wanted, weights)
+        return reductions.in_slices(product, shape, size, flat, wanted, weights)
 
     def kronecker_rows(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from itertools import combinations_with_replacement, product
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -27,15 +28,10 @@ def patches(
     positions: Sequence[int],
 ) -> Tensor:
     """View the patches that a kernel sees: ``[N, C, *in] -> [N, C, *kernel, *positions]``."""
-    spatial = x.stride()[2:]
+    of_sample, of_channel, *spatial = x.stride()
     return x.as_strided(
         (*x.shape[:2], *kernel, *positions),
-        (
-            *x.stride()[:2],
-            *(s * d for s, d in zip(spatial, dilation, strict=True)),
-            *(s * step for s, step in zip(spatial, stride, strict=True)),
-        ),
-        x.storage_offset(),
+        (of_sample, of_channel, *map(mul, spatial, dilation), *map(mul, spatial, stride)),
     )
 
 

@@ -37,9 +37,11 @@ NAMES = frozenset({"individual", "gradient", "batch_square", "square", "square_n
 PER_SAMPLE = frozenset({"batch_square", "square_norm"})
 SUMS = frozenset({"gradient", "square"})
 
-# Computes P for slices of columns and of samples; may write it to a tensor that is given, in which
-# the columns of a sample are next to each other, and return that.
-Product = Callable[[slice, slice, Tensor | None], Tensor]
+# Computes P for a slice of columns; may write it to a tensor that is given, in which the columns of
+# a sample are next to each other, and return that.
+Multiply = Callable[[slice, Tensor | None], Tensor]
+# Prepares what all columns share, for a slice of samples.
+Product = Callable[[slice], Multiply]
 
 
 def over_columns(values: Tensor) -> Tensor:
@@ -90,6 +92,8 @@ def stacked_product(s: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     (Broadcasting would copy x for each column.) The result may be written to a tensor, in which the
     columns of an entry b are next to each other.
     """
+    if len(s) == 1 and out is None:
+        return torch.bmm(s.flatten(0, -3), x).unsqueeze(0)
     stacked = s.movedim(0, -3).flatten(-3, -2).flatten(0, -3)
     if out is not None:
         torch.bmm(stacked, x, out=out.transpose(0, 1).flatten(1, 2))
@@ -124,6 +128,8 @@ def slice_size(entries: int) -> int:
 
 
 def _slices(count: int, size: int) -> list[slice]:
+    if size >= count > 0:
+        return [slice(0, count)]
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
@@ -138,7 +144,7 @@ def in_slices(
     """Compute products and reduce them, slice by slice.
 
     Args:
-        product: Computes them for a slice of columns and of samples.
+        product: Computes them for a slice of samples, and of columns.
         shape: ``[V, N, *p]``, of all products.
         size: Number of samples of a slice. Columns are split where one sample is too large already.
         like: Tensor of their precision and device.
@@ -151,14 +157,14 @@ def in_slices(
     num_v, num_n, *p = shape
     samples = _slices(num_n, size)
     if torch.is_grad_enabled():
-        blocks = [product(slice(0, num_v), span, None) for span in samples]
+        blocks = [product(span)(slice(0, num_v), None) for span in samples]
         return of_products(torch.cat(blocks, 1), wanted, weights)
     columns = _slices(num_v, slice_size(prod(p)))
     # long rows are added one by one: their squares need not be written
     adds_rows = like.is_cpu and like.dtype in PRECISE and prod(p) >= LONG_ROW
     adds_rows = adds_rows and "square" in wanted and "batch_square" not in wanted
     if len(samples) == len(columns) == 1 and not adds_rows:
-        return of_products(product(columns[0], samples[0], None), wanted, weights)
+        return of_products(product(samples[0])(columns[0], None), wanted, weights)
     whole = memory.empty(shape, like) if "individual" in wanted else None
     sums = {name: memory.empty(p, like).zero_() for name in wanted & SUMS}
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
@@ -167,13 +173,14 @@ def in_slices(
     rows = min(size, num_n) * columns[0].stop
     scratch = like.new_empty(rows if place is None else 0, *p)
     for span in samples:
+        multiply = product(span)
         for part in columns:
             v, n = part.stop - part.start, span.stop - span.start
             if place is None:
                 out = scratch[: n * v].unflatten(0, (n, v)).transpose(0, 1)
             else:
                 out = place[:, span]
-            block = product(part, span, out)
+            block = multiply(part, out)
             if whole is not None and (place is None or block is not out):
                 whole[part, span].copy_(block)
             of_part = None if weights is None else weights[part, span]

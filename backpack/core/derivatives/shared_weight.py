@@ -10,7 +10,7 @@ Letters: V columns, n (N) sample, t (T) position, o (O) output, i (I) input feat
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
 def _of_each_sample(s: Tensor, x: Tensor) -> Tensor:
     """Return ``sum_t s_t x_tᵀ`` for s with or without columns: ``[*, N, O, I]``."""
     if x.shape[1] == 1:
-        return memory.product(s.squeeze(-2).unsqueeze(-1), x)  # [*, N, O, 1] * [N, 1, I]
+        return memory.product(s.mT, x)  # [*, N, O, 1] * [N, 1, I]
     return s.mT @ x
 
 
@@ -89,8 +89,9 @@ def reduced(
             values["square_norm"] = square_norm(s, x)
         return values
 
-    def product(columns: slice, samples: slice, out: Tensor | None) -> Tensor:
-        return reductions.stacked_product(s[columns, samples].mT, x[samples], out)
+    def product(samples: slice) -> reductions.Multiply:
+        part = x[samples]
+        return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
 
     shape = (num_v, num_n, num_o, num_i)
     size = reductions.slice_size(num_v * num_o * num_i)
@@ -206,7 +207,17 @@ class SharedWeightDerivatives(BaseDerivatives):
 
     A subclass says what a parameter is multiplied with (:meth:`reads`) and what arrives at its
     product (:meth:`pairs`). A parameter may have parts with inputs of their own.
+
+    Attributes:
+        has_one_part: Whether a parameter is what is multiplied, nothing to put together.
     """
+
+    has_one_part: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note what follows from the methods that a subclass overrides."""
+        super().__init_subclass__(**options)
+        cls.has_one_part = cls.put_together is SharedWeightDerivatives.put_together
 
     def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return x of each part: ``[N, T, I]``, None for a bias."""
@@ -261,7 +272,9 @@ class SharedWeightDerivatives(BaseDerivatives):
     ) -> dict[str, Tensor]:
         pairs = self.pairs(param_str, module, mat, subsampling)
         shared = module._backpack_call.shared if self.kronecker_rows_are_shared else None
+        found = [reduced(s, x, wanted, weights, shared) for s, x in pairs]
+        if self.has_one_part:
+            return found[0]
         return reductions.put_together(
-            [reduced(s, x, wanted, weights, shared) for s, x in pairs],
-            lambda parts: self.put_together(param_str, module, parts),
+            found, lambda parts: self.put_together(param_str, module, parts)
         )
