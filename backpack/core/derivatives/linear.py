@@ -93,6 +93,23 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return ``mat`` at each position, and the input."""
         return [(positions(mat), x) for x in self.reads(param_str, module, rows)]
 
+    def _param_mjp_reduced(
+        self,
+        param_str: str,
+        module: Any,
+        g_out: Grads,
+        mat: Any,
+        wanted: Set[str],
+        subsampling: Rows,
+        weights: Tensor | None,
+    ) -> dict[str, Tensor]:
+        if mat.dim() > 3 or not self.has_one_part:
+            return super()._param_mjp_reduced(
+                param_str, module, g_out, mat, wanted, subsampling, weights
+            )
+        x = subsample(module.input0, subsampling=subsampling) if param_str == "weight" else None
+        return shared_weight.of_rows(mat, x, wanted, weights, module._backpack_call.shared)
+
     def kronecker_rows(
         self,
         param_str: str,

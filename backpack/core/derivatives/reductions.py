@@ -51,8 +51,11 @@ def over_columns(values: Tensor) -> Tensor:
 
 def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the squares of ``[V, N, *]`` over V, with weights ``[V, N]``: ``[N, *]``."""
+    if weights is None and len(values) == 1:
+        first = values[0]
+        return first * first
     if weights is None:
-        return values[0].square() if len(values) == 1 else values.square().sum(0)
+        return values.square().sum(0)
     if values.stride(1) == 0:  # all samples are alike
         return (weights.T @ values[:, 0].flatten(1).square()).unflatten(1, values.shape[2:])
     if len(values) >= MANY_COLUMNS:  # one product for each sample

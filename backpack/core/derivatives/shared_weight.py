@@ -45,13 +45,8 @@ def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
         if not s.is_contiguous():  # merge n and t as they are in memory: nothing is copied
             s, x = s.transpose(1, 2), x.transpose(0, 1)
         return s.flatten(1, 2).mT @ x.flatten(0, 1)
-    return _of_each_sample(s, x)
-
-
-def _of_each_sample(s: Tensor, x: Tensor) -> Tensor:
-    """Return ``sum_t s_t x_tᵀ`` for s with or without columns: ``[*, N, O, I]``."""
     if x.shape[1] == 1:
-        return memory.product(s.mT, x)  # [*, N, O, 1] * [N, 1, I]
+        return memory.product(s.mT, x)  # [V, N, O, 1] * [N, 1, I]
     return s.mT @ x
 
 
@@ -73,12 +68,13 @@ def reduced(
     """
     num_v, num_n, num_t, num_o = s.shape
     if num_t == 1:
-        return _of_outer_products(s, x, wanted, weights, shared)
+        row = None if x is None else x.squeeze(1)
+        return of_rows(s.squeeze(2), row, wanted, weights, shared)
     if x is None:
         return reductions.of_products(s.sum(2), wanted, weights)
     num_i = x.shape[2]
     if "individual" not in wanted and _is_at_one_position(s):
-        return _of_outer_products(s, x, wanted, weights, None)
+        return of_rows(s, x, wanted, weights, None)
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
     num_v = len(s)
     values = {}
@@ -106,50 +102,73 @@ def _is_at_one_position(s: Tensor) -> bool:
     return all(bool(((p != 0).any(3).sum(2) <= 1).all()) for p in (s[:1], s))
 
 
-def _of_outer_products(
+def of_rows(
     s: Tensor,
     x: Tensor | None,
     wanted: Set[str],
     weights: Tensor | None,
     shared: dict[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Reduce products that are each at one position: the square of s xᵀ is s² x²ᵀ."""
+    """Reduce products ``s xᵀ`` that are each at one position: their squares are ``s² x²ᵀ``.
+
+    Args:
+        s: ``[V, N, O]``, or ``[V, N, T, O]`` if each column is zero but at one position.
+        x: ``[N, I]`` or ``[N, T, I]``; None for the bias.
+        wanted: Names of what is wanted.
+        weights: Weights of squares, ``[V, N]``.
+        shared: What was computed of s for another parameter, to which more is added.
+    """
     known = {} if shared is None else shared
-    values = {}
+    many, values = s.dim() > 3, {}
     if "individual" in wanted:
-        values["individual"] = _over_positions(s) if x is None else mjp(s, x, sum_batch=False)
+        values["individual"] = s if x is None else _outer(s, x)
     if "gradient" in wanted:
-        values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
+        values["gradient"] = _over_rows(reductions.over_columns(s), x)
     if "square_norm" in wanted:
         if "norms" not in known:
-            known["norms"] = _norms_of_rows(s)  # [N, T]
-        norms = known["norms"] if x is None else known["norms"] * _norms_of_rows(x.unsqueeze(0))
-        values["square_norm"] = norms.sum(1)
+            known["norms"] = _square_norms(s)
+        norms = known["norms"]
+        norms = norms.clone() if x is None else norms * _square_norms(x.unsqueeze(0))
+        values["square_norm"] = norms.sum(1) if many else norms
     if "batch_square" in wanted or "square" in wanted:
         if "squares" not in known:
-            known["squares"] = reductions.sum_of_squares(s, weights)  # [N, T, O]
-        squares, x_squares = known["squares"], None if x is None else x.square()
+            known["squares"] = reductions.sum_of_squares(s, weights)
+        squares, x_squares = known["squares"], None if x is None else x * x
         if "batch_square" in wanted:
-            each = squares.sum(1) if x_squares is None else _of_each_sample(squares, x_squares)
-            values["batch_square"] = each
+            if x_squares is None:
+                values["batch_square"] = squares.sum(1) if many else squares.clone()
+            else:
+                each = squares.mT @ x_squares if many else _outer(squares, x_squares)
+                values["batch_square"] = each
         if "square" in wanted:
-            rows = squares.flatten(0, 1)
-            total = rows.sum(0) if x_squares is None else rows.mT @ x_squares.flatten(0, 1)
-            values["square"] = total
+            values["square"] = _over_rows(squares, x_squares)
     return values
+
+
+def _outer(s: Tensor, x: Tensor) -> Tensor:
+    """Return ``s xᵀ`` of each sample: ``[*, N, O, I]``."""
+    return memory.product(s.unsqueeze(-1), x.unsqueeze(-2))
+
+
+def _over_rows(s: Tensor, x: Tensor | None) -> Tensor:
+    """Sum ``s xᵀ`` (or s) over samples and positions: ``[*p]``."""
+    if s.dim() > 2:
+        s, x = s.flatten(0, 1), None if x is None else x.flatten(0, 1)
+    return s.sum(0) if x is None else s.mT @ x
 
 
 # torch.linalg.vector_norm adds up one after the other: longer rows would lose digits.
 LONGEST_ROW = 2**12
 
 
-def _norms_of_rows(mat: Tensor) -> Tensor:
-    """Sum squares over columns and entries: ``[V, N, T, D] -> [N, T]``."""
-    is_short = len(mat) == 1 and mat.shape[3] <= LONGEST_ROW
+def _square_norms(mat: Tensor) -> Tensor:
+    """Sum squares over columns and entries: ``[V, N, D] -> [N]``, or ``[V, N, T, D] -> [N, T]``."""
+    is_short = len(mat) == 1 and mat.shape[-1] <= LONGEST_ROW
     # a norm has no second derivative at 0, and rounds twice
     if is_short and mat.dtype in reductions.PRECISE and not torch.is_grad_enabled():
-        return torch.linalg.vector_norm(mat[0], dim=2).square_()
-    return mat.square().sum((0, 3))
+        norms = torch.linalg.vector_norm(mat[0], dim=-1)
+        return norms * norms
+    return mat.square().sum((0, -1))
 
 
 def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
