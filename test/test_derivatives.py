@@ -930,13 +930,13 @@ def test_norms_are_never_negative() -> None:
 def test_norms_of_rows() -> None:
     """Long rows are as precise as short ones, and there are second derivatives at zero."""
     for length in (3, shared_weight.LONGEST_ROW, 2**20):
-        mat = torch.rand(1, 2, 1, length, dtype=torch.float32)
-        truth = mat.double().square().sum((0, 3))
+        mat = torch.rand(1, 2, length, dtype=torch.float32)
+        truth = mat.double().square().sum((0, 2))
         with torch.no_grad():
-            found = shared_weight._norms_of_rows(mat).double()
+            found = shared_weight._square_norms(mat).double()
         torch.testing.assert_close(found, truth, rtol=2e-6, atol=0)
     zero = torch.zeros(1, 1, 1, 3, requires_grad=True)
     with torch.enable_grad():
-        (slope,) = gradient(shared_weight._norms_of_rows(zero).sum(), [zero], create_graph=True)
+        (slope,) = gradient(shared_weight._square_norms(zero).sum(), [zero], create_graph=True)
         (curvature,) = gradient(slope.sum(), [zero])
     close(curvature, torch.full_like(zero, 2.0))

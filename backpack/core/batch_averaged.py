@@ -68,13 +68,16 @@ class BatchAveragedSweep:
                 self._start(call)
             else:
                 self._through(call)
-        return {p: self._factor(p) for p in self.plan.uses if (p, p) in self.blocks}
+        found = {p: self._factor(p) for p in self.plan.uses if (p, p) in self.blocks}
+        owners = {factor.untyped_storage().data_ptr(): p for p, factor in found.items()}
+        known = set(owners.values())
+        return {p: factor if p in known else factor.clone() for p, factor in found.items()}
 
     def _factor(self, p: Parameter) -> Tensor:
         """Average the blocks of the groups that share a Kronecker factor."""
         groups = self.groups[p]
         if groups == 1:
-            return self.blocks[p, p].clone()
+            return self.blocks[p, p]
         return (
             self.blocks[p, p]
             .reshape(groups, -1, groups, self.blocks[p, p].shape[0] // groups)
@@ -83,10 +86,16 @@ class BatchAveragedSweep:
         )
 
     def _start(self, call: Call) -> None:
-        assert isinstance(call.derivatives, BaseLossDerivatives)
+        rule = call.derivatives
+        assert isinstance(rule, BaseLossDerivatives)
         with call.bound() as module:
-            factor = call.derivatives.sqrt_hessian(module, None, None, self.subsampling)
-        mats = [factor] if isinstance(factor, Tensor) else factor
+            if rule.predictions(module) == (0,):
+                prediction = call.origins_in[0]
+                if prediction in self.plan.producers:
+                    total = rule.sum_hessian(module, None, None, self.subsampling)
+                    self._add(prediction, prediction, total * loss_scale(call))
+                return
+            mats = rule.sqrt_hessian(module, None, None, self.subsampling)
         flat = [
             (origin, mat.reshape(mat.shape[0] * mat.shape[1], -1))
             for origin, mat in zip(call.origins_in, mats, strict=False)
@@ -207,6 +216,11 @@ class BatchAveragedSweep:
         return apply
 
     def _param_jacobian(self, call: Call, slots: list[int], name: str) -> Jacobian:
+        assert call.derivatives is not None
+        if call.derivatives.kronecker_rows_are_outputs(call):
+            self.groups[call.trained[name]] = 1
+            return lambda mat, rows: mat.T
+
         def apply(mat: Tensor, rows: Rows) -> Tensor:
             columns = self._columns(call, slots, mat, rows)
             kronecker = call_products.param(call, "kronecker_rows", name, columns, rows)

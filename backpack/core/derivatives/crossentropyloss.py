@@ -80,6 +80,13 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
         return _with_positions_apart(columns)
 
+    def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        p = self.p(module, subsampling)
+        if p.dim() > 2:
+            return super()._sum_hessian(module, subsampling)
+        mass = self._scale(module, subsampling) * p
+        return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
+
     def _thin_factor(self, module: Any, subsampling: Rows) -> Tensor:
         return self._cholesky(module, self._scale(module, subsampling).sqrt(), subsampling)
 
@@ -108,10 +115,9 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         self._need_convex(module, None)
         p, scale = self.p(module, None), self._scale(module, None)
-        rows = p.detach().movedim(1, -1).flatten(0, -2)
-        drawn = torch.multinomial(rows, mc_samples, replacement=True)  # [N·positions, M]
-        one_hot = torch.nn.functional.one_hot(drawn.T, p.shape[1]).to(p.dtype)
-        one_hot = one_hot.reshape(mc_samples, p.shape[0], *p.shape[2:], p.shape[1])
+        rows = p.detach().movedim(1, -1)  # [N, *d, C]
+        drawn = _drawn(rows.flatten(0, -2), mc_samples).T.reshape(mc_samples, *rows.shape[:-1], 1)
+        one_hot = rows.new_zeros(mc_samples, *rows.shape).scatter_(-1, drawn, 1)
         return scale.sqrt() * (p - one_hot.movedim(-1, 2))
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
@@ -134,6 +140,14 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             p, scale = recall(module._backpack_saved, "p", tensors, (rows,), compute)
         product = p * mat
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
+
+
+def _drawn(p: Tensor, count: int) -> Tensor:
+    """Draw classes with the probabilities in each row: ``[R, C] -> [R, count]``."""
+    if count > 1:
+        return torch.multinomial(p, count, replacement=True)
+    # the first of exponential clocks with rates p, as multinomial, which checks them besides
+    return (p / torch.empty_like(p).exponential_()).argmax(-1, keepdim=True)
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return whether there is a single position."""
         return len(call.shape_out[0]) == 2
 
+    def kronecker_rows_are_outputs(self, call: Call) -> bool:
+        """Return whether there is a single position."""
+        return len(call.shape_out[0]) == 2
+
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2

@@ -210,7 +210,13 @@ class BaseLossDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Tensor:
         """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
-        factor = self.sqrt_hessian(module, g_inp, g_out, subsampling).flatten(0, 1)
+        with bound(module):
+            self.check_call(module)
+            self._need_convex(module, subsampling)
+            return self._sum_hessian(module, subsampling)
+
+    def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
+        factor = self._sqrt_hessian(module, subsampling).flatten(0, 1)
         rows = factor.reshape(len(factor), -1)
         return rows.T @ rows
 
