@@ -279,16 +279,18 @@ class Products:
     @property
     def _have_one_structure(self) -> bool:
         """Whether all uses agree on the Kronecker factors: not a linear layer and an embedding."""
+        if len(self.uses) == 1:
+            return True
         facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
         return len(facts) == 1
 
     @property
     def _has_axis_factors(self) -> bool:
         """Whether the block is too large and no rule knows Kronecker factors of the parameter."""
-        many_axes = sum(size > 1 for size in self.parameter.shape) > 1
-        large = self.parameter.numel() > WHOLE_BLOCK_ENTRIES
-        known = self._have_one_structure and self.uses[0].has_kronecker_factors
-        return large and many_axes and not known
+        p = self.parameter
+        if p.numel() <= WHOLE_BLOCK_ENTRIES or sum(size > 1 for size in p.shape) < 2:
+            return False
+        return not (self._have_one_structure and self.uses[0].has_kronecker_factors)
 
     def _block(self) -> Tensor:
         """Sum the outer products of the individual products: the block itself."""
@@ -344,6 +346,8 @@ class Products:
             return compute()
         if name not in shared:
             shared[name] = compute()
+        elif len(use.call.trained) == 2:  # nobody else will ask
+            return shared.pop(name)
         return shared[name].clone()
 
     def _input_factors_expand(self) -> list[Tensor]:

@@ -52,14 +52,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             )
             total: Any = scale.numel()
         else:
-            kept = y != module.ignore_index
-            if weight is None:
-                scale = own = kept.to(x.dtype)
-            else:
-                own = torch.where(kept, weight[y.where(kept, y.new_zeros(()))], 0.0)
+            scale = own = y != module.ignore_index
+            if weight is not None:
+                kept, own = own, torch.where(own, weight[y.where(own, y.new_zeros(()))], 0.0)
                 scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
-            total = own.sum()
-        scale = scale / total if module.reduction == "mean" else scale
+            total = own.sum(dtype=x.dtype)
+        scale = scale / total if module.reduction == "mean" else scale.to(x.dtype)
         return subsample(scale, subsampling=subsampling).unsqueeze(1)
 
     @staticmethod
@@ -115,10 +113,8 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
         self._need_convex(module, None)
         p, scale = self.p(module, None), self._scale(module, None)
-        rows = p.detach().movedim(1, -1)  # [N, *d, C]
-        drawn = _drawn(rows.flatten(0, -2), mc_samples).T.reshape(mc_samples, *rows.shape[:-1], 1)
-        one_hot = rows.new_zeros(mc_samples, *rows.shape).scatter_(-1, drawn, 1)
-        return scale.sqrt() * (p - one_hot.movedim(-1, 2))
+        one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
+        return scale.sqrt() * (p - one_hot)
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         scale = self._scale(module, subsampling)
@@ -143,11 +139,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
 
 def _drawn(p: Tensor, count: int) -> Tensor:
-    """Draw classes with the probabilities in each row: ``[R, C] -> [R, count]``."""
-    if count > 1:
-        return torch.multinomial(p, count, replacement=True)
-    # the first of exponential clocks with rates p, as multinomial, which checks them besides
-    return (p / torch.empty_like(p).exponential_()).argmax(-1, keepdim=True)
+    """Draw classes with probabilities p: ``[N, C, *d] -> [count, N, 1, *d]``."""
+    if count == 1:
+        # the first of exponential clocks with rates p, as multinomial, which checks them besides
+        return (p / torch.empty_like(p).exponential_()).argmax(1, keepdim=True).unsqueeze(0)
+    drawn = torch.multinomial(p.movedim(1, -1).flatten(0, -2), count, replacement=True)
+    return drawn.T.reshape(count, len(p), 1, *p.shape[2:])
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:

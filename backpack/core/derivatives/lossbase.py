@@ -167,7 +167,9 @@ class BaseLossDerivatives(BaseDerivatives):
                     "targets could be drawn from, so it has no Monte-Carlo quantities. Use the "
                     "exact ones (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, KFLR)."
                 )
-            sampled = self._sqrt_hessian_sampled(module, mc_samples) / sqrt(mc_samples)
+            sampled = self._sqrt_hessian_sampled(module, mc_samples)
+            if mc_samples > 1:
+                sampled = sampled / sqrt(mc_samples)
             return subsample(sampled, dim=1, subsampling=subsampling)
 
     def make_hessian_mat_prod(
