@@ -16,13 +16,15 @@ from torch import Tensor
 from backpack.core.derivatives.basederivatives import BatchAxis, Rows, row_numbers
 from backpack.core.derivatives.by_autograd import spread, take
 from backpack.core.layout import Place
-from backpack.core.tape import Call
+from backpack.core.tape import USUAL, Call
 
 Columns = Sequence[Tensor | None]
 
 
 def shape_out(call: Call, i: int, count: int) -> list[int]:
     """Return the canonical shape of an output for a number of rows."""
+    if call.places is USUAL:
+        return [count, *call.shape_out[i][1:]]
     return _canonical_shape(call.shape_out[i], call.place_out(i), count)
 
 

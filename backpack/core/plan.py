@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from backpack.core.call_products import shape_in, shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.tape import Call, Origin, parameter_behind, upstream
+from backpack.core.tape import USUAL, Call, Origin, parameter_behind, upstream
 from backpack.utils.lazy import lazy
 from backpack.utils.subsampling import subsample
 
@@ -210,10 +210,13 @@ class Plan:
     @staticmethod
     def num_rows(call: Call) -> int:
         """Number of rows along the batch axis of a call, 0 if it has none."""
-        if call.is_unbatched:
+        places = call.places
+        if places.is_unbatched:
             return call.copies
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
         shape = call.shape_in[0] if is_loss else call.shape_out[0]
+        if shape and places is USUAL:
+            return shape[0]
         place = call.place_in(0) if is_loss else call.place_out(0)
         if is_loss and place is None and shape:  # the prediction is data
             return shape[0]

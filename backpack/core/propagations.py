@@ -236,7 +236,9 @@ class HessianFactors(Propagation):
         refuse_rules(exts)
         joint = plan.mixing or any(couples_samples(call) for call in plan.losses)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
-        reused |= dict.fromkeys(self._below_dense(plan))
+        known = [c for c in plan.calls if c.derivatives is not None and c not in plan.after_loss]
+        curved = set(filter(is_curved, known))
+        reused |= dict.fromkeys(self._below_dense(plan, curved))
         self._by_products(plan, list(reused), exts, subsampling, save)
         if len(reused) == len(plan.uses):
             return
@@ -245,19 +247,18 @@ class HessianFactors(Propagation):
             if p not in reused:
                 save(p, ext, value)
 
-        sources: list[Source] = []
-        for call in plan.losses:
-            sources.append(self._loss_source(call))
+        sweep = Sweep(plan, exts, subsampling, save_others)
+        sources: list[Source] = [self._loss_source(call, sweep) for call in plan.losses]
         for call in reversed(plan.calls):
             derivatives = call.derivatives
             if call in plan.after_loss or derivatives is None:
                 continue
-            if is_curved(call) and derivatives.hessian_is_diagonal(call.module):
+            if call in curved and derivatives.hessian_is_diagonal(call.module):
                 sources.append(ResidualSource(call))
-        Sweep(plan, exts, subsampling, save_others).run(sources)
+        sweep.run(sources)
 
     @staticmethod
-    def _below_dense(plan: Plan) -> list[Parameter]:
+    def _below_dense(plan: Plan, curved: set[Call]) -> list[Parameter]:
         """List parameters that enter nonlinearly, or feed a module of dense second derivative."""
         found: list[Parameter] = []
         above: set[Any] = set()
@@ -268,18 +269,18 @@ class HessianFactors(Propagation):
             below = not above.isdisjoint(call.origins_out)
             if below or not derivatives.is_linear_in_params(call.module):
                 found += call.trained.values()
-            dense = is_curved(call) and not derivatives.hessian_is_diagonal(call.module)
+            dense = call in curved and not derivatives.hessian_is_diagonal(call.module)
             if below or dense:
                 above.update(o for o in call.origins_in if o is not None)
         return found
 
     @staticmethod
-    def _loss_source(call: Call) -> Source:
-        scale = loss_scale(call)
+    def _loss_source(call: Call, sweep: Sweep) -> Source:
+        scale, thin = loss_scale(call), sweep.is_long
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
             with call.bound() as module:
-                columns, weights = loss_rule(call).hessian_factor(module, None, None, rows)
+                columns, weights = loss_rule(call).hessian_factor(module, None, None, rows, thin)
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights

@@ -765,7 +765,7 @@ _FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
 class _Bound:
     """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
 
-    __slots__ = ("call", "replaced", "states", "whole")
+    __slots__ = ("call", "lent", "replaced", "states", "whole")
 
     def __init__(self, call: Call, whole: bool):
         """Remember the call."""
@@ -776,14 +776,18 @@ class _Bound:
         """Set the attributes, and cast parameters and buffers."""
         call, own = self.call, vars(self.call.module)
         inputs, output = call.seen(self.whole)
-        lent = {f"input{i}": x for i, x in enumerate(inputs)}
-        lent["output"] = output
-        lent["_backpack_saved"] = call.saved
-        lent["_backpack_call"] = call
-        lent["training"] = call.training
+        lent = {
+            "output": output,
+            "_backpack_saved": call.saved,
+            "_backpack_call": call,
+            "training": call.training,
+        }
+        for i, x in enumerate(inputs):
+            lent[f"input{i}"] = x
         for child in own["_modules"]:  # a child may be called "output"
             lent.pop(child, None)
-        self.replaced = {name: own.get(name, _Bound) for name in lent}
+        self.lent = lent
+        self.replaced = {name: own[name] for name in lent.keys() & own.keys()}
         own.update(lent)
         self.states: list[tuple[dict[str, Any], str, Any]] = []
         if call.precision is not None:
@@ -799,11 +803,9 @@ class _Bound:
         own = vars(self.call.module)
         for holder, kind, state in self.states:
             holder[kind] = state
-        for name, value in self.replaced.items():
-            if value is _Bound:
-                own.pop(name, None)
-            else:
-                own[name] = value
+        for name in self.lent:
+            own.pop(name, None)
+        own.update(self.replaced)
 
 
 class _Sharing:

@@ -116,6 +116,9 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
         return scale.sqrt() * (p - one_hot)
 
+    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
+        return self._counts_samples(module)
+
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         scale = self._scale(module, subsampling)
         columns = self._cholesky(module, scale.abs().sqrt(), subsampling)
@@ -195,6 +198,9 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
 
     def _ggn_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
         return super()._hessian_mat_prod(module, mat, subsampling)
+
+    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
+        return False
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         return torch.zeros_like(subsample(module.input0, subsampling=subsampling))[None], None

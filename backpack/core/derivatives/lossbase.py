@@ -113,7 +113,12 @@ class BaseLossDerivatives(BaseDerivatives):
             return self._thin_factor(module, subsampling)
 
     def hessian_factor(
-        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        subsampling: Rows = None,
+        thin: bool = True,
     ) -> tuple[Any, Tensor | None]:
         """Exact signed factor of the loss Hessian, which need not be positive semidefinite.
 
@@ -122,6 +127,7 @@ class BaseLossDerivatives(BaseDerivatives):
             g_inp: Gradients with respect to the inputs (not used).
             g_out: Gradients with respect to the outputs (not used).
             subsampling: Rows of the batch. Default: all.
+            thin: With as few columns as are known; else with those that are found fastest.
 
         Returns:
             Columns s ``[V, N, *d]`` and weights w ``[V, N]`` (None for all 1) with
@@ -132,7 +138,9 @@ class BaseLossDerivatives(BaseDerivatives):
         """
         with bound(module):
             self.check_call(module)
-            return self._hessian_factor(module, subsampling)
+            if thin or not self._sqrt_hessian_is_hessian(module):
+                return self._hessian_factor(module, subsampling)
+            return self._sqrt_hessian(module, subsampling), None
 
     def sqrt_hessian_sampled(
         self,
@@ -239,6 +247,13 @@ class BaseLossDerivatives(BaseDerivatives):
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
         return self._sqrt_hessian(module, subsampling), None
+
+    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
+        """Return whether ``_sqrt_hessian`` is known to be a factor of the Hessian, without signs.
+
+        Asked where ``_hessian_factor`` is another one that takes longer to find.
+        """
+        return False
 
     def _need_convex(self, module: Any, subsampling: Rows) -> None:
         """Raise :func:`not_convex` if the Hessian is not positive semidefinite."""
