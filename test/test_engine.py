@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import warnings
 import weakref
@@ -1280,6 +1281,35 @@ def test_first_order_shares_individual_gradients(monkeypatch: pytest.MonkeyPatch
         extensions.Variance(),
     )
     assert counts == {"LinearDerivatives.param_mjp_reduced": 4}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: mlp(),
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), mlp4()),
+    ],
+    ids=["linear", "convolution"],
+)
+def test_results_have_memory_of_their_own(model: Callable[[], nn.Module]) -> None:
+    """What parameters of a module share is computed once, but whoever changes one changes one."""
+    exts = [
+        *(extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.SumGradSquared()),
+        *(extensions.DiagGGNExact(), extensions.BatchDiagGGNExact(), extensions.DiagHessian()),
+        *(extensions.KFAC(), extensions.KFLR(), extensions.KFRA()),
+    ]
+    net = model()
+    run(net, *exts, batch=data())
+    owners: dict[int, str] = {}
+    for (name, p), ext in itertools.product(net.named_parameters(), exts):
+        value = getattr(p, ext.savefield)
+        for tensor in value if isinstance(value, list) else [value]:
+            mine, key = f"{ext.savefield} of {name}", tensor.untyped_storage().data_ptr()
+            assert owners.setdefault(key, mine) == mine
+
+
+def mlp4() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
 
 
 def test_different_subsampling_is_not_shared() -> None:

@@ -381,9 +381,10 @@ def test_factors_and_products(setting: Setting, reduction: str | None) -> None:
     convex = eigenvalues.min() > -1e-10
     for rows in ROWS:
         part = subsample(H, subsampling=rows)
-        S, weights = rule.hessian_factor(loss, None, None, rows)
-        assert S.shape[1:] == subsample(f, subsampling=rows).shape
-        close(outer(S, weights), part)
+        for thin in (False, True):
+            S, weights = rule.hessian_factor(loss, None, None, rows, thin)
+            assert S.shape[1:] == subsample(f, subsampling=rows).shape
+            close(outer(S, weights), part)
         u = torch.randn(2, *S.shape[1:])
         expected = einsum("nab,vnb->vna", part, u.reshape(2, len(part), -1)).reshape(u.shape)
         close(rule.make_hessian_mat_prod(loss, None, None)(u, rows), expected)
@@ -659,7 +660,8 @@ def test_negative_weights_and_targets(loss: nn.Module, target: Target) -> None:
     function = plain_multi_margin(loss) if isinstance(loss, nn.MultiMarginLoss) else loss
     H = blocks(function, f, *arguments)
     rule, _out = start(loss, f, *arguments)
-    close(outer(*rule.hessian_factor(loss, None, None)), H)
+    for thin in (False, True):
+        close(outer(*rule.hessian_factor(loss, None, None, thin=thin)), H)
     with pytest.raises(ValueError, match="not convex"):
         rule.sqrt_hessian(loss, None, None)
     if not isinstance(loss, nn.MultiMarginLoss | nn.PoissonNLLLoss):

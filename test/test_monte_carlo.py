@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cases import Rows as LossOfRows
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import crossentropyloss
 
 
 def mlp(outputs: int = 3) -> nn.Module:
@@ -179,3 +181,25 @@ def test_calls_are_independent(case: Case) -> None:
     products = (centred[:, 0] * centred[:, 1]).sum(1)
     assert products.mean().abs() <= 5 * products.std() / math.sqrt(len(products))
     assert products.mean().abs() < 0.5 * centred.square().sum(2).mean()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_drawn_classes(count: int) -> None:
+    """As often as their probabilities say, never one of probability zero, at every position."""
+    p = torch.tensor([[0.0, 0.3, 0.05, 0.65, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float32)
+    many = p.repeat(30_000, 1).unsqueeze(-1).repeat(1, 1, 2)  # [N, C, positions]
+    drawn = crossentropyloss._drawn(many, count)
+    assert drawn.shape == (count, 60_000, 1, 2)
+    for m, position, of in product(range(count), range(2), range(2)):
+        frequency = drawn[m, of::2, 0, position].bincount(minlength=5) / 30_000
+        error = (p[of] * (1 - p[of]) / 30_000).sqrt()
+        assert ((frequency - p[of]).abs() <= 5 * error).all()
+    assert (crossentropyloss._drawn(torch.ones(4, 1), count) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_drawn_classes_of_low_precision(dtype: torch.dtype) -> None:
+    """A thousand equal classes, whose sums half precision could not tell apart."""
+    p = torch.full((200_000, 1000), 1e-3, dtype=dtype)
+    frequency = crossentropyloss._drawn(p, 1).flatten().bincount(minlength=1000) / 200_000
+    assert (frequency - 1e-3).abs().max() <= 6 * math.sqrt(1e-3 / 200_000)

@@ -142,12 +142,13 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
 
 def _drawn(p: Tensor, count: int) -> Tensor:
-    """Draw classes with probabilities p: ``[N, C, *d] -> [count, N, 1, *d]``."""
-    if count == 1:
-        # the first of exponential clocks with rates p, as multinomial, which checks them besides
-        return (p / torch.empty_like(p).exponential_()).argmax(1, keepdim=True).unsqueeze(0)
-    drawn = torch.multinomial(p.movedim(1, -1).flatten(0, -2), count, replacement=True)
-    return drawn.T.reshape(count, len(p), 1, *p.shape[2:])
+    """Draw classes with probabilities p: ``[N, C, *d] -> [count, N, 1, *d]``.
+
+    By inversion: class k if a uniform number is between the sums of the first k and k + 1 of them.
+    """
+    sums = p.to(torch.promote_types(p.dtype, torch.float32)).cumsum(1)
+    uniform = torch.rand(count, len(p), 1, *p.shape[2:], dtype=sums.dtype, device=p.device)
+    return (sums[:, :-1] <= uniform * sums[:, -1:]).sum(2, keepdim=True)
 
 
 def _with_positions_apart(columns: Tensor) -> Tensor:

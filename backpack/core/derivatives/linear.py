@@ -85,34 +85,18 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     # ------------------------------------------------------------------ parameters
 
     def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
-        """Return what a parameter is multiplied with: for the weight the input, ``[N, T, I]``."""
+        """Return what a parameter is multiplied with: for the weight the input."""
         if param_str != "weight":
             return [None]
         x = subsample(module.input0, subsampling=rows)
-        return [x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)]
+        return [x.flatten(1, -2) if x.dim() > 2 else x]
 
     def pairs(
         self, param_str: str, module: Any, mat: Any, rows: Rows
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Return ``mat`` at each position, and the input."""
-        return [(positions(mat), x) for x in self.reads(param_str, module, rows)]
-
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
-    ) -> dict[str, Tensor]:
-        if mat.dim() > 3 or not self.has_one_part:
-            return super()._param_mjp_reduced(
-                param_str, module, g_out, mat, wanted, subsampling, weights
-            )
-        x = subsample(module.input0, subsampling=subsampling) if param_str == "weight" else None
-        return shared_weight.of_rows(mat, x, wanted, weights, module._backpack_call.shared)
+        s = mat.flatten(2, -2) if mat.dim() > 3 else mat
+        return [(s, x) for x in self.reads(param_str, module, rows)]
 
     def kronecker_rows(
         self,
@@ -125,7 +109,9 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         approximation: str | None = None,
     ) -> Tensor:
         """Sum or keep the positions: ``[V, N, *, O] -> [V, N', 1, O]``."""
-        return shared_weight.position_rows(positions(mat), approximation).unsqueeze(2)
+        if mat.dim() > 3:
+            mat = shared_weight.position_rows(positions(mat), approximation)
+        return mat.unsqueeze(2)
 
     def kronecker_input_factors(
         self,

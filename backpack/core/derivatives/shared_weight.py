@@ -4,7 +4,8 @@
 convolution, the time steps of a recurrent layer. ``s`` is what arrives at y.
 
 Letters: V columns, n (N) sample, t (T) position, o (O) output, i (I) input feature. Everywhere,
-``x`` is ``[N, T, I]`` for the weight ``[O, I]``, and None for the bias ``[O]``.
+``x`` is ``[N, T, I]`` for the weight ``[O, I]``, and None for the bias ``[O]``. If there is one
+position, x and s may come without the axis T.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def jac_mat_prod(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tenso
     """Apply the Jacobian, ``y = mat x``: ``[V, O, I]`` or ``[V, O]`` to ``[V, N, T, O]``."""
     if x is None:
         return mat[:, None, None].expand(-1, num_n, num_t, -1)
-    return (x.flatten(0, 1) @ mat.mT).unflatten(1, (num_n, num_t))
+    return (x.flatten(0, -2) @ mat.mT).unflatten(1, (num_n, num_t))
 
 
 def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
@@ -39,6 +40,10 @@ def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
     Returns:
         ``[V, *p]`` if summed over the samples, else ``[V, N, *p]``.
     """
+    if s.dim() == 3:
+        if sum_batch:
+            return s.sum(1) if x is None else s.mT @ x
+        return s if x is None else _outer(s, x)
     if x is None:
         return s.sum((1, 2) if sum_batch else 2)
     if sum_batch:
@@ -66,6 +71,8 @@ def reduced(
         weights: Weights of squares, ``[V, N]``.
         shared: What was computed of s for another parameter, to which more is added.
     """
+    if s.dim() == 3:
+        return of_rows(s, x, wanted, weights, shared)
     num_v, num_n, num_t, num_o = s.shape
     if num_t == 1:
         row = None if x is None else x.squeeze(1)
@@ -213,6 +220,8 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     ``(1/N) sum_nt x xᵀ``; ("expand") ``1/(N T) sum_nt x xᵀ``; ("reduce") ``1/(N T²) sum_n x̄ x̄ᵀ``
     with x̄ the sum over the positions. Source: as :func:`position_rows`.
     """
+    if x.dim() == 2:
+        x = x.unsqueeze(1)
     num_n, num_t = x.shape[:2]
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
@@ -239,13 +248,13 @@ class SharedWeightDerivatives(BaseDerivatives):
         cls.has_one_part = cls.put_together is SharedWeightDerivatives.put_together
 
     def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
-        """Return x of each part: ``[N, T, I]``, None for a bias."""
+        """Return x of each part: ``[N, T, I]`` (``[N, I]``), None for a bias."""
         raise NotImplementedError
 
     def pairs(
         self, param_str: str, module: Any, mat: Any, rows: Rows
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return s and x of each part: ``[V, N, T, O]``, ``[N, T, I]``."""
+        """Return s and x of each part: ``[V, N, T, O]`` (``[V, N, O]``), and x."""
         raise NotImplementedError
 
     def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
