@@ -27,6 +27,7 @@ from backpack.core.derivatives import derivatives_of, register
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.factors import Factor
+from backpack.core.products import Products
 from backpack.core.registry import REGISTRY
 from backpack.core.sweep import LossSource, slice_bytes
 
@@ -1306,6 +1307,35 @@ def test_results_have_memory_of_their_own(model: Callable[[], nn.Module]) -> Non
         for tensor in value if isinstance(value, list) else [value]:
             mine, key = f"{ext.savefield} of {name}", tensor.untyped_storage().data_ptr()
             assert owners.setdefault(key, mine) == mine
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (extensions.BatchL2Grad, "square_norm"),
+        (extensions.BatchDiagGGNExact, "batch_square"),
+        (extensions.KFLR, "gram"),
+    ],
+)
+@pytest.mark.parametrize("first", ["weight", "bias"])
+def test_extensions_may_change_what_they_take(
+    base: type[extensions.BackpropExtension], name: str, first: str
+) -> None:
+    class Doubled(base):  # type: ignore[misc, valid-type]
+        def extract(self, products: Products) -> Tensor:
+            return products.take(name).mul_(2)
+
+    model = mlp()
+    for layer in (model[0], model[2]):  # in which order they ask
+        for each in ("weight", "bias"):
+            if each != first:
+                layer._parameters[each] = layer._parameters.pop(each)
+    X, y = data()
+    run(model, base(), batch=(X, y))
+    field = base().savefield
+    plain = [p[0] if isinstance(p, list) else p for p in values(model, field)]
+    run(model, Doubled(), batch=(X, y))
+    torch.testing.assert_close(values(model, field), [2 * value for value in plain])
 
 
 def mlp4() -> nn.Module:
