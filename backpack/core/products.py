@@ -78,9 +78,7 @@ def add(one: Any, other: Any) -> Any:
 
 def _gram_of_rows(rows: Tensor) -> Tensor:
     """Sum the outer products of rows, averages over the last but one axis: ``[*, G, O]``."""
-    vectors = rows.flatten(0, 2)
-    gram = vectors.T @ vectors
-    return gram if rows.shape[2] == 1 else gram.div_(rows.shape[2])
+    return reductions.gram(rows.flatten(0, 2), rows.shape[2])
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.

@@ -35,6 +35,7 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
+from backpack.core.derivatives.reductions import gram
 from backpack.core.registry import register
 from backpack.core.tape import Call
 from backpack.utils.subsampling import subsample
@@ -79,7 +80,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
         df = self.df(module, subsampling).flatten(1)
-        return mat * (df.T @ df).div_(len(df))
+        return gram(df, len(df)).mul_(mat)
 
     def _hessian_diagonal(self, module: Any, g_inp: Grads, g_out: Any, subsampling: Rows) -> Tensor:
         if self.hessian_is_zero(module):

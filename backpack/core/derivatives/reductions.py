@@ -49,6 +49,12 @@ def over_columns(values: Tensor) -> Tensor:
     return values.squeeze(0) if len(values) == 1 else values.sum(0)
 
 
+def gram(rows: Tensor, count: float) -> Tensor:
+    """Sum the outer products of rows ``[R, D]``, divided by a count: ``[D, D]``."""
+    unread = rows.new_empty(1, 1)
+    return torch.addmm(unread, rows.mT, rows, beta=0, alpha=1 / count)
+
+
 def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
     """Sum the squares of ``[V, N, *]`` over V, with weights ``[V, N]``: ``[N, *]``."""
     if weights is None and len(values) == 1:

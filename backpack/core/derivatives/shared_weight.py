@@ -227,7 +227,7 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
         x = x.mean(1, keepdim=True)
     count = num_n * num_t if approximation == "expand" else num_n
     rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
-    return torch.addmm(rows.new_empty(1, 1), rows.mT, rows, beta=0, alpha=1 / count)
+    return reductions.gram(rows, count)
 
 
 class SharedWeightDerivatives(BaseDerivatives):
