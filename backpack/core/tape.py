@@ -465,9 +465,9 @@ class Call:
             self._forget()
 
     def _forget(self) -> None:
-        _live.pop(self.index, None)
-        if self.counts_uses:
+        if self.counts_uses:  # no snapshot, which has the index of another call
             self.counts_uses = False
+            _live.pop(self.index, None)
             for key in map(id, self.params.values()):
                 _uses[key] -= 1
                 if not _uses[key]:
