@@ -25,11 +25,13 @@ from backpack.context import CTX as CONTEXT_CTX
 from backpack.core import sweep, tape
 from backpack.core.derivatives import derivatives_of, register
 from backpack.core.derivatives.convnd import ConvNDDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.factors import Factor
 from backpack.core.products import Products
 from backpack.core.registry import REGISTRY
 from backpack.core.sweep import LossSource, slice_bytes
+from backpack.utils.subsampling import subsample
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -1255,6 +1257,120 @@ def test_diagonal_at_a_rule_that_derives_from_another() -> None:
     plain, batch = copy.deepcopy(model), data()
     run(model, extensions.DiagHessian(), batch=batch)
     check(model, "diag_h", oracle.hessian_diag(plain, nn.CrossEntropyLoss(), *batch))
+
+
+class TwiceFactors(TwiceDerivatives):
+    """Has Kronecker rows of its own, too."""
+
+    def kronecker_rows(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().kronecker_rows(*args, **options)
+
+
+class Thrice(nn.Conv1d):
+    """Three times the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return F.conv1d(x, self.weight) + 3 * self.bias.unsqueeze(1)
+
+
+class ThriceDerivatives(ConvNDDerivatives):
+    """Says so of the bias."""
+
+    def _bias_jac_t_mat_prod(self, *args: Any) -> Tensor:
+        return 3 * super()._bias_jac_t_mat_prod(*args)
+
+
+class Sharper(nn.CrossEntropyLoss):
+    """At half the temperature."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(2 * x, y)
+
+
+class SharperDerivatives(CrossEntropyLossDerivatives):
+    """Half the temperature for the exact factor, and factors of before there were thin ones."""
+
+    def p(self, *args: Any) -> Tensor:
+        return self.log_p(*args).exp()
+
+    def log_p(self, module: Any, subsampling: Any) -> Tensor:
+        return (2 * subsample(module.input0, subsampling=subsampling)).log_softmax(1)
+
+    def _sqrt_hessian(self, *args: Any) -> Tensor:
+        return 2 * super()._sqrt_hessian(*args)
+
+    def _thin_factor(self, *args: Any) -> Tensor:
+        return 2 * super()._thin_factor(*args)
+
+    def hessian_factor(
+        self, module: Any, g_inp: Any, g_out: Any, subsampling: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        columns, weights = super().hessian_factor(module, g_inp, g_out, subsampling)
+        return 2 * columns, weights
+
+
+def test_what_derives_from_a_rule_is_asked() -> None:
+    """Shortcuts of this library's rules know nothing of what a user's rule changes."""
+    register(Twice)(TwiceFactors)
+    register(Thrice)(ThriceDerivatives)
+    register(Sharper)(SharperDerivatives)
+    layers = [nn.Unflatten(1, (1, 3)), Thrice(1, 2, 2), nn.Flatten(), Twice(4, 2)]
+    model, (X, y) = nn.Sequential(*layers), data()
+    plain, loss = copy.deepcopy(model), extend(Sharper())
+    value = loss(extend(model)(X), y)
+    exts = [extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()]
+    with backpack(*exts, extensions.KFRA(), extensions.KFLR()):
+        value.backward()
+    check(model, "grad_batch", oracle.batch_grad(plain, Sharper(), X, y))
+    check(model, "diag_ggn_exact", oracle.ggn_diag(plain, Sharper(), X, y))
+    check(model, "diag_h", oracle.ggn_diag(plain, Sharper(), X, y))  # nothing else is curved
+    for p in model[3].parameters():  # the last layer
+        torch.testing.assert_close(p.kfra, p.kflr)
+
+
+def test_kfra_of_a_layer_of_parameters() -> None:
+    """Its rows are no samples."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.data, self.positions = nn.Linear(4, 4), nn.Linear(2, 4)
+            self.embedding = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.data(x) + self.positions(self.embedding)
+
+    net = nn.Sequential(Positions(), nn.Flatten(), nn.Linear(12, 3))
+    model, loss = extend(net, use_converter=True), extend(nn.CrossEntropyLoss())
+    with backpack(extensions.KFRA()):
+        loss(model(torch.randn(6, 3, 4)), torch.randint(3, (6,))).backward()
+    shapes = [[list(f.shape) for f in p.kfra] for p in net[0].positions.parameters()]
+    assert shapes == [[[4, 4], [2, 2]], [[4, 4]]]
+
+
+def test_unknown_parameter_on_batches_of_two_sizes() -> None:
+    """What nobody extracts anything of, is no error; others have what they have."""
+
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    shared, loss = Unknown(), extend(nn.CrossEntropyLoss())
+    shared.layer.requires_grad_(False)
+    heads = [extend(nn.Linear(4, 2)) for _ in range(2)]
+    extend(shared)
+    ext = extensions.BatchGrad()
+    with pytest.warns(UserWarning, match="no rule"), backpack(ext):
+        sum(
+            loss(head(shared(torch.randn(n, 3))), torch.randint(2, (n,)))
+            for head, n in zip(heads, (6, 4), strict=True)
+        ).backward()
+    assert [len(head.weight.grad_batch) for head in heads] == [6, 4]
 
 
 def test_extensions_share_monte_carlo_samples(monkeypatch: pytest.MonkeyPatch) -> None:

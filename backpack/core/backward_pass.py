@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
@@ -322,48 +321,52 @@ class BackwardPass:
 
     def _run_alone(self, call: Call) -> None:
         """Run first order at a call that needs no other."""
-        call.compute_in_one_precision()
+        if not (call.is_container or call.is_transparent):
+            call.compute_in_one_precision()
         uses = {p: [(call, name)] for name, p in call.trained.items()}
-        self._run_at([call], uses, self.first_order, lambda call: None)
+        self._run_at([call], uses, self.first_order)
 
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:
             return
         separate_samples(plan)
-        for p in plan.uses:
-            plan.check_one_batch(p)
         for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
             plan.check_subsampling(subsampling, exts)
-            self._run_at(plan.users, plan.uses, exts, partial(plan.rows, samples=subsampling))
+            self._run_at(plan.users, plan.uses, exts, plan, subsampling)
 
     def _run_at(
         self,
         calls: Sequence[Call],
         uses_of: Mapping[Parameter, list[tuple[Call, str]]],
         exts: Sequence[BackpropExtension],
-        rows: Callable[[Call], Rows],
+        plan: Plan | None = None,
+        subsampling: Sequence[int] | None = None,
     ) -> None:
-        """Extract what is wanted of the parameters that calls use, at some of their rows."""
+        """Extract what is wanted of the parameters that calls use, for some of the samples."""
         for ext in exts:
             if ext.rules or not ext.needs:
                 self._run_rules(ext, calls, uses_of)
         work: list[Work] = []
+        rows: dict[Call, Rows] = {}
         for p, uses in uses_of.items():
             known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
             if known and self._is_supported(known, uses):
                 work.append((p, uses, known))
+                if plan is not None:
+                    plan.check_one_batch(p)
+                    rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
         if work and len(calls) == 1:  # all parameters ask one call
             with calls[0].bound(), calls[0].sharing():
                 self._extract_all(work, rows)
         else:
             self._extract_all(work, rows)
 
-    def _extract_all(self, work: Iterable[Work], rows: Callable[[Call], Rows]) -> None:
+    def _extract_all(self, work: Iterable[Work], rows: Mapping[Call, Rows]) -> None:
         gradients: dict[Call, Use] = {}
         for p, uses, exts in work:
             for call, _ in uses:
                 if call not in gradients:
-                    gradients[call] = _gradient_use(call, rows(call))
+                    gradients[call] = _gradient_use(call, rows.get(call))
             self._extract(p, [gradients[call].of(name) for call, name in uses], exts)
 
     def _run_rules(
@@ -525,7 +528,7 @@ def _grouped(exts: Sequence[BackpropExtension], key: Any) -> list[tuple[Any, lis
     return groups
 
 
-def refusal(call: Call, names: Iterable[str]) -> str | None:
+def refusal(call: Call, names: Collection[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)

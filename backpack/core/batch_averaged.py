@@ -91,8 +91,8 @@ class BatchAveragedSweep:
         with call.bound() as module:
             if rule.predictions(module) == (0,):
                 prediction = call.origins_in[0]
+                total = rule.sum_hessian(module, None, None, self.subsampling)
                 if prediction in self.plan.producers:
-                    total = rule.sum_hessian(module, None, None, self.subsampling)
                     self._add(prediction, prediction, total * loss_scale(call))
                 return
             mats = rule.sqrt_hessian(module, None, None, self.subsampling)

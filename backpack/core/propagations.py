@@ -276,11 +276,12 @@ class HessianFactors(Propagation):
 
     @staticmethod
     def _loss_source(call: Call, sweep: Sweep) -> Source:
-        scale, thin = loss_scale(call), sweep.is_long
+        scale, rule = loss_scale(call), loss_rule(call)
+        options = {"thin": False} if rule.is_ours and not sweep.is_long else {}
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
             with call.bound() as module:
-                columns, weights = loss_rule(call).hessian_factor(module, None, None, rows, thin)
+                columns, weights = rule.hessian_factor(module, None, None, rows, **options)
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights

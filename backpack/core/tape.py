@@ -803,7 +803,7 @@ class _Bound:
         own = vars(self.call.module)
         for holder, kind, state in self.states:
             holder[kind] = state
-        for name in self.lent:
+        for name in self.lent.keys() - self.replaced.keys():
             own.pop(name, None)
         own.update(self.replaced)
 

@@ -94,6 +94,7 @@ class BaseDerivatives:
         cls.has_usual_layouts = (
             cls.has_samples_first
             and cls.layouts is BaseDerivatives.layouts
+            and cls._layout_out is BaseDerivatives._layout_out
             and cls.sees_samples_first is BaseDerivatives.sees_samples_first
         )
         cls.squares_with_input = vars(cls).get("squares_with_input", False)

@@ -189,7 +189,7 @@ class ChannelBiasDerivatives(BaseDerivatives):
         subsampling: Rows,
         weights: Tensor | None,
     ) -> dict[str, Tensor]:
-        if param_str == "bias":  # has fewer entries than what arrives
+        if param_str == "bias" and self.is_ours:  # has fewer entries than what arrives
             return reductions.of_products(sum_positions(mat), wanted, weights)
         return super()._param_mjp_reduced(
             param_str, module, g_out, mat, wanted, subsampling, weights

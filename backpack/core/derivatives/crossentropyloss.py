@@ -79,9 +79,11 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return _with_positions_apart(columns)
 
     def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        p = self.p(module, subsampling)
-        if p.dim() > 2:
+        if module.input0.dim() > 2 or not self.is_ours:
             return super()._sum_hessian(module, subsampling)
+        self.check_call(module)
+        self._need_convex(module, subsampling)
+        p = self.p(module, subsampling)
         mass = self._scale(module, subsampling) * p
         return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
 
@@ -117,7 +119,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         return scale.sqrt() * (p - one_hot)
 
     def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
-        return self._counts_samples(module)
+        return self.is_ours and self._counts_samples(module)
 
     def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
         scale = self._scale(module, subsampling)

@@ -59,8 +59,8 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         return len(call.shape_out[0]) == 2
 
     def kronecker_rows_are_outputs(self, call: Call) -> bool:
-        """Return whether there is a single position."""
-        return len(call.shape_out[0]) == 2
+        """Return whether there is a single position (and no rule of a user counts it otherwise)."""
+        return self.is_ours and len(call.shape_out[0]) == 2 and not call.is_unbatched
 
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""

@@ -221,12 +221,10 @@ class BaseLossDerivatives(BaseDerivatives):
     ) -> Tensor:
         """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
         with bound(module):
-            self.check_call(module)
-            self._need_convex(module, subsampling)
             return self._sum_hessian(module, subsampling)
 
     def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        factor = self._sqrt_hessian(module, subsampling).flatten(0, 1)
+        factor = self.sqrt_hessian(module, None, None, subsampling).flatten(0, 1)
         rows = factor.reshape(len(factor), -1)
         return rows.T @ rows
 

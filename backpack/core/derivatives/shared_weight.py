@@ -301,7 +301,7 @@ class SharedWeightDerivatives(BaseDerivatives):
         pairs = self.pairs(param_str, module, mat, subsampling)
         shared = module._backpack_call.shared if self.kronecker_rows_are_shared else None
         found = [reduced(s, x, wanted, weights, shared) for s, x in pairs]
-        if self.has_one_part:
+        if self.has_one_part and len(found) == 1:
             return found[0]
         return reductions.put_together(
             found, lambda parts: self.put_together(param_str, module, parts)
