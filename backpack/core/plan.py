@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from backpack.core.call_products import shape_in, shape_out
 from backpack.core.derivatives.basederivatives import Rows, row_numbers
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.lazy import lazy
 from backpack.core.tape import USUAL, Call, Origin, parameter_behind, upstream
-from backpack.utils.lazy import lazy
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
