@@ -95,13 +95,13 @@ def plain(model: nn.Module, lossfunc: nn.Module) -> Tensor:
 def test_gradients_are_those_of_autograd(
     extension: Any, chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spare all but the first convolution; quantities are what they are without.
+    """Spare all convolutions; quantities are what they are without.
 
     At a single position, the sum of individual gradients takes a product, too: the linear layer
     takes part if somebody wants that sum.
     """
     model = compare(network(), plain, extension())
-    spared = {p for i in (2, 4) for p in model[i].parameters()} | {model[6].weight}
+    spared = {p for i in (0, 2, 4) for p in model[i].parameters()} | {model[6].weight}
     spared |= {model[8].weight} if extension is Variance else set()
     assert chosen == [spared]
     values = [getattr(p, extension().savefield) for p in model.parameters()]
@@ -120,15 +120,15 @@ def test_sum_of_individual_gradients_when_several_extensions_share_a_pass(
     model = compare(network(), plain, *exts, DiagGGNExact())
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
-    assert len(chosen[0]) == 5
+    assert len(chosen[0]) == 7
 
 
 def test_first_linear_layer(chosen: list[set[Any]]) -> None:
-    """Its bias is what autograd is asked for; without one, the weight is."""
+    """Autograd reaches it, though it may be asked for nothing else there (without a bias)."""
     for bias in (True, False):
         layers = [nn.Flatten(), nn.Linear(192, 4, bias=bias), nn.Tanh(), nn.Linear(4, 3, bias=bias)]
         model = compare(nn.Sequential(*layers).double(), plain, Variance())
-        assert chosen.pop() == {model[3].weight} | ({model[1].weight} if bias else set())
+        assert chosen.pop() == {model[3].weight, model[1].weight}
 
 
 def test_gradients_accumulate(chosen: list[set[Any]]) -> None:
@@ -162,7 +162,7 @@ def recurrent(model: nn.Module, lossfunc: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_recurrent_layers(extension: Any, chosen: list[set[Any]]) -> None:
-    """They keep their gradients: fused kernels compute them all at once."""
+    """The first ones take part: fused kernels compute all gradients at once, or none."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.LSTM(64, 4, batch_first=True),
@@ -172,7 +172,26 @@ def test_recurrent_layers(extension: Any, chosen: list[set[Any]]) -> None:
     ).double()
     compare(model, recurrent, extension())
     wanted = extension is Variance  # of the linear layer that reads a state, see above
-    assert chosen == [{model[2].weight} | ({model[3].weight} if wanted else set())]
+    linear = {model[2].weight} | ({model[3].weight} if wanted else set())
+    assert chosen == [{*model[0].parameters()} | linear]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="there is no fused kernel")
+def test_a_recurrent_layer_is_not_run_back_for_its_parameters(chosen: list[set[Any]]) -> None:
+    """Where nobody needs the gradient of its input, its backward kernel does nothing."""
+    model, lossfunc = extend(nn.LSTM(3, 4, batch_first=True)), extend(nn.MSELoss())
+    for x in (torch.rand(2, 5, 3), torch.rand(2, 5, 3, requires_grad=True)):
+        output, _ = model(x)
+        received: list[Any] = []
+        node: Any = output.grad_fn
+        while "Rnn" not in type(node).__name__:
+            node = node.next_functions[0][0]
+        node.register_hook(lambda inputs, _, to=received: to.extend(inputs))
+        loss = lossfunc(output, torch.zeros_like(output))
+        with backpack(BatchGrad()):
+            loss.backward()
+        assert all(g is None for g in received) == (not x.requires_grad)
+    assert chosen == [{*model.parameters()}]
 
 
 def decayed(model: nn.Module, lossfunc: nn.Module) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
@@ -355,11 +356,12 @@ class BackwardPass:
                 if plan is not None:
                     plan.check_one_batch(p)
                     rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
-        if work and len(calls) == 1:  # all parameters ask one call
-            with calls[0].bound(), calls[0].sharing():
-                self._extract_all(work, rows)
-        else:
-            self._extract_all(work, rows)
+        for call, of_call in groupby(work, key=_only_call):
+            if call is None:
+                self._extract_all(of_call, rows)
+            else:
+                with call.bound(), call.sharing():
+                    self._extract_all(of_call, rows)
 
     def _extract_all(self, work: Iterable[Work], rows: Mapping[Call, Rows]) -> None:
         gradients: dict[Call, Use] = {}
@@ -497,6 +499,12 @@ class BackwardPass:
 
 def _reads_gradients(ext: BackpropExtension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients()
+
+
+def _only_call(work: Work) -> Call | None:
+    """Return the call that alone uses a parameter, and once."""
+    _, uses, _ = work
+    return uses[0][0] if len(uses) == 1 else None
 
 
 def _gradient_use(call: Call, rows: Rows) -> Use:

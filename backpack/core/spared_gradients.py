@@ -2,7 +2,9 @@
 
 The gradient of a convolution's weight takes about a third of a backward pass. Where individual
 gradients pass by anyway, it is their sum. Autograd is then asked for the gradients of all other
-leaves (``backward(inputs=...)``), and the sum is accumulated in its place.
+leaves (``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's
+kernel computes all its gradients at once: it is spared at the start of a network, where nobody
+needs that of its input.
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
 could miss a gradient, no functions written in Python that could run a backward pass of their own,
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from backpack.context import disable
@@ -102,18 +105,19 @@ def _is_ordinary(p: Any) -> bool:
 
 def spare(
     roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]
-) -> tuple[set[Parameter], list[Tensor]]:
+) -> tuple[set[Parameter], list[Tensor | GradientEdge]]:
     """Choose the parameters whose gradients autograd need not compute.
 
-    Every call that has one has to be reached all the same. So it has to lead to another leaf, too:
-    the first ones of a network keep their gradients.
+    Every call that has one has to be reached all the same: that of the first layers of a network,
+    which leads to no other leaf, is asked for as a place in the graph.
 
     Args:
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
 
     Returns:
-        The parameters, and all other leaves of the graph. Nothing if none are spared.
+        The parameters, and what to ask autograd for: all other leaves of the graph, and places.
+        Nothing if none are spared.
     """
     if not all(isinstance(root, Tensor) for root in roots):
         return set(), []
@@ -133,23 +137,21 @@ def spare(
     spared = {
         p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
     }
-    others: list[Tensor] = []
+    asked: list[Tensor | GradientEdge] = []
     running = set()
     for node in order:
         if node in leaves:
             leaf = leaves[node]
-            kept = [leaf] if leaf.requires_grad and leaf not in spared else []
-        elif any(parent in running for parent, _ in node.next_functions):
-            running.add(node)
-            continue
-        else:
-            alone = [call for call in computed_by.get(node, ()) if call is not None]
-            kept = [p for call in alone for p in candidates[call] if p in spared]
-        if kept:
-            running.add(node)
-            others += kept
-            spared.difference_update(kept)
-    return (spared, others) if spared else (set(), [])
+            if not leaf.requires_grad or leaf in spared:
+                continue
+            asked.append(leaf)
+        elif all(parent not in running for parent, _ in node.next_functions):
+            own = [candidates[call] for call in computed_by.get(node, ()) if call is not None]
+            if all(spared.isdisjoint(parameters) for parameters in own):
+                continue
+            asked.append(GradientEdge(node, 0))
+        running.add(node)
+    return (spared, asked) if spared else (set(), [])
 
 
 def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:

@@ -326,7 +326,7 @@ class Call:
         if rule is not None and rule.keeps_something:
             self.saved = _saved(rule, module, tuple(leaves), outputs)
             self.kept = frozenset(self.saved)
-        self.shared: dict[str, Tensor] | None = None
+        self.shared: dict[str, Any] | None = None
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
         self.computed = [False] * len(leaves)

@@ -53,10 +53,10 @@ class WatchBackward(overrides.TorchFunctionMode):
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
-        spared, others = spared_gradients.spare(roots, candidates)
+        spared, asked = spared_gradients.spare(roots, candidates)
         if not spared:
             return func(*args, **kwargs)
-        call.arguments["inputs"] = others
+        call.arguments["inputs"] = asked
         outer, WatchBackward.spared = WatchBackward.spared, spared
         try:
             result = func(*call.args, **call.kwargs)

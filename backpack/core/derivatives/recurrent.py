@@ -91,18 +91,20 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return False: later steps depend on what the parameters did in earlier ones."""
         return False
 
-    def _places(self, module: Module) -> dict[str, tuple[str, int]]:
-        """Return for each parameter which of the ``Weights`` it is, and its k."""
-        return {
-            kind + suffix: (kind, k)
-            for k, suffix in enumerate(self.suffixes(module))
-            for kind in Weights._fields
-            if getattr(module, kind + suffix, None) is not None
-        }
+    def _place(self, module: Module, param_str: str) -> tuple[str, int]:
+        """Return which of the ``Weights`` a parameter is, and its k."""
+        kinds = [param_str.removesuffix(suffix) for suffix in self.suffixes(module)]
+        return next((kind, k) for k, kind in enumerate(kinds) if kind in Weights._fields)
 
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters of all layers and directions."""
-        return tuple(self._places(module))
+        names = (kind + suffix for suffix in self.suffixes(module) for kind in Weights._fields)
+        return tuple(name for name in names if getattr(module, name, None) is not None)
+
+    def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
+        """Return all, where no input has a gradient: one kernel computes everything."""
+        needed = any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
+        return () if needed else tuple(call.params)
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are, see the base class.
@@ -202,43 +204,41 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
 
     # ------------------------------------------------------------------ forward and backward, once
 
-    def _traces(self, module: Any, network: Network) -> list[Trace]:
+    def _traces(self, module: Any) -> list[Trace]:
         """Return the forward pass of the call at hand."""
         inputs = self._inputs(module)
-        x, start = self._ordered(module, network, inputs)
         # what is known of the hidden states has no graph
         output = None if torch.is_grad_enabled() else self.known_output(module)
-        tensors = [*inputs, output, *(p for weights in network.weights for p in weights)]
-        return recall(
-            module._backpack_saved, "traces", tensors, (), lambda: trace(network, x, start, output)
-        )
+
+        def compute() -> list[Trace]:
+            network = self._network(module)
+            x, start = self._ordered(module, network, inputs)
+            return trace(network, x, start, output)
+
+        tensors = [*inputs, output, *module._parameters.values()]
+        return recall(module._backpack_saved, "traces", tensors, (), compute)
 
     def _arrived(
-        self, module: Any, network: Network, mat: Mats, rows: Rows
-    ) -> list[Arrived | ManyArrived]:
-        """Return what arrives at the pre-activations from cotangents of the outputs."""
-        traces = self._traces(module, network)
+        self, module: Any, mat: Mats, rows: Rows
+    ) -> tuple[list[Trace], list[Arrived | ManyArrived]]:
+        """Return the forward pass, and what arrives at the pre-activations from cotangents."""
+        traces = self._traces(module)
         output, finals = self.cotangents(module, mat)
 
         def compute() -> list[Arrived | ManyArrived]:
             slopes = [whole.of_samples(rows).slopes for whole in traces]
-            return pull_back(network, slopes, output, finals)
+            return pull_back(self._network(module), slopes, output, finals)
 
         selected = None if rows is None else tuple(row_numbers(traces[0].x.shape[1], rows))
         # the traces tell whether an input or a parameter has changed
-        return recall(
-            module._backpack_saved,
-            "arrived",
-            [output, *finals, traces[0].before],
-            (selected,),
-            compute,
-        )
+        tensors = [output, *finals, traces[0].before]
+        return traces, recall(module._backpack_saved, "arrived", tensors, (selected,), compute)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
     ) -> Any:
         network = self._network(module)
-        arrived = self._arrived(module, network, mat, subsampling)
+        _, arrived = self._arrived(module, mat, subsampling)
         x = self.outside(module, pull_to_input(network, arrived, 0), 1, False)
         starts = (torch.stack(parts, 1) for parts in zip(*(a.start for a in arrived), strict=True))
         _, *others = self._inputs(module)
@@ -269,7 +269,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         subsampling: Rows,
     ) -> Any:
         network = self._network(module)
-        moved = Moved(*self._places(module)[param_str], mat)
+        moved = Moved(*self._place(module, param_str), mat)
         start = [None] * network.step.num_states
         return self._pushed(module, network, None, start, moved, subsampling)
 
@@ -283,7 +283,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         rows: Rows,
     ) -> Any:
         """Return the tangents of the outputs."""
-        traces = [whole.of_samples(rows) for whole in self._traces(module, network)]
+        traces = [whole.of_samples(rows) for whole in self._traces(module)]
         output, finals = push_forward(network, traces, x, start, moved)
         assert output is not None
         shape = output.shape[0], output.shape[2]
@@ -301,28 +301,40 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return what arrives at the products of a parameter, and what it is multiplied with."""
         with bound(module):
             mats, _ = self._check_output(module, mat, rows)
-            kind, k = self._places(module)[param_str]
-            arrived = self._arrived(module, self._network(module), mats, rows)[k]
-            s = arrived_at(kind, arrived).transpose(1, 2)
-            return [(s, x) for x in self.reads(param_str, module, rows)]
+            kind, k = self._place(module, param_str)
+            traces, arrived = self._arrived(module, mats, rows)
+        s = arrived_at(kind, arrived[k]).transpose(1, 2)
+        return [(s, _of_samples(read_by(kind, traces[k]), rows))]
 
     def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
         """Return what a parameter is multiplied with, ``[N, T, I]``; None for a bias."""
         with bound(module):
-            kind, k = self._places(module)[param_str]
-            x = read_by(kind, self._traces(module, self._network(module))[k])
-        return [None if x is None else subsample(x, 1, rows).transpose(0, 1)]
+            kind, k = self._place(module, param_str)
+            return [_of_samples(read_by(kind, self._traces(module)[k]), rows)]
+
+    def shared_by(self, param_str: str, module: Any) -> dict[str, Any] | None:
+        """Return what was computed for parameters on the same side of a layer and direction."""
+        call = vars(module).get("_backpack_call")
+        if call is None or call.shared is None:
+            return None
+        kind, k = self._place(module, param_str)
+        side = kind.rpartition("_")[2]
+        if side == "hh" and self.step(module).adds_sides:
+            side = "ih"
+        of_side: dict[str, Any] = call.shared.setdefault(f"{side}{k}", {})
+        return of_side
 
     def _many(
         self, param_str: str, module: Any, mat: Mats, rows: Rows
     ) -> tuple[ManyArrived, Tensor, Tensor | None] | None:
         """Return what arrives if there are many columns, the slopes of the gates, and x."""
         mats, _ = self._check_output(module, mat, rows)
-        kind, k = self._places(module)[param_str]
-        arrived = self._arrived(module, self._network(module), mats, rows)[k]
+        kind, k = self._place(module, param_str)
+        traces, each = self._arrived(module, mats, rows)
+        arrived = each[k]
         if not isinstance(arrived, ManyArrived):
             return None
-        (x,) = self.reads(param_str, module, rows)
+        x = _of_samples(read_by(kind, traces[k]), rows)
         return arrived, arrived.slopes.p if kind.endswith("_ih") else arrived.slopes.q, x
 
     def _param_mjp_reduced(
@@ -384,6 +396,11 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return A of what a weight is multiplied with, see ``shared_weight``: ``[I, I]``."""
         (x,) = self.reads(param_str, module, subsampling)
         return [] if x is None else [shared_weight.input_factor(x, approximation)]
+
+
+def _of_samples(x: Tensor | None, rows: Rows) -> Tensor | None:
+    """Bring ``[T, N, I]`` to ``[N', T, I]`` for some of the samples."""
+    return None if x is None else subsample(x, 1, rows).transpose(0, 1)
 
 
 class SequenceDerivatives(RecurrentDerivatives):

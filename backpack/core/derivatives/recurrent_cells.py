@@ -48,10 +48,11 @@ class Weights(NamedTuple):
         return linear(h, self.weight_hh, self.bias_hh)
 
     def p_plus_q(self, x: Tensor, h: Tensor) -> Tensor:
-        """Return the sum of both, a single product: ``[*, I], [*, P] -> [*, G·H]``."""
-        weight = torch.cat([self.weight_ih, self.weight_hh], 1)
+        """Return the sum of both, for all steps: ``[T, N, I], [T, N, P] -> [T, N, G·H]``."""
         bias = None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
-        return linear(torch.cat([x, h], -1), weight, bias)
+        p = linear(x, self.weight_ih, bias)
+        q = torch.addmm(p.flatten(0, 1), h.flatten(0, 1), self.weight_hh.T)
+        return q.unflatten(0, p.shape[:2])
 
 
 class Path(NamedTuple):
@@ -96,11 +97,13 @@ class Step:
         num_gates: G.
         num_states: 1 for h, 2 for h and c.
         sources: For each gate the state whose cotangent arrives there.
+        adds_sides: Whether it reads the sum of p and q alone: their slopes are the same.
     """
 
     num_gates: ClassVar[int] = 1
     num_states: ClassVar[int] = 1
     sources: ClassVar[tuple[int, ...]] = (0,)
+    adds_sides: ClassVar[bool] = True
 
     def advance(self, p: Tensor, q: Tensor, state: State) -> State:
         """Take the step.
@@ -245,15 +248,21 @@ class LSTMStep(Step):
         z_i, z_f, z_g, z_o = w.p_plus_q(path.x, path.before).chunk(4, -1)
         # torch has a fast tanh for what is in one piece alone
         i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.contiguous().tanh(), z_o.sigmoid()
-        c, added = [path.start[1]], i * g
-        for t in in_order(range(len(f)), path.reverse):
-            c.append(torch.addcmul(added[t], f[t], c[-1]))
-        before, after = (torch.stack(in_order(states, path.reverse)) for states in (c[:-1], c[1:]))
-        tanh_c = after.tanh()
+        c = [path.start[1]]
+        steps = list(zip((i * g).unbind(), f.unbind(), strict=True))
+        for added, kept in in_order(steps, path.reverse):
+            c.append(torch.addcmul(added, kept, c[-1]))
+        states = torch.stack(in_order(c, path.reverse))
+        before, after = in_order((states[:-1], states[1:]), path.reverse)
+        if w.weight_hr is None:  # a division is faster than tanh
+            hidden, tanh_c = path.after, path.after / o.clamp(min=torch.finfo(o.dtype).tiny)
+        else:
+            tanh_c = after.tanh()
+            hidden = o * tanh_c
         a_i, a_f = through_sigmoid(g, i), through_sigmoid(before, f)
         a_g, a_o = through_tanh(i, g), through_sigmoid(tanh_c, o)
         a = torch.cat([a_i, a_f, a_g, a_o], -1)
-        return Slopes(a, a, (f, through_tanh(o, tanh_c))), o * tanh_c
+        return Slopes(a, a, (f, through_tanh(o, tanh_c))), hidden
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
         """Apply the Jacobian of a step."""
@@ -291,6 +300,7 @@ class GRUStep(Step):
 
     num_gates = 3
     sources = (0, 0, 0)
+    adds_sides = False
 
     def advance(self, p: Tensor, q: Tensor, state: State) -> State:
         """Take the step."""

@@ -391,6 +391,15 @@ def pull_back(
     return [arrived[k] for k in range(len(arrived))]
 
 
+def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
+    """Return a product plus what is there: ``[V, N, O], [O, I] -> [V, N, I]``."""
+    if added is None:
+        return mat @ weight
+    if mat.shape[0] == 1:  # in one operation
+        return torch.addmm(added[0], mat[0], weight).unsqueeze(0)
+    return added + mat @ weight
+
+
 def _pull_direction(
     step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
 ) -> Arrived:
@@ -400,10 +409,12 @@ def _pull_direction(
     qs = ps if slopes.q is slopes.p else AtGates(slopes.q, step.sources, state[0])
     between = list(zip(*(s.unbind() for s in slopes.states), strict=True)) or [()] * num_t
     projected: list[Tensor] = []
-    for t in in_order(range(num_t), not reverse):
+    steps = in_order(range(num_t), not reverse)
+    first, *later = (outputs[t] for t in steps)  # what arrives at each h_t from above
+    if first is not None:
+        state = (state[0] + first, *state[1:])
+    for t, y in zip(steps, [*later, None], strict=True):
         h, *others = state
-        if (y := outputs[t]) is not None:
-            h = h + y
         if w.weight_hr is not None:
             projected.append(h)
             h = h @ w.weight_hr
@@ -412,7 +423,7 @@ def _pull_direction(
         if qs is not ps:
             q = qs.put(t, state)
         direct, rest = step.hand_on(between[t], state)
-        h = q @ w.weight_hh
+        h = plus_product(y, q, w.weight_hh)
         state = (h if direct is None else h + direct, *rest)
     p = ps.stacked()
     return Arrived(

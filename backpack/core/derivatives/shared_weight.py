@@ -60,7 +60,7 @@ def reduced(
     x: Tensor | None,
     wanted: Set[str],
     weights: Tensor | None,
-    shared: dict[str, Tensor] | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Reduce the individual products, see :mod:`backpack.core.derivatives.reductions`.
 
@@ -89,7 +89,7 @@ def reduced(
         if "gradient" in wanted:
             values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
         if "square_norm" in wanted:
-            values["square_norm"] = square_norm(s, x)
+            values["square_norm"] = square_norm(s, x, shared)
         return values
 
     def product(samples: slice) -> reductions.Multiply:
@@ -114,7 +114,7 @@ def of_rows(
     x: Tensor | None,
     wanted: Set[str],
     weights: Tensor | None,
-    shared: dict[str, Tensor] | None,
+    shared: dict[str, Any] | None,
 ) -> dict[str, Tensor]:
     """Reduce products ``s xᵀ`` that are each at one position: their squares are ``s² x²ᵀ``.
 
@@ -183,7 +183,7 @@ def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
     return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
 
 
-def square_norm(s: Tensor, x: Tensor) -> Tensor:
+def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
     """Squared norm of each sample's product, summed over V, by Gram matrices.
 
     ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``.
@@ -191,12 +191,16 @@ def square_norm(s: Tensor, x: Tensor) -> Tensor:
     Args:
         s: ``[V, N, T, O]``.
         x: ``[N, T, I]``.
+        shared: What was computed of s for another parameter, to which more is added.
 
     Returns:
         ``[N]``.
     """
-    first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
-    norms = (sum(others, start=first) * torch.bmm(x, x.mT)).sum((1, 2))
+    known = {} if shared is None else shared
+    if "products of positions" not in known:
+        first, *others = (torch.bmm(of_v, of_v.mT) for of_v in s)
+        known["products of positions"] = sum(others, start=first)
+    norms = (known["products of positions"] * torch.bmm(x, x.mT)).sum((1, 2))
     return norms if torch.is_grad_enabled() else norms.clamp_(min=0)  # terms may cancel
 
 
@@ -257,6 +261,11 @@ class SharedWeightDerivatives(BaseDerivatives):
         """Return s and x of each part: ``[V, N, T, O]`` (``[V, N, O]``), and x."""
         raise NotImplementedError
 
+    def shared_by(self, param_str: str, module: Any) -> dict[str, Any] | None:
+        """Return what was computed of s for other parameters, to which more is added."""
+        call = vars(module).get("_backpack_call")
+        return call.shared if call is not None and self.kronecker_rows_are_shared else None
+
     def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each part."""
         (whole,) = parts
@@ -299,7 +308,7 @@ class SharedWeightDerivatives(BaseDerivatives):
         weights: Tensor | None,
     ) -> dict[str, Tensor]:
         pairs = self.pairs(param_str, module, mat, subsampling)
-        shared = module._backpack_call.shared if self.kronecker_rows_are_shared else None
+        shared = self.shared_by(param_str, module)
         found = [reduced(s, x, wanted, weights, shared) for s, x in pairs]
         if self.has_one_part and len(found) == 1:
             return found[0]
