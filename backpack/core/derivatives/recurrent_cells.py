@@ -51,8 +51,8 @@ class Weights(NamedTuple):
         """Return the sum of both, for all steps: ``[T, N, I], [T, N, P] -> [T, N, G·H]``."""
         bias = None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
         p = linear(x, self.weight_ih, bias)
-        q = torch.addmm(p.flatten(0, 1), h.flatten(0, 1), self.weight_hh.T)
-        return q.unflatten(0, p.shape[:2])
+        p.flatten(0, 1).addmm_(h.flatten(0, 1), self.weight_hh.T)
+        return p
 
 
 class Path(NamedTuple):
@@ -245,7 +245,8 @@ class LSTMStep(Step):
 
     def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
         """Return a (four gates), f, b, and h_t."""
-        z_i, z_f, z_g, z_o = w.p_plus_q(path.x, path.before).chunk(4, -1)
+        z = w.p_plus_q(path.x, path.before)
+        z_i, z_f, z_g, z_o = z.chunk(4, -1)
         # torch has a fast tanh for what is in one piece alone
         i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.contiguous().tanh(), z_o.sigmoid()
         c = [path.start[1]]
@@ -259,9 +260,18 @@ class LSTMStep(Step):
         else:
             tanh_c = after.tanh()
             hidden = o * tanh_c
-        a_i, a_f = through_sigmoid(g, i), through_sigmoid(before, f)
-        a_g, a_o = through_tanh(i, g), through_sigmoid(tanh_c, o)
-        a = torch.cat([a_i, a_f, a_g, a_o], -1)
+        factors = (
+            (through_sigmoid, g, i),
+            (through_sigmoid, before, f),
+            (through_tanh, i, g),
+            (through_sigmoid, tanh_c, o),
+        )
+        if torch.is_grad_enabled():
+            a = torch.cat([through(y, value) for through, y, value in factors], -1)
+        else:  # in the place of the pre-activations, which nobody needs any more
+            a = z
+            for place, (through, y, value) in zip(z.chunk(4, -1), factors, strict=True):
+                through.grad_input(y, value, grad_input=place)
         return Slopes(a, a, (f, through_tanh(o, tanh_c))), hidden
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:

@@ -396,7 +396,7 @@ def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
     if added is None:
         return mat @ weight
     if mat.shape[0] == 1:  # in one operation
-        return torch.addmm(added[0], mat[0], weight).unsqueeze(0)
+        return torch.baddbmm(added, mat, weight.unsqueeze(0))
     return added + mat @ weight
 
 
