@@ -166,7 +166,8 @@ class BackwardPass:
         if call not in self.reached_calls:
             call.check_released()
             call.check_batched()
-            call.check_parameters(trained_only=not self.second_order)
+            if call.module._parameters:
+                call.check_parameters(trained_only=not self.second_order)
             if call.params:
                 self._find_trained(call)
                 if call.derivatives is not None:
@@ -324,8 +325,15 @@ class BackwardPass:
         """Run first order at a call that needs no other."""
         if not (call.is_container or call.is_transparent):
             call.compute_in_one_precision()
-        uses = {p: [(call, name)] for name, p in call.trained.items()}
-        self._run_at([call], uses, self.first_order)
+        exts = self.first_order
+        is_usual = all(ext.needs and not ext.rules for ext in exts)
+        if not is_usual or refusal(call, call.trained) is not None:
+            self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
+        elif call.trained:
+            with call.bound(), call.sharing():
+                gradient = _gradient_use(call, None)
+                for name, p in call.trained.items():
+                    self._extract(p, [gradient.of(name)], exts)
 
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:

@@ -46,20 +46,19 @@ def costly(exts: Iterable[BackpropExtension]) -> dict[Call, set[Parameter]]:
         The parameters of each recorded call. Empty if it does not pay.
     """
     first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
-    whole_batch = all(ext.get_subsampling() is None for ext in first_order)
-    wanted = frozenset(name for ext in first_order for name in ext.needs)
-    if not (whole_batch and wanted and disable.should_store_io()):
-        return {}
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return {}
+    wanted = {name for ext in first_order for name in ext.needs}
     found: dict[Call, list[Parameter]] = {}
-    for call in tape.all_live_calls():
+    for call in tape.all_live_calls() if wanted else ():
         if call.params and call.derivatives is not None:
             names = call.derivatives.costly_gradients(call, wanted)
             parameters = [p for name, p in call.params.items() if name in names]
             if parameters:
                 found[call] = parameters
-    if _work(found) < WORTHWHILE:  # short steps need not know more
+    if not found or _work(found) < WORTHWHILE:  # short steps need not know more
+        return {}
+    if not disable.should_store_io() or any(ext.get_subsampling() for ext in first_order):
+        return {}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
     known = {
         call: parameters
