@@ -50,9 +50,9 @@ class Weights(NamedTuple):
     def p_plus_q(self, x: Tensor, h: Tensor) -> Tensor:
         """Return the sum of both, for all steps: ``[T, N, I], [T, N, P] -> [T, N, G·H]``."""
         bias = None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
-        p = linear(x, self.weight_ih, bias)
-        p.flatten(0, 1).addmm_(h.flatten(0, 1), self.weight_hh.T)
-        return p
+        rows = linear(x.flatten(0, 1), self.weight_ih, bias)
+        rows.addmm_(h.flatten(0, 1), self.weight_hh.T)
+        return rows.unflatten(0, x.shape[:2])
 
 
 class Path(NamedTuple):
