@@ -481,14 +481,16 @@ class Sweep:
 
     def _split(self, state: State, call: Call) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
+        if not self.sliced or self.mixing or not self._goes_on(call):
+            return [state]
         outs = [state.arrived[o] for o in call.origins_out if o in state.arrived]
+        if not outs:
+            return [state]
         ins = [
             shape
             for shape, o in zip(call.shape_in, call.origins_in, strict=True)
             if o in self.plan.producers
         ]
-        if not (self.sliced and outs and ins) or self.mixing:
-            return [state]
         num_v = max(len(factor.mat) for factor in outs)
         size = outs[0].mat.element_size()
         per_column = -(-size * self._entries(call, ins) // max(1, self.plan.base))
@@ -548,7 +550,7 @@ class Sweep:
             self._carry(state, calls, receive)
 
     def _goes_on(self, call: Call) -> bool:
-        return any(origin in self.plan.producers for origin in call.origins_in)
+        return not self.plan.producers.keys().isdisjoint(call.origins_in)
 
     # ------------------------------------------------------------------ diagonals
 
@@ -558,9 +560,10 @@ class Sweep:
 
     def _has_squares(self, call: Call) -> bool:
         """Whether ``sum_i d_i (∂y_i/∂p)²`` is at hand for what several sources emit."""
+        if not (self.collects and call.trained and call.derivatives) or call.is_unbatched:
+            return False
         alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
-        known = call.derivatives is not None and call.derivatives.squares_with_input
-        return self.collects and known and bool(call.trained) and alone and not call.is_unbatched
+        return call.derivatives.squares_with_input and alone
 
     def _collect_residual(self, source: ResidualSource) -> Call | None:
         """Collect the diagonal that a source emits, and return the call it is at the output of."""
