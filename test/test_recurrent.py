@@ -34,7 +34,7 @@ from backpack.core.derivatives.recurrent_cells import (
 from backpack.core.tape import flatten_outputs
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.extensions import KFLR, DiagGGNExact
+from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack.utils.subsampling import subsample
 
 V, N, T, I, H, P = 2, 3, 4, 2, 3, 2  # noqa: E741
@@ -373,6 +373,25 @@ def test_square_norm_of_short_and_long_sequences(steps: int) -> None:
             found = probe.rule.param_mjp_reduced(name, m, None, None, mats, wanted)["square_norm"]
             expected = truth[name].square().transpose(0, 1).flatten(1).sum(1)
             torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sides_share_products_of_positions_where_the_same_arrives(kind: str) -> None:
+    """Norms of a pass in which all parameters take part are those of the individual gradients."""
+    layer, options = KINDS[kind]
+    torch.manual_seed(0)
+    recurrent = layer(4, 8, num_layers=2, bidirectional=True, batch_first=True, **options)
+    features = 2 * 2 * options.get("proj_size", 8)
+    model = nn.Sequential(recurrent, ReduceTuple(0), nn.Flatten(), nn.Linear(features, 3)).double()
+    extend(model), extend(lossfunc := nn.CrossEntropyLoss())
+    x, y = torch.rand(6, 2, 4, dtype=torch.float64), torch.randint(3, (6,))
+    for ext in (BatchL2Grad(), BatchGrad()):
+        loss = lossfunc(model(x), y)
+        with backpack(ext):
+            loss.backward()
+    for p in model.parameters():
+        expected = p.grad_batch.flatten(1).square().sum(1)
+        torch.testing.assert_close(p.batch_l2, expected, **TOLERANCE)
 
 
 # ---------------------------------------------------------------------- Kronecker factors
