@@ -1838,3 +1838,16 @@ def test_hooks_run_without_autocast(exts: list[Any]) -> None:
     with torch.autocast("cpu"), backpack(*exts, extension_hook=hook):
         loss.backward()
     assert found and not any(found)
+
+
+def test_extension_hook_alone_needs_nothing_of_a_call() -> None:
+    """Without extensions, nothing is computed: a changed input does not matter, as in torch."""
+    layer = extend(nn.Linear(3, 2))
+    layer.weight.requires_grad_(False)
+    x = torch.rand(4, 3)
+    loss = layer(x).sum()
+    x.mul_(2)
+    seen: list[nn.Module] = []
+    with backpack(extension_hook=seen.append):
+        loss.backward()
+    assert seen == [layer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -373,6 +373,48 @@ def test_square_norm_of_short_and_long_sequences(steps: int) -> None:
             found = probe.rule.param_mjp_reduced(name, m, None, None, mats, wanted)["square_norm"]
             expected = truth[name].square().transpose(0, 1).flatten(1).sum(1)
             torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def replace_weight(module: nn.Module) -> None:
+    module.weight_hh_l0 = nn.Parameter(2 * module.weight_hh_l0.detach())
+
+
+def change_bias(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.bias_ih_l0.add_(1)
+
+
+@pytest.mark.parametrize("change", [replace_weight, change_bias])
+@pytest.mark.parametrize("kind", ["tanh", "lstm", "gru"])
+def test_parameters_that_change_after_the_forward_pass_are_an_error(
+    kind: str, change: Callable[[nn.Module], None]
+) -> None:
+    """Gates are computed again, and would be others."""
+    layer, options = KINDS[kind]
+    module = extend(layer(4, 8, **options))
+    loss = module(torch.rand(5, 3, 4))[0].square().sum()
+    change(module)
+    messages = "changed or replaced|modified by an inplace"  # autograd needs some of them, too
+    with backpack(BatchGrad()), pytest.raises(RuntimeError, match=messages):
+        loss.backward()
+
+
+def test_saturated_gates_are_precise() -> None:
+    """What a cell forgets is a small difference of numbers close to 1."""
+    torch.manual_seed(0)
+    module = nn.LSTM(4, 8)
+    with torch.no_grad():
+        module.bias_ih_l0[:24] += 4
+    values = []
+    x = torch.rand(50, 3, 4)
+    for precision in (torch.float32, torch.float64):
+        extend(module.to(precision))
+        loss = module(x.to(precision))[0].sum()
+        with backpack(BatchGrad()):
+            loss.backward()
+        values.append(module.weight_ih_l0.grad_batch[:, :8].double())
+    error = (values[0] - values[1]).norm() / values[1].norm()
+    assert error < 5e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -194,6 +194,52 @@ def test_a_recurrent_layer_is_not_run_back_for_its_parameters(chosen: list[set[A
     assert chosen == [{*model.parameters()}]
 
 
+LAYERS = [
+    lambda: nn.LSTM(3, 4, num_layers=2, batch_first=True),
+    lambda: nn.GRU(3, 4, bidirectional=True),
+    lambda: nn.RNN(3, 4).double(),
+    lambda: nn.Linear(3, 4, bias=False),
+    lambda: nn.Conv1d(5, 4, 3, bias=False),
+]
+
+
+@pytest.mark.parametrize("new", LAYERS)
+def test_a_first_layer_frees_what_autograd_has_stored(
+    new: Callable[[], nn.Module], chosen: list[set[Any]]
+) -> None:
+    """All functions of the graph run, as in any backward pass."""
+    model = extend(new())
+    x = torch.rand(2, 5, 3, dtype=next(model.parameters()).dtype)
+    output = model(x)
+    loss = (output[0] if isinstance(output, tuple) else output).sum()
+    with backpack(Variance()):
+        loss.backward()
+    assert chosen == [{*model.parameters()}]
+    nodes, freed = [loss.grad_fn], 0
+    while nodes:
+        node: Any = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_raw_saved"):
+                try:
+                    assert getattr(node, name.removeprefix("_raw")) is None
+                except RuntimeError:
+                    freed += 1
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    assert freed
+
+
+def test_parameters_of_functions_in_a_recurrent_layer(chosen: list[set[Any]]) -> None:
+    """Weights that a hook computes before each call are not among those that the rule knows."""
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.LSTM(64, 4, batch_first=True), "weight_hh_l0")
+    model = nn.Sequential(
+        layer, nn.GRU(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+    ).double()
+    model.append(nn.Linear(10, 3).double()).append(nn.Linear(4, 3).double())
+    compare(model, recurrent, BatchL2Grad())
+    assert not chosen[0] & {*layer.parameters()}
+
+
 def decayed(model: nn.Module, lossfunc: nn.Module) -> Tensor:
     return plain(model, lossfunc) + sum(p.square().sum() for p in model.parameters())
 

@@ -87,11 +87,13 @@ class BackwardPass:
         self.first_order: list[BackpropExtension] = []
         self.second_order: list[BackpropExtension] = []
         self.whole_batch = True  # of first order
+        self.has_rules = False  # of modules, for a first-order extension
         for ext in self.exts:
             if ext.expects_backpropagation_quantities():
                 self.second_order.append(ext)
             else:
                 self.first_order.append(ext)
+                self.has_rules |= bool(ext.rules) or not ext.needs
                 self.whole_batch &= ext.get_subsampling() is None
         self.reached_calls: dict[Call, None] = {}
         self.calls: list[Call] = []  # those that are not done yet
@@ -182,7 +184,7 @@ class BackwardPass:
         elif self.second_order:
             return
         if self._is_independent(call):
-            if call.trained or type(call.module) in CLASSES_WITH_RULES:
+            if self.first_order and (call.trained or type(call.module) in CLASSES_WITH_RULES):
                 self._run_alone(call)
             self._accumulate(call)
             if not self.second_order:
@@ -326,8 +328,7 @@ class BackwardPass:
         if not (call.is_container or call.is_transparent):
             call.compute_in_one_precision()
         exts = self.first_order
-        is_usual = all(ext.needs and not ext.rules for ext in exts)
-        if not is_usual or refusal(call, call.trained) is not None:
+        if self.has_rules or refusal(call, call.trained) is not None:
             self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
         elif call.trained:
             with call.bound(), call.sharing():

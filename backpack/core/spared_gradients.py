@@ -3,8 +3,8 @@
 The gradient of a convolution's weight takes about a third of a backward pass. Where individual
 gradients pass by anyway, it is their sum. Autograd is then asked for the gradients of all other
 leaves (``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's
-kernel computes all its gradients at once: it is spared at the start of a network, where nobody
-needs that of its input.
+kernel computes all its gradients at once: it is spared at the start of a network, where its input
+needs none, unless its parameters have changed since (individual gradients depend on them).
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
 could miss a gradient, no functions written in Python that could run a backward pass of their own,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Multiplications of all gradients together from which on it pays to look at the graph.
 WORTHWHILE = 2**24
+# Functions that stand between a parameter and the one that computes with it.
+REARRANGEMENTS = tape.RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 # Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
 PRECISIONS = (torch.float32, torch.float64)
 
@@ -107,16 +109,17 @@ def spare(
 ) -> tuple[set[Parameter], list[Tensor | GradientEdge]]:
     """Choose the parameters whose gradients autograd need not compute.
 
-    Every call that has one has to be reached all the same: that of the first layers of a network,
-    which leads to no other leaf, is asked for as a place in the graph.
+    All functions of the graph have to run all the same: calls are reached, and what autograd has
+    stored is freed. So the first ones, which lead to no other leaf, are asked for themselves. They
+    run, and compute no gradient, since none of their inputs needs one.
 
     Args:
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
 
     Returns:
-        The parameters, and what to ask autograd for: all other leaves of the graph, and places.
-        Nothing if none are spared.
+        The parameters, and what to ask autograd for: all other leaves of the graph, and its first
+        functions. Nothing if none are spared.
     """
     if not all(isinstance(root, Tensor) for root in roots):
         return set(), []
@@ -137,19 +140,25 @@ def spare(
         p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
     }
     asked: list[Tensor | GradientEdge] = []
-    running = set()
+    running: set[Any] = set()
+    bare: set[Any] = set()  # leads to nothing but entries of what is spared
     for node in order:
+        parents = [parent for parent, _ in node.next_functions]
         if node in leaves:
             leaf = leaves[node]
-            if not leaf.requires_grad or leaf in spared:
-                continue
-            asked.append(leaf)
-        elif all(parent not in running for parent, _ in node.next_functions):
-            own = [candidates[call] for call in computed_by.get(node, ()) if call is not None]
-            if all(spared.isdisjoint(parameters) for parameters in own):
-                continue
-            asked.append(GradientEdge(node, 0))
-        running.add(node)
+            if leaf in spared:
+                bare.add(node)
+            elif leaf.requires_grad:
+                asked.append(leaf)
+                running.add(node)
+        elif not running.isdisjoint(parents):
+            running.add(node)
+        elif not bare.isdisjoint(parents):
+            if type(node).__name__ in REARRANGEMENTS:
+                bare.add(node)
+            else:
+                asked.append(GradientEdge(node, 0))
+                running.add(node)
     return (spared, asked) if spared else (set(), [])
 
 

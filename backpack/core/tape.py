@@ -369,7 +369,7 @@ class Call:
         is_repeated = False
         if len(outputs) == 1 and mark is not None and rule.repeats_output(self):
             is_repeated = True
-            self.made_with = self._state_of_module()
+            self.made_with = state_of(self.module)
             mark.maker = ref(self)
         if rule.reads_inputs(self):
             return is_repeated
@@ -383,11 +383,6 @@ class Call:
                 self.inputs = (*self.inputs[:i], made, *self.inputs[i + 1 :])
                 self.steps = max(self.steps, maker.steps + 1)
         return is_repeated
-
-    def _state_of_module(self) -> list[tuple[int, ...]]:
-        """Tell the entries of parameters and buffers from those before a change."""
-        tensors = (*self.module._parameters.values(), *self.module._buffers.values())
-        return [(id(t), _version(t), _address(t)) for t in tensors if t is not None]
 
     def whole_inputs(self) -> tuple[Any, ...]:
         """Return the inputs; those that were not kept are computed again."""
@@ -406,7 +401,7 @@ class Call:
             return self.outputs
         self.check_released()
         self.check_unchanged()
-        if self.made_with != self._state_of_module():
+        if self.made_with != state_of(self.module):
             raise RuntimeError(
                 f"A parameter or buffer of {describe(self.module)} was changed after the forward "
                 "pass. Its output was not kept to save memory, and can no longer be "
@@ -869,6 +864,12 @@ def _version(tensor: Any) -> int:
         return tensor._version
     except (AttributeError, RuntimeError):  # no tensor, or one of torch.inference_mode
         return 0
+
+
+def state_of(module: Module) -> list[tuple[int, ...]]:
+    """Tell the entries of a module's own parameters and buffers from those before a change."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [(id(t), _version(t), _address(t)) for t in tensors if t is not None]
 
 
 def describe(module: Module) -> str:

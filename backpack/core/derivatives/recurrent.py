@@ -47,7 +47,7 @@ from backpack.core.derivatives.recurrent_network import (
 )
 from backpack.core.layout import Layout
 from backpack.core.registry import register
-from backpack.core.tape import Call, bound, describe
+from backpack.core.tape import Call, bound, describe, state_of
 from backpack.utils.subsampling import subsample
 
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
@@ -93,18 +93,43 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
 
     def _place(self, module: Module, param_str: str) -> tuple[str, int]:
         """Return which of the ``Weights`` a parameter is, and its k."""
-        kinds = [param_str.removesuffix(suffix) for suffix in self.suffixes(module)]
-        return next((kind, k) for k, kind in enumerate(kinds) if kind in Weights._fields)
+        for k, suffix in enumerate(self.suffixes(module)):
+            kind = param_str.removesuffix(suffix)
+            if kind in Weights._fields:
+                return kind, k
+        raise KeyError(param_str)
 
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters of all layers and directions."""
-        names = (kind + suffix for suffix in self.suffixes(module) for kind in Weights._fields)
-        return tuple(name for name in names if getattr(module, name, None) is not None)
+        names = [kind + suffix for suffix in self.suffixes(module) for kind in Weights._fields]
+        return tuple([name for name in names if getattr(module, name, None) is not None])
+
+    def saved(
+        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Keep what tells whether the call can be followed again."""
+        return {"state": self._state(module)}
+
+    def _state(self, module: Module) -> tuple[Any, ...]:
+        return self.step(module), state_of(module)
+
+    def _check_unchanged(self, module: Any) -> None:
+        call = vars(module).get("_backpack_call")
+        if call is None or call.precision is not None:  # not recorded, or its parameters are cast
+            return
+        if call.saved.get("state") != self._state(module):
+            raise RuntimeError(
+                f"A parameter of {describe(module)} was changed or replaced after the forward "
+                "pass, which is run again to know its gates. Change parameters after the backward "
+                "pass, and do not use torch.func.functional_call with recurrent modules."
+            )
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return all, where no input has a gradient: one kernel computes everything."""
-        needed = any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
-        return () if needed else tuple(call.params)
+        """Return all parameters, where no input requires a gradient: one kernel computes them."""
+        is_first = not any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
+        is_known = call.params.keys() <= set(self.param_names(call.module))
+        is_unchanged = call.saved.get("state") == self._state(call.module)
+        return tuple(call.params) if is_first and is_known and is_unchanged else ()
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are, see the base class.
@@ -211,11 +236,13 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         output = None if torch.is_grad_enabled() else self.known_output(module)
 
         def compute() -> list[Trace]:
+            self._check_unchanged(module)
             network = self._network(module)
             x, start = self._ordered(module, network, inputs)
             return trace(network, x, start, output)
 
-        tensors = [*inputs, output, *module._parameters.values()]
+        weights = [p for of_k in self._network(module).weights for p in of_k]
+        tensors = [*inputs, output, *weights]
         return recall(module._backpack_saved, "traces", tensors, (), compute)
 
     def _arrived(

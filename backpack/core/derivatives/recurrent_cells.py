@@ -255,11 +255,7 @@ class LSTMStep(Step):
             c.append(torch.addcmul(added, kept, c[-1]))
         states = torch.stack(in_order(c, path.reverse))
         before, after = in_order((states[:-1], states[1:]), path.reverse)
-        if w.weight_hr is None:  # a division is faster than tanh
-            hidden, tanh_c = path.after, path.after / o.clamp(min=torch.finfo(o.dtype).tiny)
-        else:
-            tanh_c = after.tanh()
-            hidden = o * tanh_c
+        tanh_c = after.tanh()
         factors = (
             (through_sigmoid, g, i),
             (through_sigmoid, before, f),
@@ -272,7 +268,7 @@ class LSTMStep(Step):
             a = z
             for place, (through, y, value) in zip(z.chunk(4, -1), factors, strict=True):
                 through.grad_input(y, value, grad_input=place)
-        return Slopes(a, a, (f, through_tanh(o, tanh_c))), hidden
+        return Slopes(a, a, (f, through_tanh(o, tanh_c))), o * tanh_c
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
         """Apply the Jacobian of a step."""
