@@ -30,6 +30,7 @@ from backpack.core.derivatives.recurrent_cells import (
     Step,
     TanhStep,
     Weights,
+    tanh,
 )
 from backpack.core.tape import flatten_outputs
 from backpack.custom_module.permute import Permute
@@ -843,14 +844,30 @@ def test_loss_at_every_step(
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_tanh(dtype: torch.dtype) -> None:
+    """To the last digits, for small and for large values, and with a graph."""
+    x = torch.cat([torch.linspace(-50, 50, 10**5), torch.logspace(-30, 2, 10**4)]).to(dtype)
+    x = torch.cat([x, -x, torch.tensor([0, torch.inf, -torch.inf, torch.nan], dtype=dtype)])
+    expected = x.double().tanh().to(dtype)
+    digits = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(tanh(x), expected, **digits)
+    with torch.no_grad():
+        found = tanh(x)
+    torch.testing.assert_close(found, expected, **digits)
+    assert not (found.abs() > 1).any()
+    x = torch.linspace(-2, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(tanh, x)
+
+
 def test_many_columns_pay_off() -> None:
     """The choice counts multiplications; few columns, or a graph, are not factored."""
     with torch.no_grad():
         for columns, expected in [(1, False), (64, False), (400, True)]:
             probe = Probe("lstm", num_layers=1)
-            network = probe.rule._network(probe.module)
+            network = probe.rule.network(probe.module)
             w = network.weights[0]._replace(weight_ih=torch.randn(4 * H, 100))
-            slopes = [recurrent_network.Slopes(torch.empty(5), torch.empty(5), ())]
+            slopes = recurrent_network.Slopes(torch.empty(5), torch.empty(5), ())
             found = recurrent_network.prefers_factors(
                 network._replace(weights=[w]), slopes, torch.empty(columns)
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -13,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.core import spared_gradients
+from backpack.core import spared_gradients, tape
 from backpack.core.backward_pass import BackwardPass
+from backpack.core.derivatives import recurrent, recurrent_network
 from backpack.extensions import (
     BatchGrad,
     BatchL2Grad,
@@ -71,13 +74,13 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 Step = Callable[[nn.Module, nn.Module], Tensor]
 
 
-def compare(model: nn.Module, step: Step, *exts: Any) -> nn.Module:
+def compare(model: nn.Module, step: Step, *exts: Any, use_converter: Any = False) -> nn.Module:
     """Compare gradients of an extended model with those of the model as it was."""
     lossfunc = nn.CrossEntropyLoss()
     step(model, lossfunc).backward()
     expected = gradients(model)
     model.zero_grad()
-    extend(model), extend(lossfunc)
+    extend(model, use_converter=use_converter), extend(lossfunc)
     loss = step(model, lossfunc)
     with backpack(*exts):
         loss.backward()
@@ -153,7 +156,7 @@ def test_small_networks_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(network(), plain, BatchGrad())
 
 
-def recurrent(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+def layers(model: nn.Module, lossfunc: nn.Module) -> Tensor:
     x, y = data()
     first, (state, _) = model[0](x.flatten(2))
     second, _ = model[1](first)
@@ -170,28 +173,241 @@ def test_recurrent_layers(extension: Any, chosen: list[set[Any]]) -> None:
         nn.Linear(10, 3),
         nn.Linear(4, 3),
     ).double()
-    compare(model, recurrent, extension())
+    compare(model, layers, extension())
     wanted = extension is Variance  # of the linear layer that reads a state, see above
     linear = {model[2].weight} | ({model[3].weight} if wanted else set())
     assert chosen == [{*model[0].parameters()} | linear]
 
 
+def test_a_leaf_beside_the_loss(chosen: list[set[Any]]) -> None:
+    """It gets its gradient."""
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    leaf = torch.tensor(1.0, requires_grad=True)
+    with backpack(BatchGrad()):
+        torch.autograd.backward([plain(model, lossfunc), leaf])
+    assert leaf.grad == 1
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="there is no fused kernel")
-def test_a_recurrent_layer_is_not_run_back_for_its_parameters(chosen: list[set[Any]]) -> None:
-    """Where nobody needs the gradient of its input, its backward kernel does nothing."""
-    model, lossfunc = extend(nn.LSTM(3, 4, batch_first=True)), extend(nn.MSELoss())
-    for x in (torch.rand(2, 5, 3), torch.rand(2, 5, 3, requires_grad=True)):
+class TestFusedLayers:
+    """LSTMs whose backward kernel is not run for the gradients of parameters."""
+
+    @pytest.fixture
+    def pulled(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Note for which layers and directions it is computed what arrives."""
+        found: list[int] = []
+        pull = recurrent_network.pull_direction
+
+        def noting(network: Any, k: int, *args: Any) -> Any:
+            found.append(k)
+            return pull(network, k, *args)
+
+        monkeypatch.setattr(recurrent_network, "pull_direction", noting)
+        monkeypatch.setattr(recurrent, "pull_direction", noting)
+        return found
+
+    @pytest.fixture
+    def computed(self, chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Note in whose place something is computed: numbers of layers and directions."""
+        found: list[int] = []
+        compute = recurrent.FusedLayer.compute
+
+        def noting(layer: Any, *args: Any) -> Any:
+            found.append(layer.k)
+            return compute(layer, *args)
+
+        monkeypatch.setattr(recurrent.FusedLayer, "compute", noting)
+        return found
+
+    class Network(nn.Module):
+        """Reads numbers of words, and uses the states as well as the output."""
+
+        def __init__(self, **options: Any):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(7, 3)
+            self.lstm = nn.LSTM(3, 4, **options)
+            directions = 2 if self.lstm.bidirectional else 1
+            k = directions * self.lstm.num_layers
+            self.start = nn.Linear(3, 2 * k * 4)
+            self.end = nn.Linear(4 * directions + 4 * k, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = self.embedding(words)
+            h, c = self.start(x[:, 0]).unflatten(1, (2, -1, 4)).permute(1, 2, 0, 3).contiguous()
+            is_first = self.lstm.batch_first
+            output, (h, _) = self.lstm(x if is_first else x.transpose(0, 1), (h, c))
+            output = output.mean(1 if is_first else 0)
+            return self.end(torch.cat([output, h.transpose(0, 1).flatten(1)], 1))
+
+    @staticmethod
+    def words(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        return lossfunc(model(torch.randint(7, (5, 6))), torch.randint(3, (5,)))
+
+    def compare(self, *exts: Any, **options: Any) -> Any:
+        return compare(self.Network(**options), self.words, *exts, use_converter="record")
+
+    @pytest.mark.parametrize("extension", EXTENSIONS)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"batch_first": True, "num_layers": 2},
+            {"bidirectional": True, "bias": False},
+            {"batch_first": True, "num_layers": 2, "bidirectional": True},
+        ],
+        ids=str,
+    )
+    def test_all_layers(
+        self,
+        options: dict[str, Any],
+        extension: Any,
+        computed: list[int],
+        pulled: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Gradients and quantities are what they are without, and each layer is computed once."""
+        results = []
+        for worthwhile in (0, float("inf")):
+            monkeypatch.setattr(spared_gradients, "WORTHWHILE", worthwhile)
+            model = self.compare(extension(), **options)
+            fields = [getattr(p, extension().savefield) for p in model.parameters()]
+            results.append([t for t in fields if not t.is_sparse])
+        torch.testing.assert_close(*results)
+        k = options.get("num_layers", 1) * (2 if "bidirectional" in options else 1)
+        assert sorted(pulled) == sorted(2 * [*range(k)])
+        assert sorted(computed) == ([] if extension is BatchL2Grad else [*range(k)])
+
+    def test_first_layers_of_a_module(self, computed: list[int], pulled: list[int]) -> None:
+        """Where the input is data, nothing is computed for it."""
+        model = nn.Sequential(nn.LSTM(64, 4, 2, batch_first=True), nn.GRU(4, 5, batch_first=True))
+        model.append(nn.Linear(5, 3))
+
+        def step(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+            x, y = data()
+            first, _ = model[0](x.flatten(2).float())
+            return lossfunc(model[2](model[1](first)[0]).mean(1), y)
+
+        compare(model, step, BatchGrad())
+        assert computed == [1] and sorted(pulled) == [0, 0, 1]
+
+    def test_gradient_of_the_data(self, computed: list[int], chosen: list[set[Any]]) -> None:
+        """The kernel itself is not run."""
+        model, lossfunc = extend(nn.LSTM(3, 4, batch_first=True)), extend(nn.MSELoss())
+        for x in (torch.rand(2, 5, 3), torch.rand(2, 5, 3, requires_grad=True)):
+            output, _ = model(x)
+            loss = lossfunc(output, torch.zeros_like(output))
+            expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            received: list[Any] = []
+            node: Any = output.grad_fn
+            while "Rnn" not in type(node).__name__:
+                node = node.next_functions[0][0]
+            node.register_hook(lambda inputs, _, to=received: to.extend(inputs))
+            with backpack(BatchGrad()):
+                loss.backward()
+            for p, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, grad)
+                p.grad = None
+            assert [g is not None for g in received] == [x.requires_grad] + 6 * [False]
+        assert chosen == 2 * [{*model.parameters()}] and computed == [0]
+
+    @pytest.mark.parametrize("why", ["a penalty", "frozen", "hook"])
+    def test_parameters_that_are_not_spared(self, why: str, computed: list[int]) -> None:
+        """Then the kernel runs, unless the others are spared."""
+        model = self.Network()
+        p = model.lstm.weight_hh_l0
+        if why == "frozen":
+            p.requires_grad_(False)
+        if why == "hook":
+            p.register_hook(lambda grad: 2 * grad)
+
+        def step(model: nn.Module, lossfunc: nn.Module) -> Tensor:
+            penalty = p.square().sum() if why == "a penalty" else 0
+            return self.words(model, lossfunc) + penalty
+
+        compare(model, step, Variance(), use_converter="record")
+        assert computed == ([0] if why == "frozen" else [])
+
+    def test_imports(self) -> None:
+        """A step imports no compiler, which takes a second and 130 MB."""
+        code = """
+import sys, torch
+from backpack import backpack, extend, extensions
+model, lossfunc = extend(torch.nn.LSTM(64, 128)), extend(torch.nn.MSELoss())
+x = torch.rand(50, 60, 64, requires_grad=True)
+output, _ = model(x)
+loss = lossfunc(output, torch.zeros_like(output))
+from backpack.core.derivatives.recurrent import FusedLayer
+compute, calls = FusedLayer.compute, []
+FusedLayer.compute = lambda layer, *args: calls.append(layer) or compute(layer, *args)
+before = set(sys.modules)
+with backpack(extensions.BatchGrad()):
+    loss.backward()
+assert calls
+print(*(set(sys.modules) - before))
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "dynamo" not in done.stdout
+
+    def test_nothing_arrives(self, computed: list[int]) -> None:
+        """A hook of the graph takes the gradient away."""
+        model, lossfunc = extend(nn.LSTM(3, 4)), extend(nn.MSELoss())
+        x = torch.rand(5, 2, 3, requires_grad=True)
         output, _ = model(x)
-        received: list[Any] = []
-        node: Any = output.grad_fn
-        while "Rnn" not in type(node).__name__:
-            node = node.next_functions[0][0]
-        node.register_hook(lambda inputs, _, to=received: to.extend(inputs))
+        output.grad_fn.register_prehook(lambda grads: (None,) * len(grads))
         loss = lossfunc(output, torch.zeros_like(output))
         with backpack(BatchGrad()):
             loss.backward()
-        assert all(g is None for g in received) == (not x.requires_grad)
-    assert chosen == [{*model.parameters()}]
+        assert computed == [0] and x.grad is None
+
+    def test_first_and_second_order(self, computed: list[int]) -> None:
+        """Other columns than the gradient arrive at the same layers."""
+        exts = [BatchGrad(), SumGradSquared(), DiagGGNExact()]
+        model = self.compare(*exts, num_layers=2)
+        alone = self.compare(DiagGGNExact(), num_layers=2)
+        for p, q in zip(model.lstm.parameters(), alone.lstm.parameters(), strict=True):
+            torch.testing.assert_close(p.diag_ggn_exact, q.diag_ggn_exact)
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+        assert sorted(computed) == [0, 1]
+
+    def test_passes_through_one_graph(self, computed: list[int]) -> None:
+        """Each pass gets what it asks for; the last is autograd's alone."""
+        model, lossfunc = (
+            extend(self.Network(), use_converter="record"),
+            extend(nn.CrossEntropyLoss()),
+        )
+        loss = self.words(model, lossfunc)
+        for scale in (1, 3):
+            with backpack(BatchGrad(), retain_graph=True):
+                (scale * loss).backward(retain_graph=True)
+        for p in model.lstm.parameters():
+            torch.testing.assert_close(p.grad, 4 / 3 * p.grad_batch.sum(0))
+        before = gradients(model)
+        loss.backward()
+        for p, grad in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p.grad, 5 / 4 * grad)
+        assert computed == [0, 0]
+
+    def test_an_error(self, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is raised, and leaves nothing behind."""
+        model, lossfunc = (
+            extend(self.Network(), use_converter="record"),
+            extend(nn.CrossEntropyLoss()),
+        )
+        loss = self.words(model, lossfunc)
+        with monkeypatch.context() as patch:
+            patch.setattr(recurrent, "pull_direction", lambda *_: 1 / 0)
+            with backpack(BatchGrad()), pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        assert not any("received" in call.saved for call in tape.all_live_calls())
+        model.zero_grad()
+        loss.backward()
+        assert computed == [0]
+        assert all(p.grad is not None for p in model.parameters())
 
 
 LAYERS = [
@@ -236,7 +452,7 @@ def test_parameters_of_functions_in_a_recurrent_layer(chosen: list[set[Any]]) ->
         layer, nn.GRU(4, 5, num_layers=2, bidirectional=True, batch_first=True)
     ).double()
     model.append(nn.Linear(10, 3).double()).append(nn.Linear(4, 3).double())
-    compare(model, recurrent, BatchL2Grad())
+    compare(model, layers, BatchL2Grad())
     assert not chosen[0] & {*layer.parameters()}
 
 

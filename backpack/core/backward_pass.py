@@ -371,6 +371,8 @@ class BackwardPass:
             else:
                 with call.bound(), call.sharing():
                     self._extract_all(of_call, rows)
+                if len(exts) == len(self.exts):  # nobody else will ask
+                    call.forget_results()
 
     def _extract_all(self, work: Iterable[Work], rows: Mapping[Call, Rows]) -> None:
         gradients: dict[Call, Use] = {}

@@ -3,8 +3,9 @@
 The gradient of a convolution's weight takes about a third of a backward pass. Where individual
 gradients pass by anyway, it is their sum. Autograd is then asked for the gradients of all other
 leaves (``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's
-kernel computes all its gradients at once: it is spared at the start of a network, where its input
-needs none, unless its parameters have changed since (individual gradients depend on them).
+kernel computes the gradients of all its parameters with that of its input. It is spared where the
+input needs none, or where a :class:`~backpack.core.kernels.Substitute` computes that from what
+individual gradients need as well.
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
 could miss a gradient, no functions written in Python that could run a backward pass of their own,
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch.nn import Parameter
 
 from backpack.context import disable
 from backpack.core import tape
+from backpack.core.kernels import Substitute
 from backpack.core.tape import Call, Origin
 
 if TYPE_CHECKING:
@@ -104,9 +106,18 @@ def _is_ordinary(p: Any) -> bool:
     )
 
 
-def spare(
-    roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]
-) -> tuple[set[Parameter], list[Tensor | GradientEdge]]:
+class Spared(NamedTuple):
+    """What autograd is spared, and what is left to do."""
+
+    parameters: set[Parameter]  # whose gradients it need not compute
+    asked: list[Tensor | GradientEdge]  # all other leaves of the graph, and its first functions
+    substitutes: list[Substitute]  # for its kernels
+
+
+NOTHING = Spared(set(), [], [])
+
+
+def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Spared:
     """Choose the parameters whose gradients autograd need not compute.
 
     All functions of the graph have to run all the same: calls are reached, and what autograd has
@@ -117,18 +128,15 @@ def spare(
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
 
-    Returns:
-        The parameters, and what to ask autograd for: all other leaves of the graph, and its first
-        functions. Nothing if none are spared.
     """
-    if not all(isinstance(root, Tensor) for root in roots):
-        return set(), []
+    if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
+        return NOTHING  # a leaf gets a gradient of its own
     order, users = _upstream_first(roots)
     if any(isinstance(node, BackwardCFunction) for node in order):
-        return set(), []  # may run a backward pass of its own, which knows nothing of this one
+        return NOTHING  # may run a backward pass of its own, which knows nothing of this one
     leaves = {node: node.variable for node in order if hasattr(node, "variable")}
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves.values()):
-        return set(), []  # may look at the gradients of others
+        return NOTHING  # may look at the gradients of others
     calls = {mark: call for call in candidates for mark in call.origins_out}
     computed_by = {node: {calls.get(mark) for mark in marks} for node, marks in _marked(order)}
     # the call that every path from the roots to a node enters last
@@ -139,6 +147,17 @@ def spare(
     spared = {
         p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
     }
+    nodes_of: dict[Any, list[Any]] = defaultdict(list)
+    for node in order:
+        nodes_of[owner[node]].append(node)
+    substitutes: list[Substitute] = []
+    for call, parameters in candidates.items():
+        assert call.derivatives is not None
+        own = call.derivatives.substitutes(call, nodes_of[call], spared)
+        if own is None:
+            spared -= parameters
+        else:
+            substitutes += own
     asked: list[Tensor | GradientEdge] = []
     running: set[Any] = set()
     bare: set[Any] = set()  # leads to nothing but entries of what is spared
@@ -159,7 +178,7 @@ def spare(
             else:
                 asked.append(GradientEdge(node, 0))
                 running.add(node)
-    return (spared, asked) if spared else (set(), [])
+    return Spared(spared, asked, substitutes) if spared else NOTHING
 
 
 def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:

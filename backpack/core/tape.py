@@ -479,7 +479,7 @@ class Call:
 
     def release(self) -> None:
         """Drop the stored tensors."""
-        if not self.is_released:
+        if self.outputs:  # not released yet
             self._forget()
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
             self.makers = {}
@@ -580,9 +580,13 @@ class Call:
             self._places = None
 
     def forget(self) -> None:
+        """Drop what belongs to one backward pass."""
+        self.forget_results()
+        self.g_out, self.g_samples = [None] * len(self.g_out), None
+
+    def forget_results(self) -> None:
         """Drop what rules have kept beyond the forward pass."""
         self.saved = {name: value for name, value in self.saved.items() if name in self.kept}
-        self.g_out, self.g_samples = [None] * len(self.g_out), None
 
     @property
     def places(self) -> Places:

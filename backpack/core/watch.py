@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -53,13 +53,16 @@ class WatchBackward(overrides.TorchFunctionMode):
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
-        spared, asked = spared_gradients.spare(roots, candidates)
+        spared, asked, substitutes = spared_gradients.spare(roots, candidates)
         if not spared:
             return func(*args, **kwargs)
         call.arguments["inputs"] = asked
         outer, WatchBackward.spared = WatchBackward.spared, spared
         try:
-            result = func(*call.args, **call.kwargs)
+            with ExitStack() as stack:
+                for substitute in substitutes:
+                    stack.enter_context(substitute.in_use())
+                result = func(*call.args, **call.kwargs)
         finally:
             WatchBackward.spared = outer
         if spared:  # what is accumulated is taken out

@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import Evaluation, second_products
+from backpack.core.kernels import Substitute
 from backpack.core.layout import Layout, unbatched
 from backpack.core.tape import Call, bound, describe
 from backpack.utils.subsampling import subsample
@@ -141,6 +142,21 @@ class BaseDerivatives:
             wanted: Names of the quantities that are extracted from individual gradients.
         """
         return ()
+
+    def substitutes(
+        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
+    ) -> Sequence[Substitute] | None:
+        """Return what takes the place of kernels, so that they compute no parameter's gradient.
+
+        Args:
+            call: The call.
+            nodes: Nodes of the graph, among them all between the call's outputs and its inputs.
+            spared: Parameters whose gradients autograd need not compute, for all that is known.
+
+        Returns:
+            Those for some of the nodes; None if the call's parameters are not to be spared.
+        """
+        return []
 
     def repeats_output(self, call: Call) -> bool:
         """Return whether calling ``forward`` again in the same mode gives the same output.

@@ -19,6 +19,20 @@ class Remembered(NamedTuple):
     value: Any
 
 
+def _identity(t: Tensor) -> tuple[Any, ...]:
+    has_graph = t.requires_grad and torch.is_grad_enabled()
+    version = 0 if t.is_inference() else t._version
+    return t.data_ptr(), t.dtype, t.shape, t.stride(), has_graph, version
+
+
+def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors look at the same memory; None is the same as None."""
+    if one is None or other is None:
+        return one is other
+    # the stride of an axis of size 1 means nothing
+    return one.shape == other.shape and _identity(one.squeeze()) == _identity(other.squeeze())
+
+
 def recall(
     saved: dict[str, Any],
     name: str,
@@ -41,17 +55,7 @@ def recall(
     """
     given = [t for t in tensors if t is not None]
     facts += (torch.is_grad_enabled(), *(t is None for t in tensors))
-    facts += tuple(
-        (
-            t.data_ptr(),
-            t.dtype,
-            t.shape,
-            t.stride(),
-            t.requires_grad,
-            0 if t.is_inference() else t._version,
-        )
-        for t in given
-    )
+    facts += tuple(map(_identity, given))
     found = saved.get(name)
     if found is None or found.facts != facts:
         saved.pop(name, None)  # its memory is free before the new result takes some

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, RNNCell
+from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCell
 
 from backpack.core.derivatives import shared_weight
 from backpack.core.derivatives.basederivatives import (
@@ -22,7 +22,7 @@ from backpack.core.derivatives.basederivatives import (
     Rows,
     row_numbers,
 )
-from backpack.core.derivatives.recall import recall
+from backpack.core.derivatives.recall import is_same, recall
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
     LSTMStep,
@@ -39,12 +39,14 @@ from backpack.core.derivatives.recurrent_network import (
     Trace,
     arrived_at,
     pull_back,
+    pull_direction,
     pull_to_input,
     push_forward,
     read_by,
     run,
     trace,
 )
+from backpack.core.kernels import Substitute
 from backpack.core.layout import Layout
 from backpack.core.registry import register
 from backpack.core.tape import Call, bound, describe, state_of
@@ -53,6 +55,51 @@ from backpack.utils.subsampling import subsample
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
 LSTM_STEP = LSTMStep()
 GRU_STEP = GRUStep()
+
+
+class FusedLayer(Substitute):
+    """Computes what the kernel of one direction of an LSTM's layer would, but no gradients of W.
+
+    What arrives at the pre-activations is needed anyway: for individual gradients.
+
+    Args:
+        node: The kernel's node.
+        rule: Rule of the module.
+        call: Call of the module.
+        k: Which layer and direction.
+    """
+
+    name = "MkldnnRnnLayerBackward0"
+    kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+    def __init__(self, node: Any, rule: RecurrentDerivatives, call: Call, k: int):
+        """Change nothing yet."""
+        super().__init__(node)
+        self.rule, self.call, self.k = rule, call, k
+
+    def receive(self, grads: Sequence[Tensor | None]) -> None:
+        """Take what has arrived at all steps, ``[T, N, H]``, and at the last states, ``[N, H]``."""
+        output, *finals = grads
+        if any(g is not None for g in grads):
+            self.call.saved.setdefault("received", {})[self.k] = (
+                None if output is None else output.unsqueeze(0),
+                *(None if g is None else g.reshape(1, -1, g.shape[-1]) for g in finals),
+            )
+
+    def compute(self, *args: Any) -> Sequence[Tensor | None]:
+        """Return what arrives at the input and at the initial states; None for all parameters."""
+        if self.k not in self.call.saved.get("received", ()):
+            return (None,) * 7
+        with self.call.bound() as module:
+            arrived = self.rule.received(module, self.k)
+            weights = self.rule.network(module).weights[self.k]
+        back = arrived.to_input(weights.weight_ih).squeeze(0)
+        starts = map(Tensor.reshape_as, arrived.start, args[5:7])
+        return back, None, None, None, None, *starts
+
+    def finish(self) -> None:
+        """Forget what has arrived."""
+        self.call.saved.pop("received", None)
 
 
 class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
@@ -117,7 +164,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         call = vars(module).get("_backpack_call")
         if call is None or call.precision is not None:  # not recorded, or its parameters are cast
             return
-        if call.saved.get("state") != self._state(module):
+        if call.saved.get("state", now := self._state(module)) != now:
             raise RuntimeError(
                 f"A parameter of {describe(module)} was changed or replaced after the forward "
                 "pass, which is run again to know its gates. Change parameters after the backward "
@@ -125,11 +172,34 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             )
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return all parameters, where no input requires a gradient: one kernel computes them."""
-        is_first = not any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
+        """Return all parameters, if their gradients can be told from that of the input.
+
+        Where that needs one, autograd is as fast as we are unless individual gradients are at hand.
+        """
         is_known = call.params.keys() <= set(self.param_names(call.module))
         is_unchanged = call.saved.get("state") == self._state(call.module)
-        return tuple(call.params) if is_first and is_known and is_unchanged else ()
+        is_apart = _is_first(call) or (wanted != {"square_norm"} and self.has_kernels(call))
+        return tuple(call.params) if is_apart and is_known and is_unchanged else ()
+
+    def has_kernels(self, call: Call) -> bool:
+        """Return whether autograd may run a kernel for each direction of a layer."""
+        return False
+
+    def substitutes(
+        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
+    ) -> Sequence[Substitute] | None:
+        """Return one for each kernel."""
+        weights = self.network(call.module).weights
+        found = [
+            FusedLayer(node, self, call, k)
+            for node in nodes
+            if type(node).__name__ == FusedLayer.name
+            for k, own in enumerate(weights)
+            if {p for p in own if p is not None and p.requires_grad} <= spared & _leaves(node)
+        ]
+        if sorted(layer.k for layer in found) == [*range(len(weights))]:
+            return found
+        return [] if _is_first(call) else None
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are, see the base class.
@@ -143,7 +213,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             raise ValueError(str(error)) from None
         return super().layouts(call)
 
-    def _network(self, module: Any, params: Mapping[str, Tensor] | None = None) -> Network:
+    def network(self, module: Any, params: Mapping[str, Tensor] | None = None) -> Network:
         """Return the network with its parameters, some of them replaced by ``params``."""
         params = params or {}
 
@@ -223,7 +293,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             params: Values that replace parameters.
             *inputs: Arguments of the call, flattened.
         """
-        network = self._network(module, params)
+        network = self.network(module, params)
         x, start = self._ordered(module, network, inputs)
         return self.outputs(module, run(network, x, start), 0)
 
@@ -237,11 +307,11 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
 
         def compute() -> list[Trace]:
             self._check_unchanged(module)
-            network = self._network(module)
+            network = self.network(module)
             x, start = self._ordered(module, network, inputs)
             return trace(network, x, start, output)
 
-        weights = [p for of_k in self._network(module).weights for p in of_k]
+        weights = [p for of_k in self.network(module).weights for p in of_k]
         tensors = [*inputs, output, *weights]
         return recall(module._backpack_saved, "traces", tensors, (), compute)
 
@@ -253,18 +323,37 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         output, finals = self.cotangents(module, mat)
 
         def compute() -> list[Arrived | ManyArrived]:
+            received = module._backpack_saved.get("received", ())
+            if len(received) == len(traces) and rows is None and self._is_gradient(module, mat):
+                return [self.received(module, k) for k in range(len(traces))]
             slopes = [whole.of_samples(rows).slopes for whole in traces]
-            return pull_back(self._network(module), slopes, output, finals)
+            return pull_back(self.network(module), slopes, output, finals)
 
         selected = None if rows is None else tuple(row_numbers(traces[0].x.shape[1], rows))
         # the traces tell whether an input or a parameter has changed
         tensors = [output, *finals, traces[0].before]
         return traces, recall(module._backpack_saved, "arrived", tensors, (selected,), compute)
 
+    def received(self, module: Any, k: int) -> Arrived | ManyArrived:
+        """Return what arrives from what a :class:`FusedLayer` has received."""
+        whole = self._traces(module)[k]
+        output, *finals = module._backpack_saved["received"][k]
+
+        def compute() -> Arrived | ManyArrived:
+            return pull_direction(self.network(module), k, whole.slopes, output, finals)
+
+        tensors = [output, *finals, whole.before]
+        return recall(module._backpack_saved, f"arrived{k}", tensors, (), compute)
+
+    def _is_gradient(self, module: Any, mat: Mats) -> bool:
+        """Whether columns are what autograd has brought to the outputs of the call at hand."""
+        grads = [None if g is None else g.unsqueeze(0) for g in module._backpack_call.g_out]
+        return all(map(is_same, mat, grads))
+
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
     ) -> Any:
-        network = self._network(module)
+        network = self.network(module)
         _, arrived = self._arrived(module, mat, subsampling)
         x = self.outside(module, pull_to_input(network, arrived, 0), 1, False)
         starts = (torch.stack(parts, 1) for parts in zip(*(a.start for a in arrived), strict=True))
@@ -279,7 +368,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
     ) -> Any:
-        network = self._network(module)
+        network = self.network(module)
         x, *others = [mat] if isinstance(mat, Tensor) else mat
         start = [None if s is None else self.inside(module, s, 1, True) for s in others]
         start += [None] * (network.step.num_states - len(start))
@@ -295,7 +384,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         mat: Tensor,
         subsampling: Rows,
     ) -> Any:
-        network = self._network(module)
+        network = self.network(module)
         moved = Moved(*self._place(module, param_str), mat)
         start = [None] * network.step.num_states
         return self._pushed(module, network, None, start, moved, subsampling)
@@ -425,6 +514,16 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         return [] if x is None else [shared_weight.input_factor(x, approximation)]
 
 
+def _is_first(call: Call) -> bool:
+    """Whether no input requires a gradient."""
+    return not any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
+
+
+def _leaves(node: Any) -> set[Any]:
+    """Return the leaves whose gradients a node computes."""
+    return {getattr(parent, "variable", None) for parent, _ in node.next_functions}
+
+
 def _of_samples(x: Tensor | None, rows: Rows) -> Tensor | None:
     """Bring ``[T, N, I]`` to ``[N', T, I]`` for some of the samples."""
     return None if x is None else subsample(x, 1, rows).transpose(0, 1)
@@ -494,6 +593,11 @@ class LSTMDerivatives(SequenceDerivatives):
     def step(self, module: Any) -> Step:
         """Return the step."""
         return LSTM_STEP
+
+    def has_kernels(self, call: Call) -> bool:
+        """Return whether those of oneDNN may run."""
+        output = call.outputs[0]
+        return output.is_cpu and output.dtype is torch.float32 and not call.module.proj_size
 
 
 @register(GRU)

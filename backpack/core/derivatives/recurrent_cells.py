@@ -23,11 +23,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from backpack.core.derivatives.reductions import PRECISE
+
 State = tuple[Tensor, ...]
 
 # σ' and tanh' as functions of the value: grad · y (1 - y) and grad · (1 - y²)
 through_sigmoid = torch.ops.aten.sigmoid_backward
 through_tanh = torch.ops.aten.tanh_backward
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Return ``tanh(x) = t / (t + 2)``, ``t = exp(2x) - 1``: half the time of torch's on a CPU."""
+    if torch.is_grad_enabled() or not x.is_cpu or x.dtype not in PRECISE:
+        return x.tanh()
+    t = (2 * x).clamp_(max=40).expm1_()  # beyond, it is 1
+    return t.div_(t + 2)
 
 
 class Weights(NamedTuple):
@@ -247,15 +257,14 @@ class LSTMStep(Step):
         """Return a (four gates), f, b, and h_t."""
         z = w.p_plus_q(path.x, path.before)
         z_i, z_f, z_g, z_o = z.chunk(4, -1)
-        # torch has a fast tanh for what is in one piece alone
-        i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.contiguous().tanh(), z_o.sigmoid()
+        i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), tanh(z_g), z_o.sigmoid()
         c = [path.start[1]]
         steps = list(zip((i * g).unbind(), f.unbind(), strict=True))
         for added, kept in in_order(steps, path.reverse):
             c.append(torch.addcmul(added, kept, c[-1]))
         states = torch.stack(in_order(c, path.reverse))
         before, after = in_order((states[:-1], states[1:]), path.reverse)
-        tanh_c = after.tanh()
+        tanh_c = tanh(after)
         factors = (
             (through_sigmoid, g, i),
             (through_sigmoid, before, f),
@@ -320,7 +329,7 @@ class GRUStep(Step):
         p_r, p_z, p_n = w.p(path.x).chunk(3, -1)
         q_r, q_z, q_n = w.q(path.before).chunk(3, -1)
         r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
-        n = torch.addcmul(p_n, r, q_n).tanh()
+        n = tanh(torch.addcmul(p_n, r, q_n))
         a_n = through_tanh(1 - z, n)
         a_r = through_sigmoid(a_n * q_n, r)
         a_z = through_sigmoid(path.before - n, z)

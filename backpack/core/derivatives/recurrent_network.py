@@ -351,7 +351,7 @@ def trace(
             slopes, hidden = network.step.slopes(w, path)
             traces.append(Trace(x, path.before, None if w.weight_hr is None else hidden, slopes))
             outputs.append(after)
-        x = torch.cat(outputs, -1)
+        x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     return traces
 
 
@@ -373,22 +373,40 @@ def pull_back(
     Returns:
         What arrives, for each k.
     """
-    like = next(m for m in (output, *finals) if m is not None)
-    factored = prefers_factors(network, slopes, like)
-    direction = _pull_many if factored else _pull_direction
-    num_v, num_n = like.shape[0], like.shape[2]
-    zeros = [like.new_zeros(num_v, num_n, size) for size in network.state_sizes]
     arrived: dict[int, Arrived | ManyArrived] = {}
     for layer in reversed(network.layers):
         halves = (
             [None] * network.directions if output is None else output.chunk(network.directions, -1)
         )
-        for (k, reverse), half in zip(network.of_layer(layer), halves, strict=True):
-            last = tuple(z if m is None else m[:, k] for m, z in zip(finals, zeros, strict=True))
-            arrived[k] = direction(network.step, network.weights[k], slopes[k], half, last, reverse)
+        for (k, _), half in zip(network.of_layer(layer), halves, strict=True):
+            last = [None if m is None else m[:, k] for m in finals]
+            arrived[k] = pull_direction(network, k, slopes[k], half, last)
         if layer > 0:
             output = pull_to_input(network, arrived, layer)
     return [arrived[k] for k in range(len(arrived))]
+
+
+def pull_direction(
+    network: Network, k: int, slopes: Slopes, output: Tensor | None, finals: Sequence[Tensor | None]
+) -> Arrived | ManyArrived:
+    """Apply the transposed Jacobian of one direction of a layer as far as the pre-activations.
+
+    Args:
+        network: The network.
+        k: Which layer and direction.
+        slopes: Those of the samples that the cotangents hold.
+        output: ``[V, T, N, P]``, None for zero.
+        finals: Cotangents of the final states, ``[V, N, P]`` and ``[V, N, H]``, None for zero.
+    """
+    like = next(m for m in (output, *finals) if m is not None)
+    shape = len(like), slopes.p.shape[1]
+    state = tuple(
+        like.new_zeros(*shape, size) if m is None else m
+        for m, size in zip(finals, network.state_sizes, strict=True)
+    )
+    pull = _pull_many if prefers_factors(network, slopes, like) else _pull_each
+    reverse = k % network.directions == 1
+    return pull(network.step, network.weights[k], slopes, output, state, reverse)
 
 
 def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
@@ -400,7 +418,7 @@ def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
     return added + mat @ weight
 
 
-def _pull_direction(
+def _pull_each(
     step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
 ) -> Arrived:
     num_t = len(slopes.p)
@@ -434,10 +452,10 @@ def _pull_direction(
     )
 
 
-def prefers_factors(network: Network, slopes: Sequence[Slopes], like: Tensor) -> bool:
+def prefers_factors(network: Network, slopes: Slopes, like: Tensor) -> bool:
     """Whether there are so many columns that :class:`ManyArrived` takes fewer multiplications."""
     first, *_ = network.weights
-    num_v, num_t, num_read = len(like), len(slopes[0].p), first.weight_hh.shape[1]
+    num_v, num_t, num_read = len(like), len(slopes.p), first.weight_hh.shape[1]
     num_read += first.weight_ih.shape[1]
     states_per_gate = len(set(network.step.sources)) / network.step.num_gates
     return (

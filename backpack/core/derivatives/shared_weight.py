@@ -78,7 +78,9 @@ def reduced(
         row = None if x is None else x.squeeze(1)
         return of_rows(s.squeeze(2), row, wanted, weights, shared)
     if x is None:
-        return reductions.of_products(s.sum(2), wanted, weights)
+        known = {} if shared is None else shared
+        known["sums"] = known["sums"].clone() if "sums" in known else s.sum(2)
+        return reductions.of_products(known["sums"], wanted, weights)
     num_i = x.shape[2]
     if "individual" not in wanted and _is_at_one_position(s):
         return of_rows(s, x, wanted, weights, None)
