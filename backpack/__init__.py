@@ -78,7 +78,9 @@ class backpack:
         # pay for a mode
         second_order = any(ext.expects_backpropagation_quantities() for ext in self.exts)
         is_watched = second_order or spared_gradients.costly(self.exts)
-        watch: AbstractContextManager[Any] = WatchBackward() if is_watched else nullcontext()
+        watch: AbstractContextManager[Any] = (
+            WatchBackward(BackwardPass.completed) if is_watched else nullcontext()
+        )
         self._outer.append((CTX.configuration, watch))
         CTX.configuration = self._configuration
         watch.__enter__()

@@ -391,6 +391,62 @@ print(*(set(sys.modules) - before))
             torch.testing.assert_close(p.grad, 5 / 4 * grad)
         assert computed == [0, 0]
 
+    def test_a_pass_inside_of_another(self, computed: list[int]) -> None:
+        """Through the same graph: it has all gradients that it asks for."""
+        layer = extend(nn.LSTM(3, 4))
+        parameters = [*layer.parameters()]
+        output, _ = layer(torch.rand(5, 2, 3, requires_grad=True))
+        first, second = output.square().sum(), output.sum()
+        wanted = torch.autograd.grad(first + second, parameters, retain_graph=True)
+        pending = [second]
+
+        def nested(_: Tensor) -> None:
+            for loss in pending:
+                pending.clear()
+                loss.backward(retain_graph=True, inputs=parameters)
+
+        output.register_hook(nested)
+        with backpack(Variance(), retain_graph=True):
+            first.backward(retain_graph=True)
+        for p, grad in zip(parameters, wanted, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        assert computed == [0] and not pending
+
+    def test_a_pass_through_another_layer(self, computed: list[int]) -> None:
+        """While a node runs, in a hook of that node: it has nothing to do with the substitute."""
+        layer, other = extend(nn.LSTM(3, 4)), nn.LSTM(3, 4)
+        x = torch.rand(5, 2, 3)
+        wanted = torch.autograd.grad(other(x)[0].sum(), [*other.parameters()])
+        output, _ = layer(x.clone().requires_grad_())
+        node: Any = output.grad_fn
+        while "Rnn" not in type(node).__name__:
+            node = node.next_functions[0][0]
+
+        def nested(*_: Any) -> None:
+            with torch.enable_grad():
+                other(x)[0].sum().backward()
+
+        node.register_hook(nested)
+        with backpack(Variance()):
+            output.sum().backward()
+        for p, grad in zip(other.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        assert computed == [0]
+
+    def test_layers_are_done_one_after_the_other(self, computed: list[int]) -> None:
+        """What one has stored is gone before the next begins."""
+        layers = [extend(nn.LSTM(3, 3, 2)) for _ in range(3)]
+        x, released = torch.rand(5, 2, 3), []
+        for layer in layers:
+            x, _ = layer(x)
+        calls = tape.all_live_calls()[-3:]
+        with backpack(
+            Variance(), extension_hook=lambda _: released.append([c.is_released for c in calls])
+        ):
+            x.sum().backward()
+        assert released == [[False, False, False], [False, False, True], [False, True, True]]
+        assert len(computed) == 5
+
     def test_an_error(self, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         """It is raised, and leaves nothing behind."""
         model, lossfunc = (

@@ -132,6 +132,14 @@ class BackwardPass:
         current._undone_on_error(task, current._reach, call, slot, grad)
 
     @classmethod
+    def completed(cls, call: Call) -> None:
+        """Take note that all gradients of a call's outputs are there."""
+        task = torch._C._current_graph_task_id()
+        current = cls._running.get(task)
+        if current is not None:
+            current._undone_on_error(task, current._complete, call)
+
+    @classmethod
     def _finish(cls, task: int) -> None:
         current = cls._running[task]
         current._undone_on_error(task, current._run)
@@ -183,17 +191,26 @@ class BackwardPass:
             self._check_mixing(call)
         elif self.second_order:
             return
-        if self._is_independent(call):
-            if self.first_order and (call.trained or type(call.module) in CLASSES_WITH_RULES):
-                self._run_alone(call)
-            self._accumulate(call)
-            if not self.second_order:
-                self._done(call)
-                self.calls.pop()
-            elif not self._keeps(grad):
+        if len(call.outputs) == 1 and self._is_independent(call):
+            self._finish_alone(call)
+            if self.second_order and not self._keeps(grad):
                 call.g_out[slot] = stand_in(grad)
         else:
             self.deferred.append(call)
+
+    def _complete(self, call: Call) -> None:
+        if call in self.deferred and self._is_independent(call):
+            self.deferred = [other for other in self.deferred if other is not call]
+            self._finish_alone(call)
+
+    def _finish_alone(self, call: Call) -> None:
+        """Do what is left to do at a call whose first order needs no other."""
+        if self.first_order and (call.trained or type(call.module) in CLASSES_WITH_RULES):
+            self._run_alone(call)
+        self._accumulate(call)
+        if not self.second_order:
+            self._done(call)
+            self.calls.remove(call)
 
     def _keeps(self, grad: Tensor) -> bool:
         """Whether a gradient is that of a loss, or small, or second-order quantities read it."""
@@ -223,8 +240,7 @@ class BackwardPass:
         """Whether first-order quantities need no other call: known parameters and samples."""
         places = call.places
         shared = places.is_unbatched or places.without  # samples are told apart later
-        alone = len(call.outputs) == 1 and not shared
-        return alone and self.whole_batch and call.uses_each_parameter_alone()
+        return not shared and self.whole_batch and call.uses_each_parameter_alone()
 
     def _check_mixing(self, call: Call) -> None:
         """Warn of modules without parameters that mix samples, where others have gradients."""

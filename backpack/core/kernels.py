@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from backpack.context import without_autocast
+from backpack.core.tape import Call
+
+Cotangents = Sequence[Tensor | None]
 
 
 class Substitute(TorchDispatchMode):
@@ -19,56 +25,90 @@ class Substitute(TorchDispatchMode):
 
     Args:
         node: The node.
+        call: The call that it belongs to.
 
     Attributes:
         kernel: The operation that the node runs.
+        task: Number of the backward pass that uses it.
     """
 
     kernel: ClassVar[Any]
 
-    def __init__(self, node: Any):
+    def __init__(self, node: Any, call: Call):
         """Change nothing yet."""
         super().__init__()
-        self.node = node
+        self.node, self.call = node, call
+        self.task: int | None = None
 
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
+    def receive(self, grads: Cotangents) -> None:
         """Take what has arrived at the node's outputs: always, and first."""
         raise NotImplementedError
 
-    def compute(self, *args: Any) -> Sequence[Tensor | None]:
+    def compute(self, *args: Any) -> Cotangents:
         """Return what the kernel would for these arguments, if autograd needs anything of it."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """Forget what has arrived: the backward pass is over."""
+    def forget(self) -> None:
+        """Forget what has arrived."""
         raise NotImplementedError
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its backward pass runs, and not another one inside (of a hook)."""
+        return torch._C._current_graph_task_id() == self.task
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation: of the node, or of hooks that unpack what the node has stored."""
+        if func is not self.kernel or not self.is_running:
+            return func(*args, **kwargs or {})
+        with without_autocast():
+            return tuple(self.compute(*args))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import torch._dynamo: a second, and 130 MB
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let autograd use it."""
-        hooks = [self.node.register_prehook(self._before), self.node.register_hook(self._after)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.finish()
 
-    # The mode is on while the node runs. No `with`: after an error the engine takes it off itself.
-    def _before(self, grads: Sequence[Tensor | None]) -> None:
-        self.receive(grads)
-        _push_mode(self)
+@contextmanager
+def in_use(
+    substitutes: Sequence[Substitute], roots: Sequence[Tensor], completed: Callable[[Call], None]
+) -> Iterator[None]:
+    """Let the next backward pass use substitutes.
 
-    def _after(self, *_: Any) -> None:
-        _pop_mode()
+    Args:
+        substitutes: All that it uses.
+        roots: Where it starts.
+        completed: Called when all nodes of a call that have a substitute have run.
+    """
+    left = Counter(substitute.call for substitute in substitutes)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation of the node."""
-        if func is not self.kernel:
-            return func(*args, **kwargs or {})
-        with without_autocast():
-            return tuple(self.compute(*args))
+    def start(_: Any) -> None:
+        for substitute in substitutes:
+            if substitute.task is None:
+                substitute.task = torch._C._current_graph_task_id()
+
+    def before(substitute: Substitute, grads: Cotangents) -> None:
+        if substitute.is_running:
+            substitute.receive(grads)
+            # not `with substitute`: after an error the engine takes it off itself
+            _push_mode(substitute)
+
+    def after(substitute: Substitute, *_: Any) -> None:
+        if substitute.is_running:
+            _pop_mode()
+            left[substitute.call] -= 1
+            if not left[substitute.call]:
+                completed(substitute.call)
+
+    nodes: list[Any] = [root.grad_fn for root in roots] if substitutes else []
+    hooks = [node.register_prehook(start) for node in nodes]
+    for substitute in substitutes:
+        hooks.append(substitute.node.register_prehook(partial(before, substitute)))
+        hooks.append(substitute.node.register_hook(partial(after, substitute)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for substitute in substitutes:
+            substitute.forget()

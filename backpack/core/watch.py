@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -11,7 +12,8 @@ from torch import Tensor, overrides
 from torch.nn import Parameter
 
 from backpack.context import CTX
-from backpack.core import spared_gradients
+from backpack.core import kernels, spared_gradients
+from backpack.core.tape import Call
 
 
 class WatchBackward(overrides.TorchFunctionMode):
@@ -19,6 +21,9 @@ class WatchBackward(overrides.TorchFunctionMode):
 
     The first lets the engine notice a modified loss, for the second see
     :mod:`backpack.core.spared_gradients`.
+
+    Args:
+        completed: Called when autograd will bring nothing more to a call, where that is known.
 
     Attributes:
         roots: The argument of the ``backward()`` that runs; None where it is not known.
@@ -29,6 +34,11 @@ class WatchBackward(overrides.TorchFunctionMode):
     spared: ClassVar[set[Parameter]] = set()
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+    def __init__(self, completed: Callable[[Call], None]):
+        """Watch nothing yet."""
+        super().__init__()
+        self.completed = completed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
@@ -45,8 +55,7 @@ class WatchBackward(overrides.TorchFunctionMode):
         finally:
             WatchBackward.roots = outer
 
-    @staticmethod
-    def _backward(func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    def _backward(self, func: Any, roots: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         candidates = spared_gradients.costly(CTX.configuration.exts)
         if not candidates:
             return func(*args, **kwargs)
@@ -59,9 +68,7 @@ class WatchBackward(overrides.TorchFunctionMode):
         call.arguments["inputs"] = asked
         outer, WatchBackward.spared = WatchBackward.spared, spared
         try:
-            with ExitStack() as stack:
-                for substitute in substitutes:
-                    stack.enter_context(substitute.in_use())
+            with kernels.in_use(substitutes, roots, self.completed):
                 result = func(*call.args, **call.kwargs)
         finally:
             WatchBackward.spared = outer

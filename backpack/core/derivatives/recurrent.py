@@ -57,51 +57,6 @@ LSTM_STEP = LSTMStep()
 GRU_STEP = GRUStep()
 
 
-class FusedLayer(Substitute):
-    """Computes what the kernel of one direction of an LSTM's layer would, but no gradients of W.
-
-    What arrives at the pre-activations is needed anyway: for individual gradients.
-
-    Args:
-        node: The kernel's node.
-        rule: Rule of the module.
-        call: Call of the module.
-        k: Which layer and direction.
-    """
-
-    name = "MkldnnRnnLayerBackward0"
-    kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
-
-    def __init__(self, node: Any, rule: RecurrentDerivatives, call: Call, k: int):
-        """Change nothing yet."""
-        super().__init__(node)
-        self.rule, self.call, self.k = rule, call, k
-
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """Take what has arrived at all steps, ``[T, N, H]``, and at the last states, ``[N, H]``."""
-        output, *finals = grads
-        if any(g is not None for g in grads):
-            self.call.saved.setdefault("received", {})[self.k] = (
-                None if output is None else output.unsqueeze(0),
-                *(None if g is None else g.reshape(1, -1, g.shape[-1]) for g in finals),
-            )
-
-    def compute(self, *args: Any) -> Sequence[Tensor | None]:
-        """Return what arrives at the input and at the initial states; None for all parameters."""
-        if self.k not in self.call.saved.get("received", ()):
-            return (None,) * 7
-        with self.call.bound() as module:
-            arrived = self.rule.received(module, self.k)
-            weights = self.rule.network(module).weights[self.k]
-        back = arrived.to_input(weights.weight_ih).squeeze(0)
-        starts = map(Tensor.reshape_as, arrived.start, args[5:7])
-        return back, None, None, None, None, *starts
-
-    def finish(self) -> None:
-        """Forget what has arrived."""
-        self.call.saved.pop("received", None)
-
-
 class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
     """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
 
@@ -164,7 +119,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         call = vars(module).get("_backpack_call")
         if call is None or call.precision is not None:  # not recorded, or its parameters are cast
             return
-        if call.saved.get("state", now := self._state(module)) != now:
+        if call.saved.get("state") != self._state(module):
             raise RuntimeError(
                 f"A parameter of {describe(module)} was changed or replaced after the forward "
                 "pass, which is run again to know its gates. Change parameters after the backward "
@@ -172,34 +127,14 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             )
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return all parameters, if their gradients can be told from that of the input.
+        """Return all parameters, where no input requires a gradient: one kernel computes them."""
+        return self._all_parameters(call) if _is_first(call) else ()
 
-        Where that needs one, autograd is as fast as we are unless individual gradients are at hand.
-        """
+    def _all_parameters(self, call: Call) -> tuple[str, ...]:
+        """Return the names of a call's parameters, if it is known what it did with all of them."""
         is_known = call.params.keys() <= set(self.param_names(call.module))
         is_unchanged = call.saved.get("state") == self._state(call.module)
-        is_apart = _is_first(call) or (wanted != {"square_norm"} and self.has_kernels(call))
-        return tuple(call.params) if is_apart and is_known and is_unchanged else ()
-
-    def has_kernels(self, call: Call) -> bool:
-        """Return whether autograd may run a kernel for each direction of a layer."""
-        return False
-
-    def substitutes(
-        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
-    ) -> Sequence[Substitute] | None:
-        """Return one for each kernel."""
-        weights = self.network(call.module).weights
-        found = [
-            FusedLayer(node, self, call, k)
-            for node in nodes
-            if type(node).__name__ == FusedLayer.name
-            for k, own in enumerate(weights)
-            if {p for p in own if p is not None and p.requires_grad} <= spared & _leaves(node)
-        ]
-        if sorted(layer.k for layer in found) == [*range(len(weights))]:
-            return found
-        return [] if _is_first(call) else None
+        return tuple(call.params) if is_known and is_unchanged else ()
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are, see the base class.
@@ -324,7 +259,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
 
         def compute() -> list[Arrived | ManyArrived]:
             received = module._backpack_saved.get("received", ())
-            if len(received) == len(traces) and rows is None and self._is_gradient(module, mat):
+            if len(received) == len(traces) and rows is None and _is_gradient(module, mat):
                 return [self.received(module, k) for k in range(len(traces))]
             slopes = [whole.of_samples(rows).slopes for whole in traces]
             return pull_back(self.network(module), slopes, output, finals)
@@ -336,19 +271,12 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
 
     def received(self, module: Any, k: int) -> Arrived | ManyArrived:
         """Return what arrives from what a :class:`FusedLayer` has received."""
-        whole = self._traces(module)[k]
-        output, *finals = module._backpack_saved["received"][k]
-
-        def compute() -> Arrived | ManyArrived:
-            return pull_direction(self.network(module), k, whole.slopes, output, finals)
-
-        tensors = [output, *finals, whole.before]
-        return recall(module._backpack_saved, f"arrived{k}", tensors, (), compute)
-
-    def _is_gradient(self, module: Any, mat: Mats) -> bool:
-        """Whether columns are what autograd has brought to the outputs of the call at hand."""
-        grads = [None if g is None else g.unsqueeze(0) for g in module._backpack_call.g_out]
-        return all(map(is_same, mat, grads))
+        received = module._backpack_saved["received"]
+        if not isinstance(received[k], Arrived | ManyArrived):
+            slopes = self._traces(module)[k].slopes
+            received[k] = pull_direction(self.network(module), k, slopes, *received[k])
+        arrived: Arrived | ManyArrived = received[k]
+        return arrived
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
@@ -519,6 +447,12 @@ def _is_first(call: Call) -> bool:
     return not any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
 
 
+def _is_gradient(module: Any, mat: Mats) -> bool:
+    """Whether columns are what autograd has brought to the outputs of the call at hand."""
+    grads = [None if g is None else g.unsqueeze(0) for g in module._backpack_call.g_out]
+    return all(map(is_same, mat, grads))
+
+
 def _leaves(node: Any) -> set[Any]:
     """Return the leaves whose gradients a node computes."""
     return {getattr(parent, "variable", None) for parent, _ in node.next_functions}
@@ -594,10 +528,78 @@ class LSTMDerivatives(SequenceDerivatives):
         """Return the step."""
         return LSTM_STEP
 
-    def has_kernels(self, call: Call) -> bool:
-        """Return whether those of oneDNN may run."""
+    def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
+        """Return all parameters, also where kernels compute the gradient of an input with them.
+
+        Unless norms alone are wanted: then a substitute is no faster.
+        """
         output = call.outputs[0]
-        return output.is_cpu and output.dtype is torch.float32 and not call.module.proj_size
+        has_kernels = output.is_cpu and output.dtype is torch.float32
+        if has_kernels and not call.module.proj_size and wanted != {"square_norm"}:
+            return self._all_parameters(call)
+        return super().costly_gradients(call, wanted)
+
+    def substitutes(
+        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
+    ) -> Sequence[Substitute] | None:
+        """Return one for the kernel of each direction of a layer."""
+        weights = self.network(call.module).weights
+        found = [
+            FusedLayer(node, call, self, k)
+            for node in nodes
+            if type(node).__name__ == FusedLayer.name
+            for k, own in enumerate(weights)
+            if {p for p in own if p is not None and p.requires_grad} <= spared & _leaves(node)
+        ]
+        if sorted(layer.k for layer in found) == [*range(len(weights))]:
+            return found
+        return [] if _is_first(call) else None
+
+
+class FusedLayer(Substitute):
+    """Computes what oneDNN's kernel of a layer's direction would, but no parameter's gradient.
+
+    Individual gradients need what arrives at the pre-activations anyway, and the gradient of the
+    input is one product of that.
+
+    Args:
+        node: The kernel's node.
+        call: Call of the LSTM.
+        rule: Its rule.
+        k: Which layer and direction.
+    """
+
+    name = "MkldnnRnnLayerBackward0"
+    kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+    def __init__(self, node: Any, call: Call, rule: LSTMDerivatives, k: int):
+        """Change nothing yet."""
+        super().__init__(node, call)
+        self.rule, self.k = rule, k
+
+    def receive(self, grads: Sequence[Tensor | None]) -> None:
+        """Take what has arrived at all steps, ``[T, N, H]``, and at the last states, ``[N, H]``."""
+        output, *finals = grads
+        if any(g is not None for g in grads):
+            self.call.saved.setdefault("received", {})[self.k] = (
+                None if output is None else output.unsqueeze(0),
+                [None if g is None else g.reshape(1, -1, g.shape[-1]) for g in finals],
+            )
+
+    def compute(self, *args: Any) -> Sequence[Tensor | None]:
+        """Return the gradients of the input, of four parameters (None) and of the first states."""
+        _, _, _, _, _, *starts = args[:7]
+        if self.k not in self.call.saved.get("received", ()):
+            return (None,) * 7
+        with self.call.bound() as module:
+            arrived = self.rule.received(module, self.k)
+            weights = self.rule.network(module).weights[self.k]
+        x = arrived.to_input(weights.weight_ih).squeeze(0)
+        return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, starts)
+
+    def forget(self) -> None:
+        """Forget what has arrived."""
+        self.call.saved.pop("received", None)
 
 
 @register(GRU)
