@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import pytest
 import torch
+from cases import CASES, Case, Problem
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from backpack import backpack, extend, memory_cleanup
-from backpack.core import tape
+from backpack.core import spared_gradients, tape
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.permute import Permute
-from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.extensions import GGNMP, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
 
 NEVER = 2**60
 
@@ -166,3 +172,108 @@ def test_autocast_in_the_forward_pass_alone() -> None:
         loss.backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad, rtol=0.05, atol=0.01)
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+def of_given(
+    problem: Problem, given: Mapping[str, Tensor] | None, *exts: Any
+) -> list[dict[str, Any]]:
+    """Return the quantities of a model's own parameters, or of others that it is called with."""
+    model, lossfunc = extend(problem.model), extend(problem.loss)
+    torch.manual_seed(1)
+    output = model(problem.X) if given is None else functional_call(model, given, (problem.X,))
+    loss = lossfunc(output, problem.y)
+    with backpack(*exts):
+        loss.backward()
+    own = dict(model.named_parameters()) if given is None else given
+    found = []
+    for p in own.values():
+        if p.requires_grad:
+            values = {ext.savefield: getattr(p, ext.savefield) for ext in exts}
+            if "ggnmp" in values:
+                values["ggnmp"] = values["ggnmp"](torch.ones_like(p).unsqueeze(0))
+            found.append(values)
+    return found
+
+
+@pytest.mark.parametrize(
+    "exts",
+    [[BatchGrad(), BatchL2Grad(), Variance()], [DiagGGNExact(), DiagHessian(), GGNMP()]],
+    ids=["first", "second"],
+)
+@pytest.mark.parametrize("case", [c for c in CASES if "mixing" not in c.tags], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_functional_call(case: Case, exts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantities are those of the parameters and buffers that took part, and saved there."""
+    monkeypatch.setattr(tape, "LARGE", 0)
+    monkeypatch.setattr(spared_gradients, "WORTHWHILE", 0)
+    problem, other = case.build(), case.build()
+    given = {**dict(other.model.named_parameters()), **dict(other.model.named_buffers())}
+    changed = other._replace(model=copy.deepcopy(other.model))
+    with torch.no_grad():
+        for t in (*changed.model.parameters(), *changed.model.buffers()):
+            t += 0.1 if t.is_floating_point() else 0
+    found = of_given(changed, given, *exts)
+    expected = of_given(problem, None, *exts)
+    assert len(found) == len(expected) > 0
+    torch.testing.assert_close(found, expected)
+
+
+def test_two_functional_calls_in_one_loss() -> None:
+    """Each has parameters of its own."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    lossfunc = extend(nn.CrossEntropyLoss())
+    x, y = torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    several = [
+        {n: nn.Parameter(torch.randn_like(p)) for n, p in model.named_parameters()}
+        for _ in range(2)
+    ]
+    loss = sum(lossfunc(functional_call(model, given, (x,)), y) for given in several)
+    with backpack(DiagGGNExact()):
+        loss.backward()
+    for given in several:
+        model.load_state_dict(given)
+        with backpack(DiagGGNExact()):
+            lossfunc(model(x), y).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(given[name].diag_ggn_exact, p.diag_ggn_exact)
+
+
+def replace(layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(2 * layer.weight.detach())
+
+
+def freeze(layer: nn.Module) -> None:
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+
+
+def prune(layer: nn.Module) -> None:
+    nn.utils.prune.random_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [replace, freeze, prune])
+def test_parameters_that_are_replaced_after_the_forward_pass(
+    change: Callable[[nn.Module], None],
+) -> None:
+    """They were another module's, so to speak: right, or an error."""
+
+    def diagonal(change: Callable[[nn.Module], None] | None) -> Tensor:
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+        loss = extend(nn.CrossEntropyLoss())(model(torch.rand(6, 4)), torch.randint(3, (6,)))
+        if change is not None:
+            change(model.get_submodule("2"))
+        with backpack(DiagGGNExact()):
+            loss.backward()
+        return model.get_submodule("0").weight.diag_ggn_exact
+
+    if change is replace:
+        torch.testing.assert_close(diagonal(change), diagonal(None))
+    else:
+        with pytest.raises(RuntimeError, match=r"'2' \(Linear\) has lost parameters"):
+            diagonal(change)

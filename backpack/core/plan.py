@@ -147,8 +147,7 @@ class Plan:
         return {
             t: t._version
             for call in self.calls
-            for holder in (call.module.modules() if call.module._modules else [call.module])
-            for tensors in (call.params, holder._parameters, holder._buffers)
+            for tensors in (call.params, *call.read)
             for t in tensors.values()
             if t is not None and (isinstance(t, Parameter) or not call.mixes_samples)
         }

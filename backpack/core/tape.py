@@ -7,7 +7,7 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from inspect import signature
@@ -54,6 +54,9 @@ RESHAPES = {
 
 TENSORS = frozenset({Tensor, Parameter})
 OnReach = Callable[["Call", int, Tensor], None]
+# Where a module keeps parameters and buffers, and what was there: attributes, name, tensors.
+KINDS = ("_parameters", "_buffers")
+Lent = tuple[dict[str, Any], str, dict[str, Any]]
 # Module classes for which some extension has a rule of its own.
 CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 # One entry for each forward pass whose functions are recorded, None for those inside of another.
@@ -210,6 +213,7 @@ class Call:
         copies: Number of samples for which a call without samples (of parameters) stands.
         shared: What was computed of the columns at hand for one parameter that others need, too.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
+        read: Parameters and buffers that the module (and its children) had, by name.
         params: Own parameters that require a gradient, by name.
         trained: Those of them that the backward pass at hand accumulates a gradient into.
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
@@ -244,6 +248,7 @@ class Call:
         "outputs",
         "params",
         "precision",
+        "read",
         "reads_functions",
         "relied_on",
         "saved",
@@ -281,7 +286,8 @@ class Call:
             if p is not None and p.requires_grad:
                 self.params[name] = p
         self.trained = self.params
-        # as they are now: the mode may have changed when the backward pass comes
+        # as they are now: both may have changed when the backward pass comes
+        self.read = [tensors.copy() for tensors in self._tensors()]
         self.training = module.training
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
         # rules of users may read everything
@@ -369,7 +375,7 @@ class Call:
         is_repeated = False
         if len(outputs) == 1 and mark is not None and rule.repeats_output(self):
             is_repeated = True
-            self.made_with = state_of(self.module)
+            self.made_with = state_of(self.read)
             mark.maker = ref(self)
         if rule.reads_inputs(self):
             return is_repeated
@@ -401,7 +407,7 @@ class Call:
             return self.outputs
         self.check_released()
         self.check_unchanged()
-        if self.made_with != state_of(self.module):
+        if self.made_with != state_of(self.read):
             raise RuntimeError(
                 f"A parameter or buffer of {describe(self.module)} was changed after the forward "
                 "pass. Its output was not kept to save memory, and can no longer be "
@@ -482,6 +488,7 @@ class Call:
         if self.outputs:  # not released yet
             self._forget()
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
+            self.read = []
             self.makers = {}
             self.g_samples = None
 
@@ -513,18 +520,59 @@ class Call:
     def forward(self, leaves: Sequence[Any]) -> Any:
         """Call the module's ``forward`` again, with other values for the (flattened) arguments.
 
-        In the mode (training or evaluation) of the call.
+        With the parameters and buffers, and in the mode (training or evaluation), of the call.
         """
         args, keywords = self.arguments(leaves)
         mode = self.module.training
         if mode != self.training:
             self.module.training = self.training
+        lent = [] if vars(self.module).get("_backpack_call") is self else self.lend_tensors()
         try:
             with disable():
                 return self.module.forward(*args, **keywords)
         finally:
+            give_back(lent)
             if mode != self.training:
                 self.module.training = mode
+
+    def _holders(self) -> Iterable[Module]:
+        """List the module, and its children if they have no calls of their own."""
+        module = self.module
+        return module.modules() if module._modules and self.derivatives else (module,)
+
+    def _tensors(self) -> list[dict[str, Any]]:
+        """List the parameters and the buffers that the module has now, and those of children."""
+        module = self.module
+        if not module._modules:
+            return [module._parameters, module._buffers]
+        return [ts for holder in self._holders() for ts in (holder._parameters, holder._buffers)]
+
+    def lend_tensors(self) -> list[Lent]:
+        """Give the module the parameters and buffers of the call, if it has others by now.
+
+        Such as those of ``torch.func.functional_call``, or in the precision of the derivatives.
+
+        Returns:
+            What to give back (see :func:`give_back`).
+
+        Raises:
+            RuntimeError: If it has lost some of them, or has other children.
+        """
+        now, precision = self._tensors(), self.precision
+        is_whole = len(now) == len(self.read)
+        if precision is None and is_whole and not any(map(_differ, now, self.read)):
+            return []
+        names = [tensors.keys() for tensors in now]
+        if not is_whole or not all(map(operator.ge, names, map(dict.keys, self.read))):
+            raise RuntimeError(
+                f"{describe(self.module)} has lost parameters or buffers, or has other children, "
+                "since the forward pass. Change modules after the backward pass and its extension "
+                "hooks."
+            )
+        places = [(vars(holder), kind) for holder in self._holders() for kind in KINDS]
+        for (holder, kind), tensors, read in zip(places, now, self.read, strict=True):
+            holder[kind] = {name: _cast(t, precision) for name, t in (tensors | read).items()}
+        return [(*place, tensors) for place, tensors in zip(places, now, strict=True)]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with other values for the leaves."""
@@ -716,7 +764,7 @@ class Call:
         Raises:
             NotImplementedError: If one is sparse or quantised.
         """
-        for name, p in self.module._parameters.items():
+        for name, p in self.read[0].items():
             if p is None or (trained_only and name not in self.params):
                 continue
             if p.is_quantized or p.layout is not torch.strided:
@@ -764,7 +812,7 @@ _FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
 class _Bound:
     """Lends the tensors of a call to its module; see :meth:`Call.bound`."""
 
-    __slots__ = ("call", "lent", "replaced", "states", "whole")
+    __slots__ = ("call", "lent", "replaced", "tensors", "whole")
 
     def __init__(self, call: Call, whole: bool):
         """Remember the call."""
@@ -772,9 +820,10 @@ class _Bound:
         self.whole = whole
 
     def __enter__(self) -> Any:
-        """Set the attributes, and cast parameters and buffers."""
+        """Set the attributes, parameters and buffers."""
         call, own = self.call, vars(self.call.module)
         inputs, output = call.seen(self.whole)
+        self.tensors = call.lend_tensors()
         lent = {
             "output": output,
             "_backpack_saved": call.saved,
@@ -788,20 +837,12 @@ class _Bound:
         self.lent = lent
         self.replaced = {name: own[name] for name in lent.keys() & own.keys()}
         own.update(lent)
-        self.states: list[tuple[dict[str, Any], str, Any]] = []
-        if call.precision is not None:
-            for holder in map(vars, call.module.modules()):
-                for kind in ("_parameters", "_buffers"):
-                    self.states.append((holder, kind, holder[kind]))
-                    cast = {name: _cast(t, call.precision) for name, t in holder[kind].items()}
-                    holder[kind] = cast
         return call.module
 
     def __exit__(self, *exception: object) -> None:
         """Restore what was there."""
         own = vars(self.call.module)
-        for holder, kind, state in self.states:
-            holder[kind] = state
+        give_back(self.tensors)
         for name in self.lent.keys() - self.replaced.keys():
             own.pop(name, None)
         own.update(self.replaced)
@@ -851,8 +892,9 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _cast(x: Any, precision: torch.dtype) -> Any:
-    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
+def _cast(x: Any, precision: torch.dtype | None) -> Any:
+    is_cast = precision is not None and isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(precision) if is_cast else x
 
 
 def _facts(layout: Layout | None) -> tuple[int, int] | None:
@@ -870,10 +912,20 @@ def _version(tensor: Any) -> int:
         return 0
 
 
-def state_of(module: Module) -> list[tuple[int, ...]]:
-    """Tell the entries of a module's own parameters and buffers from those before a change."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [(id(t), _version(t), _address(t)) for t in tensors if t is not None]
+def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
+    return any(map(operator.is_not, map(tensors.get, read), read.values()))
+
+
+def give_back(lent: Sequence[Lent]) -> None:
+    """Return what :meth:`Call.lend_tensors` has replaced."""
+    for holder, kind, tensors in lent:
+        holder[kind] = tensors
+
+
+def state_of(read: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
+    """Tell parameters and buffers from those before a change."""
+    tensors = [t for by_name in read for t in by_name.values() if t is not None]
+    return [(id(t), _version(t), _address(t)) for t in tensors]
 
 
 def describe(module: Module) -> str:

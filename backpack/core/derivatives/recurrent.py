@@ -113,7 +113,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         return {"state": self._state(module)}
 
     def _state(self, module: Module) -> tuple[Any, ...]:
-        return self.step(module), state_of(module)
+        return self.step(module), state_of([module._parameters, module._buffers])
 
     def _check_unchanged(self, module: Any) -> None:
         call = vars(module).get("_backpack_call")
@@ -121,9 +121,8 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             return
         if call.saved.get("state") != self._state(module):
             raise RuntimeError(
-                f"A parameter of {describe(module)} was changed or replaced after the forward "
-                "pass, which is run again to know its gates. Change parameters after the backward "
-                "pass, and do not use torch.func.functional_call with recurrent modules."
+                f"A parameter of {describe(module)} was changed after the forward pass, which is "
+                "run again to know its gates. Change parameters after the backward pass."
             )
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
