@@ -11,12 +11,14 @@ import torch
 from cases import CASES, Case, Problem
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.core import spared_gradients, tape
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.permute import Permute
 from backpack.extensions import GGNMP, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
 NEVER = 2**60
 
@@ -247,33 +249,237 @@ def replace(layer: nn.Module) -> None:
 
 
 def freeze(layer: nn.Module) -> None:
-    weight = layer.weight.detach()
+    weight = 2 * layer.weight.detach()
     del layer.weight
     layer.register_buffer("weight", weight)
 
 
-def prune(layer: nn.Module) -> None:
-    nn.utils.prune.random_unstructured(layer, "weight", 0.5)
+def reorder(layer: nn.Module) -> None:
+    weight = layer.weight
+    del layer.weight
+    layer.weight = weight
 
 
-@pytest.mark.parametrize("change", [replace, freeze, prune])
-def test_parameters_that_are_replaced_after_the_forward_pass(
-    change: Callable[[nn.Module], None],
+def delete_buffer(layer: nn.Module) -> None:
+    del layer.cache
+
+
+def hide(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "weight", 0.5)
+
+
+def parametrise(layer: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(layer)
+
+
+def diagonal_after(change: Callable[[nn.Module], None] | None) -> Tensor:
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    last = model.get_submodule("2")
+    last.register_buffer("cache", torch.ones(2))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(6, 4)), torch.randint(3, (6,)))
+    if change is not None:
+        change(last)
+    before = [*last.named_parameters(), *last.named_buffers()]
+    with backpack(DiagGGNExact()):
+        loss.backward()
+    after = [*last.named_parameters(), *last.named_buffers()]
+    assert [(name, id(t)) for name, t in before] == [(name, id(t)) for name, t in after]
+    return model.get_submodule("0").weight.diag_ggn_exact
+
+
+@pytest.mark.parametrize("change", [replace, freeze, reorder, delete_buffer])
+def test_modules_that_change_after_the_forward_pass(change: Callable[[nn.Module], None]) -> None:
+    """Curvature is that of what they were, and they stay as they are now."""
+    torch.testing.assert_close(diagonal_after(change), diagonal_after(None))
+
+
+@pytest.mark.parametrize("change", [hide, parametrise])
+def test_modules_that_cannot_be_what_they_were(change: Callable[[nn.Module], None]) -> None:
+    """Their attributes are computed from others now."""
+    with pytest.raises(RuntimeError, match=r"'2' \(.*\) has changed since the forward pass"):
+        diagonal_after(change)
+
+
+def test_children_without_calls_of_their_own() -> None:
+    """Attention has a projection as a child, which is not called."""
+    torch.manual_seed(0)
+    attention = extend(nn.MultiheadAttention(4, 2, batch_first=True).double())
+    x = torch.rand(6, 3, 4, dtype=torch.float64)
+    names = [*dict(attention.named_parameters())]
+
+    def gradients(given: Mapping[str, Tensor] | None) -> list[Tensor]:
+        y = attention(x, x, x) if given is None else functional_call(attention, given, (x, x, x))
+        with backpack(BatchGrad()):
+            y[0].square().sum().backward()
+        own = dict(attention.named_parameters()) if given is None else given
+        return [own[name].grad_batch for name in names]
+
+    given = {n: nn.Parameter(torch.randn_like(p)) for n, p in attention.named_parameters()}
+    found = gradients(given)
+    attention.load_state_dict(given)
+    torch.testing.assert_close(found, gradients(None))
+
+
+def test_a_rule_for_a_container_sees_what_its_children_had() -> None:
+    """And not what they have by now."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 4] -> [N, 3]."""
+            return self.layer(x) * self.scale
+
+    seen = []
+
+    class Rule(FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["scale"])
+
+        def scale(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+            """Return individual gradients."""
+            seen.append((module.layer.weight, module.scale))
+            return g_out[0] * module.layer(module.input0)
+
+    own = BatchGrad()
+    own.set_module_extension(Scaled, Rule())
+    torch.manual_seed(0)
+    model = extend(Scaled())
+    given = {n: nn.Parameter(torch.randn_like(p)) for n, p in model.named_parameters()}
+    with backpack(own):
+        functional_call(model, given, (torch.rand(6, 4),)).square().sum().backward()
+    ((weight, scale),) = seen
+    assert weight is given["layer.weight"] and scale is given["scale"]
+    torch.testing.assert_close(given["scale"].grad_batch.sum(0), given["scale"].grad)
+
+
+def test_what_an_extension_hook_registers_stays() -> None:
+    """The module has it after a functional call as well."""
+    torch.manual_seed(0)
+    model = extend(nn.Linear(4, 3))
+    given = {n: nn.Parameter(torch.randn_like(p)) for n, p in model.named_parameters()}
+
+    def note(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.register_buffer("noted", module.weight.detach().clone())
+
+    with backpack(BatchGrad(), extension_hook=note):
+        functional_call(model, given, (torch.rand(6, 4),)).sum().backward()
+    torch.testing.assert_close(model.noted, given["weight"].detach())
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_outputs_of_several_precisions_are_computed_again(
+    create_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were another module's, so to speak: right, or an error."""
+    """In the precision in which they were computed."""
 
-    def diagonal(change: Callable[[nn.Module], None] | None) -> Tensor:
-        torch.manual_seed(0)
-        model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, C] -> [N, C]."""
+            return x.double()
+
+    monkeypatch.setattr(tape, "LARGE", 0)
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 5), nn.ReLU(), Double(), nn.Linear(5, 3).double()
+    model = extend(nn.Sequential(*layers))
+    seen = []
+    with backpack(DiagGGNExact(), extension_hook=lambda module: seen.append(module.output.dtype)):
         loss = extend(nn.CrossEntropyLoss())(model(torch.rand(6, 4)), torch.randint(3, (6,)))
-        if change is not None:
-            change(model.get_submodule("2"))
-        with backpack(DiagGGNExact()):
-            loss.backward()
-        return model.get_submodule("0").weight.diag_ggn_exact
+        loss.backward(create_graph=create_graph)
+    assert len(seen) == 5 and set(seen) == {torch.float64}
+    model.zero_grad()  # a cycle
 
-    if change is replace:
-        torch.testing.assert_close(diagonal(change), diagonal(None))
-    else:
-        with pytest.raises(RuntimeError, match=r"'2' \(Linear\) has lost parameters"):
-            diagonal(change)
+
+class State(nn.Module):
+    """Keeps what it returns, with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.register_buffer("state", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 4]."""
+        self.state = torch.tanh(x @ self.weight)
+        return self.state
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_a_module_that_keeps_its_output_in_a_buffer() -> None:
+    """Its calls end with their graphs."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 4), State(), nn.Linear(4, 2)))
+    counts = []
+    for _ in range(3):
+        with backpack(BatchGrad()):
+            model(torch.rand(6, 4)).sum().backward()
+        weight = model.get_submodule("1").weight
+        torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
+        model.zero_grad()
+        model(torch.rand(6, 4))  # without a backward pass
+        counts.append(len(tape.all_live_calls()))
+    assert counts[0] == counts[-1]
+
+
+def test_readers_of_given_parameters_do_not_add_up() -> None:
+    """There is one for each place."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 4] -> [N, 4]."""
+            return x * self.scale
+
+    model = extend(Scaled(), use_converter="record")
+    x = torch.rand(6, 4)
+    several = [{"scale": nn.Parameter(torch.rand(4))} for _ in range(3)]
+    for given in several:
+        with backpack(BatchGrad()):
+            functional_call(model, given, (x,)).sum().backward()
+        torch.testing.assert_close(given["scale"].grad_batch, x)
+    assert len(vars(model)["_backpack_functions"].readers) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_traced_module_has_no_quantities() -> None:
+    """It cannot be called with other parameters; the modules behind it do not mind."""
+    torch.manual_seed(0)
+    x = torch.rand(6, 4)
+    model = extend(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), x), nn.Linear(4, 2)))
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with backpack(BatchGrad()), pytest.warns(match=r"no rule for .* '0' \("):
+        model(x).sum().backward()
+    assert len(model.get_submodule("1").weight.grad_batch) == 6
+    with backpack(DiagGGNExact()), pytest.raises(NotImplementedError, match="no rule for"):
+        extend(nn.CrossEntropyLoss())(model(x), torch.randint(2, (6,))).backward()
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_parameters_that_are_tied_since() -> None:
+    """Names of parameters are those of the forward pass."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 4] -> [N, 4]."""
+            return x * self.a + x.square() * self.b
+
+    torch.manual_seed(0)
+    model, x = extend(Pair()), torch.rand(6, 4)
+    a, b = model.a, model.b
+    loss = model(x).sum()
+    model.b = a
+    with backpack(BatchGrad()):
+        loss.backward()
+    torch.testing.assert_close([a.grad_batch, b.grad_batch], [x, x.square()])

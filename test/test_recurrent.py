@@ -397,6 +397,9 @@ def test_parameters_that_are_replaced_after_the_forward_pass(kind: str) -> None:
     loss = module(torch.rand(5, 3, 4))[0].square().sum()
     given = module.weight_hh_l0
     module.weight_hh_l0 = nn.Parameter(2 * given.detach())
+    bias = module.bias_ih_l0
+    del module.bias_ih_l0
+    module.bias_ih_l0 = bias  # now the last one
     with backpack(BatchGrad()):
         loss.backward()
     torch.testing.assert_close(given.grad_batch.sum(0), given.grad)

@@ -569,6 +569,9 @@ def refusal(call: Call, names: Collection[str]) -> str | None:
         return no_rule(call, *names)
     unknown = set(names).difference(call.derivatives.param_names(call.module))
     if unknown:
+        with call.bound(check=False) as module:  # which may have tied some since
+            unknown.difference_update(call.derivatives.param_names(module))
+    if unknown:
         return no_rule(call, *[name for name in names if name in unknown])
     if type(call.derivatives).refusal is BaseDerivatives.refusal:
         return None

@@ -87,6 +87,18 @@ class Functions:
         if len(self.applications) > MAX_APPLICATIONS:
             self.applications.popitem(last=False)
 
+    def reader(self, p: Parameter, owner: Module, name: str, prefix: str) -> ParameterModule:
+        """Return the module that reads a parameter, from now on the one with this name."""
+        for key, reader in self.readers.items():
+            if reader.owner is owner and reader.name == name:
+                del self.readers[key]  # of a parameter that was there before
+                break
+        else:
+            reader = ParameterModule(owner, name)
+            extend_one(reader, f"{prefix}.{name}" if prefix else name)
+        self.readers[id(p)] = reader
+        return reader
+
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty table."""
         return Functions, (self.cls,)
@@ -188,9 +200,7 @@ class Recorder(TorchFunctionMode):
         for prefix, owner in self.root.named_modules():
             for name, p in owner._parameters.items():
                 if p is x:
-                    reader = self.functions.readers[id(x)] = ParameterModule(owner, name)
-                    extend_one(reader, f"{prefix}.{name}" if prefix else name)
-                    return reader
+                    return self.functions.reader(x, owner, name, prefix)
         return None
 
     # ------------------------------------------------------------------ functions as modules

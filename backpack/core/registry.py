@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict, ParameterList
 
@@ -104,10 +105,11 @@ def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> BaseDeriva
         outputs: What it returned, flattened.
 
     Returns:
-        None for a container without a registration: its children are what matters.
+        None for a container without a registration: its children are what matters. Also for what
+        ``torch.jit`` has made, which cannot be called with other parameters.
     """
     registered = derivatives_of(module)
-    if registered is not None or not is_leaf(module):
+    if registered is not None or not is_leaf(module) or isinstance(module, torch.jit.ScriptModule):
         return registered
     is_loss = all(out.dim() == 0 for out in outputs)
     return FALLBACKS.get("loss" if is_loss else "module")
@@ -122,9 +124,11 @@ def own_parameters(module: Module) -> dict[str, Parameter | None]:
     """Return the parameters of a module itself, by name, with those in lists of parameters."""
     if not module._modules:
         return module._parameters
-    lists = [(n, c) for n, c in module.named_children() if isinstance(c, LISTS)]
-    inside = {f"{n}.{key}": p for n, c in lists for key, p in c._parameters.items()}
-    return {**module._parameters, **inside}
+    own = dict(module._parameters)
+    for name, child in module._modules.items():
+        if isinstance(child, LISTS):
+            own |= {f"{name}.{key}": p for key, p in child._parameters.items()}
+    return own
 
 
 def _below_module(cls: type[Module]) -> list[type]:

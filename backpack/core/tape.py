@@ -54,9 +54,8 @@ RESHAPES = {
 
 TENSORS = frozenset({Tensor, Parameter})
 OnReach = Callable[["Call", int, Tensor], None]
-# Where a module keeps parameters and buffers, and what was there: attributes, name, tensors.
-KINDS = ("_parameters", "_buffers")
-Lent = tuple[dict[str, Any], str, dict[str, Any]]
+# An entry of a dictionary: where, its name, and the value.
+Entry = tuple[dict[str, Any], str, Any]
 # Module classes for which some extension has a rule of its own.
 CLASSES_WITH_RULES: WeakSet[type[Module]] = WeakSet()
 # One entry for each forward pass whose functions are recorded, None for those inside of another.
@@ -66,6 +65,7 @@ LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
 MAX_STEPS = 3
 _index = count()
+_NOTHING = object()
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _uses: dict[int, int] = {}  # number of live calls that use a parameter, by its id
 
@@ -287,7 +287,9 @@ class Call:
                 self.params[name] = p
         self.trained = self.params
         # as they are now: both may have changed when the backward pass comes
-        self.read = [tensors.copy() for tensors in self._tensors()]
+        self.read = [*map(dict, self._tensors())]
+        if module._buffers or module._modules:
+            self._cut_buffers()
         self.training = module.training
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
         # rules of users may read everything
@@ -526,53 +528,73 @@ class Call:
         mode = self.module.training
         if mode != self.training:
             self.module.training = self.training
-        lent = [] if vars(self.module).get("_backpack_call") is self else self.lend_tensors()
+        is_bound = vars(self.module).get("_backpack_call") is self
+        replaced = [] if is_bound else self.lend_tensors()
         try:
             with disable():
                 return self.module.forward(*args, **keywords)
         finally:
-            give_back(lent)
+            put(replaced)
             if mode != self.training:
                 self.module.training = mode
 
-    def _holders(self) -> Iterable[Module]:
-        """List the module, and its children if they have no calls of their own."""
-        module = self.module
-        return module.modules() if module._modules and self.derivatives else (module,)
-
     def _tensors(self) -> list[dict[str, Any]]:
-        """List the parameters and the buffers that the module has now, and those of children."""
+        """List the parameters and the buffers that the module has now, then those of children."""
         module = self.module
         if not module._modules:
             return [module._parameters, module._buffers]
-        return [ts for holder in self._holders() for ts in (holder._parameters, holder._buffers)]
+        return [ts for child in module.modules() for ts in (child._parameters, child._buffers)]
 
-    def lend_tensors(self) -> list[Lent]:
+    def _cut_buffers(self) -> None:
+        """Forget graphs of buffers: one that this call has computed would own the call."""
+        for buffers in self.read[1::2]:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    buffers[name] = buffer.detach()
+
+    def lend_tensors(self, precision: torch.dtype | None = None) -> list[Entry]:
         """Give the module the parameters and buffers of the call, if it has others by now.
 
-        Such as those of ``torch.func.functional_call``, or in the precision of the derivatives.
+        Such as its own, after a ``torch.func.functional_call``.
+
+        Args:
+            precision: Cast all of them.
 
         Returns:
-            What to give back (see :func:`give_back`).
+            What has been replaced: see :func:`put`.
 
         Raises:
-            RuntimeError: If it has lost some of them, or has other children.
+            RuntimeError: If it has other children, or an attribute hides one of them.
         """
-        now, precision = self._tensors(), self.precision
-        is_whole = len(now) == len(self.read)
-        if precision is None and is_whole and not any(map(_differ, now, self.read)):
+        now = self._tensors()
+        if len(now) != len(self.read):
+            raise RuntimeError(self._changed("its children are others"))
+        if precision is None and not any(map(_differ, now, self.read)):
             return []
-        names = [tensors.keys() for tensors in now]
-        if not is_whole or not all(map(operator.ge, names, map(dict.keys, self.read))):
-            raise RuntimeError(
-                f"{describe(self.module)} has lost parameters or buffers, or has other children, "
-                "since the forward pass. Change modules after the backward pass and its extension "
-                "hooks."
-            )
-        places = [(vars(holder), kind) for holder in self._holders() for kind in KINDS]
-        for (holder, kind), tensors, read in zip(places, now, self.read, strict=True):
-            holder[kind] = {name: _cast(t, precision) for name, t in (tensors | read).items()}
-        return [(*place, tensors) for place, tensors in zip(places, now, strict=True)]
+        entries = [
+            (tensors, name, t if precision is None else _cast(t, precision))
+            for tensors, read in zip(now, self.read, strict=True)
+            for name, t in (read if precision is None else tensors | read).items()
+            if precision is not None or tensors.get(name, _NOTHING) is not t
+        ]
+        replaced = [(tensors, name, tensors.get(name, _NOTHING)) for tensors, name, _ in entries]
+        self._check_hidden([entry for entry in replaced if entry[2] is _NOTHING])
+        put(entries)
+        return replaced
+
+    def _check_hidden(self, lost: Sequence[Entry]) -> None:
+        """Refuse attributes that hide parameters and buffers which a module no longer has."""
+        for holder in self.module.modules() if lost else ():
+            for tensors, name, _ in lost:
+                is_own = tensors is holder._parameters or tensors is holder._buffers
+                if is_own and (name in vars(holder) or hasattr(type(holder), name)):
+                    raise RuntimeError(self._changed(f"an attribute hides its '{name}'"))
+
+    def _changed(self, what: str) -> str:
+        return (
+            f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
+            "after the backward pass and its extension hooks."
+        )
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with other values for the leaves."""
@@ -823,7 +845,7 @@ class _Bound:
         """Set the attributes, parameters and buffers."""
         call, own = self.call, vars(self.call.module)
         inputs, output = call.seen(self.whole)
-        self.tensors = call.lend_tensors()
+        self.tensors = call.lend_tensors(call.precision)
         lent = {
             "output": output,
             "_backpack_saved": call.saved,
@@ -842,7 +864,7 @@ class _Bound:
     def __exit__(self, *exception: object) -> None:
         """Restore what was there."""
         own = vars(self.call.module)
-        give_back(self.tensors)
+        put(self.tensors)
         for name in self.lent.keys() - self.replaced.keys():
             own.pop(name, None)
         own.update(self.replaced)
@@ -892,9 +914,8 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
-def _cast(x: Any, precision: torch.dtype | None) -> Any:
-    is_cast = precision is not None and isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(precision) if is_cast else x
+def _cast(x: Any, precision: torch.dtype) -> Any:
+    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _facts(layout: Layout | None) -> tuple[int, int] | None:
@@ -916,10 +937,13 @@ def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
     return any(map(operator.is_not, map(tensors.get, read), read.values()))
 
 
-def give_back(lent: Sequence[Lent]) -> None:
-    """Return what :meth:`Call.lend_tensors` has replaced."""
-    for holder, kind, tensors in lent:
-        holder[kind] = tensors
+def put(entries: Sequence[Entry]) -> None:
+    """Set entries, or delete them."""
+    for where, name, value in entries:
+        if value is _NOTHING:
+            where.pop(name, None)
+        else:
+            where[name] = value
 
 
 def state_of(read: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:

@@ -67,13 +67,18 @@ class ParameterModule(Module):
             old: Owner to replace.
             new: Its successor, with the same tensor under the same name.
         """
-        if self._owner[0] is old:
+        if self.owner is old:
             self._owner = (new,)
+
+    @property
+    def owner(self) -> Module:
+        """The module with the tensor."""
+        return self._owner[0]
 
     @property
     def parameter(self) -> Tensor:
         """The tensor, a ``Parameter`` or not."""
-        return getattr(self._owner[0], self.name)
+        return getattr(self.owner, self.name)
 
     def forward(self) -> Tensor:
         """Return the tensor: a view of a parameter, whose use autograd then knows."""
@@ -82,4 +87,4 @@ class ParameterModule(Module):
 
     def extra_repr(self) -> str:
         """Return where the tensor is from."""
-        return f"{self.name!r} of {type(self._owner[0]).__name__}"
+        return f"{self.name!r} of {type(self.owner).__name__}"

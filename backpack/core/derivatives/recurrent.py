@@ -119,7 +119,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         call = vars(module).get("_backpack_call")
         if call is None or call.precision is not None:  # not recorded, or its parameters are cast
             return
-        if call.saved.get("state") != self._state(module):
+        if call.saved.get("state") != (self.step(module), state_of(call.read)):
             raise RuntimeError(
                 f"A parameter of {describe(module)} was changed after the forward pass, which is "
                 "run again to know its gates. Change parameters after the backward pass."
