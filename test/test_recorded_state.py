@@ -447,19 +447,26 @@ def test_readers_of_given_parameters_do_not_add_up() -> None:
     assert len(vars(model)["_backpack_functions"].readers) == 1
 
 
+@pytest.mark.parametrize("make", ["trace", "script"])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_a_traced_module_has_no_quantities() -> None:
-    """It cannot be called with other parameters; the modules behind it do not mind."""
+def test_what_torch_jit_has_made_has_no_quantities(make: str) -> None:
+    """It runs and has gradients, and the modules behind it do not mind."""
     torch.manual_seed(0)
-    x = torch.rand(6, 4)
-    model = extend(nn.Sequential(torch.jit.trace(nn.Linear(4, 4), x), nn.Linear(4, 2)))
-    model(x).sum().backward()
+    x, y = torch.rand(6, 4), torch.randint(2, (6,))
+    layer = nn.Linear(4, 4)
+    made = torch.jit.trace(layer, x) if make == "trace" else torch.jit.script(layer)
+    with pytest.warns(match=r"^'0' \(.*\) was made by torch\.jit"):
+        model = extend(nn.Sequential(made, nn.Linear(4, 2)))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad(), extension_hook=lambda module: None):
+        lossfunc(model(x), y).backward()
     assert all(p.grad is not None for p in model.parameters())
-    with backpack(BatchGrad()), pytest.warns(match=r"no rule for .* '0' \("):
-        model(x).sum().backward()
-    assert len(model.get_submodule("1").weight.grad_batch) == 6
-    with backpack(DiagGGNExact()), pytest.raises(NotImplementedError, match="no rule for"):
-        extend(nn.CrossEntropyLoss())(model(x), torch.randint(2, (6,))).backward()
+    last = model.get_submodule("1").weight
+    torch.testing.assert_close(last.grad_batch.sum(0), last.grad)
+    assert not any(hasattr(p, "grad_batch") for p in made.parameters())
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    assert last.diag_ggn_exact.shape == last.shape
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")

@@ -200,6 +200,7 @@ class BackwardPass:
 
     def _complete(self, call: Call) -> None:
         if call in self.deferred and self._is_independent(call):
+            # it is there once for each output that was reached
             self.deferred = [other for other in self.deferred if other is not call]
             self._finish_alone(call)
 

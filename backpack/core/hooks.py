@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from warnings import warn
 
 import torch
 from torch.nn import Module
@@ -11,6 +12,7 @@ from torch.nn import Module
 from backpack.context import CTX
 from backpack.core import tape
 from backpack.core.backward_pass import BackwardPass
+from backpack.core.tape import describe
 
 
 def extend_one(module: Module, name: str, debug: bool = False) -> None:
@@ -21,6 +23,14 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
         name: What messages call it.
         debug: Print what is done.
     """
+    vars(module)["_backpack_name"] = name
+    if isinstance(module, torch.jit.ScriptModule):
+        warn(
+            f"{describe(module)} was made by torch.jit and cannot be extended: its "
+            "parameters have no quantities. Extend the module that it was made from.",
+            stacklevel=3,
+        )
+        return
     if debug:
         print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
     if getattr(module, "inplace", False) is True:
@@ -34,7 +44,6 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
             module._forward_hooks_with_kwargs.pop(key, None)
     handle = module.register_forward_hook(_record, prepend=True, with_kwargs=True)
     CTX.add_hook_handle(handle, module)
-    vars(module)["_backpack_name"] = name
     module._backpack_extend = True  # type: ignore[assignment]
 
 

@@ -88,7 +88,7 @@ class Functions:
             self.applications.popitem(last=False)
 
     def reader(self, p: Parameter, owner: Module, name: str, prefix: str) -> ParameterModule:
-        """Return the module that reads a parameter, from now on the one with this name."""
+        """Return the module that reads ``owner.name``, which is ``p`` now: one for each place."""
         for key, reader in self.readers.items():
             if reader.owner is owner and reader.name == name:
                 del self.readers[key]  # of a parameter that was there before

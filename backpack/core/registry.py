@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict, ParameterList
 
@@ -105,11 +104,10 @@ def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> BaseDeriva
         outputs: What it returned, flattened.
 
     Returns:
-        None for a container without a registration: its children are what matters. Also for what
-        ``torch.jit`` has made, which cannot be called with other parameters.
+        None for a container without a registration: its children are what matters.
     """
     registered = derivatives_of(module)
-    if registered is not None or not is_leaf(module) or isinstance(module, torch.jit.ScriptModule):
+    if registered is not None or not is_leaf(module):
         return registered
     is_loss = all(out.dim() == 0 for out in outputs)
     return FALLBACKS.get("loss" if is_loss else "module")

@@ -128,6 +128,8 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
 
+    Returns:
+        :data:`NOTHING` if none are spared.
     """
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own

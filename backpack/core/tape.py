@@ -287,7 +287,7 @@ class Call:
                 self.params[name] = p
         self.trained = self.params
         # as they are now: both may have changed when the backward pass comes
-        self.read = [*map(dict, self._tensors())]
+        self.read = [tensors.copy() for tensors in self._tensors()]
         if module._buffers or module._modules:
             self._cut_buffers()
         self.training = module.training

@@ -587,14 +587,13 @@ class FusedLayer(Substitute):
 
     def compute(self, *args: Any) -> Sequence[Tensor | None]:
         """Return the gradients of the input, of four parameters (None) and of the first states."""
-        _, _, _, _, _, *starts = args[:7]
         if self.k not in self.call.saved.get("received", ()):
             return (None,) * 7
         with self.call.bound() as module:
             arrived = self.rule.received(module, self.k)
             weights = self.rule.network(module).weights[self.k]
         x = arrived.to_input(weights.weight_ih).squeeze(0)
-        return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, starts)
+        return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, args[5:7])
 
     def forget(self) -> None:
         """Forget what has arrived."""
