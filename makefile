@@ -44,10 +44,11 @@ benchmark-quick: $(READY_BENCHMARK) ## The same for a selection, in less than fi
 benchmark-guard: $(READY_BENCHMARK) ## Check that no quantity has become slower, relative to a plain pass
 	$(BIN)/python -m pytest benchmark/test_regression.py $(PYTEST_ARGS)
 
-lint: $(READY) ## Check style, format and types; changes nothing
+lint: $(READY) ## Check style, format, types and the directions of imports; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy backpack
+	$(BIN)/lint-imports --no-cache
 
 format: $(READY) ## Format the code and fix what can be fixed automatically
 	$(BIN)/ruff check --fix .

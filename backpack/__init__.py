@@ -14,24 +14,31 @@ torch.Size([5, 2, 3])
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, Literal
+from warnings import warn
 
 from torch.nn import DataParallel, Module
 
-from backpack.context import CTX, Configuration, ExtensionHook, disable
-from backpack.core import spared_gradients, tape
-from backpack.core.backward_pass import BackwardPass
-from backpack.core.hooks import extend_one
-from backpack.core.recording import is_open, is_recorded, record_functions
-from backpack.core.registry import derivatives_of
-from backpack.core.watch import WatchBackward
-from backpack.custom_module.graph_utils import ConversionError, convert_module_to_backpack
+from backpack.context import CTX, Configuration, ExtensionHook, Scope, configure, disable
+from backpack.convert.graph import convert_module_to_backpack
+from backpack.convert.recording import is_open, is_recorded, record_functions
+from backpack.convert.tracing import ConversionError
+from backpack.core.engine import checks, spared_gradients
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.hooks import extend_one, follow_inputs
+from backpack.core.engine.results import clear, quantities
+from backpack.core.engine.watch import WatchBackward
+from backpack.core.record import tape
+from backpack.core.record.given import is_model, mark_model
+from backpack.core.record.registry import derivatives_of
+from backpack.custom_module.converted_module import ConvertedModule
 from backpack.extensions.backprop_extension import BackpropExtension
 
-__all__ = ["CTX", "backpack", "disable", "extend", "memory_cleanup"]
+__all__ = ["CTX", "backpack", "clear", "disable", "extend", "memory_cleanup", "quantities"]
 
 
 class backpack:
@@ -43,10 +50,17 @@ class backpack:
             before what the call stored is released: on leaves and losses, not on pure containers.
         debug: Print what is recorded and computed.
         retain_graph: Keep what the forward pass stored, for further backward passes.
+        sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
+            computed and autograd would take long for it: faster, and equal up to rounding errors.
+            See :mod:`backpack.core.engine.spared_gradients` for what takes part.
 
     Raises:
-        ValueError: If an argument is not an instance of an extension.
+        ValueError: If an argument is not an instance of an extension, or two that differ have the
+            same savefield.
+        NotImplementedError: If an extension has several ``needs``, but no ``extract``.
     """
+
+    _is_unused = False
 
     def __init__(
         self,
@@ -54,6 +68,7 @@ class backpack:
         extension_hook: ExtensionHook | None = None,
         debug: bool = False,
         retain_graph: bool = False,
+        sum_individual_gradients: bool = False,
     ):
         """Check the extensions."""
         for ext in exts:
@@ -65,25 +80,46 @@ class backpack:
                 else ""
             )
             raise ValueError(f"backpack expects instances of extensions, got {ext!r}.{hint}")
-        self._configuration = Configuration(tuple(exts), debug, extension_hook, retain_graph)
-        self._outer: list[tuple[Configuration, AbstractContextManager[Any]]] = []
-        self.exts = self._configuration.exts
+        checks.check_extensions(exts)
+        self.exts = exts
         self.debug = debug
         self.extension_hook = extension_hook
         self.retain_graph = retain_graph
+        self._sum_individual_gradients = sum_individual_gradients
+        self._is_unused = bool(exts)
+
+    def __del__(self) -> None:
+        """Warn if nobody has entered the context."""
+        if self._is_unused and not sys.is_finalizing():
+            names = ", ".join(type(ext).__name__ for ext in self.exts)
+            warn(
+                f"backpack({names}) was made, but never entered: its extensions have not run. "
+                "Call backward() inside `with backpack(...):`.",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> backpack:
         """Activate the extensions."""
+        self._is_unused = False
+        scope = Scope(CTX.configuration)
+        configuration = Configuration(
+            self.exts,
+            self.debug,
+            self.extension_hook,
+            self.retain_graph,
+            self._sum_individual_gradients,
+            scope,
+        )
         # first-order extensions do not ask what backward() was called on, and short steps do not
         # pay for a mode
-        second_order = any(ext.expects_backpropagation_quantities() for ext in self.exts)
-        is_watched = second_order or spared_gradients.costly(self.exts)
-        watch: AbstractContextManager[Any] = (
-            WatchBackward(BackwardPass.completed) if is_watched else nullcontext()
-        )
-        self._outer.append((CTX.configuration, watch))
-        CTX.configuration = self._configuration
-        watch.__enter__()
+        second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
+        spares = second_order or bool(spared_gradients.costly(configuration))
+        # if nothing is recorded yet, perhaps extend() was forgotten
+        is_suspicious = bool(self.exts) and not tape.is_anything_recorded()
+        configure(configuration)
+        if spares or is_suspicious:
+            scope.watch = WatchBackward(BackwardPass.completed, spares)
+            scope.watch.__enter__()
         return self
 
     def __exit__(
@@ -93,10 +129,15 @@ class backpack:
         trace: TracebackType | None,
     ) -> None:
         """Restore the outer state."""
-        outer, watch = self._outer.pop()
-        watch.__exit__(kind, value, trace)
-        CTX.configuration = outer
-        BackwardPass.abandon(self._configuration)
+        inner = CTX.configuration
+        scope: Any = inner.scope
+        if scope.watch is not None:
+            scope.watch.__exit__(kind, value, trace)
+        configure(scope.outer)
+        BackwardPass.abandon(scope)
+        checks.note_passes(inner, scope.outer)
+        if kind is None:
+            checks.warn_of_nothing(inner, scope.watch is not None and scope.watch.missed)
 
 
 def extend(
@@ -113,7 +154,7 @@ def extend(
             modules with ``torch.fx``, see
             :func:`backpack.custom_module.graph_utils.convert_module_to_backpack`. ``"record"``
             leaves the model as it is and notes the functions of each forward pass while it runs,
-            see :mod:`backpack.core.recording`: for models that cannot be traced. ``True``
+            see :mod:`backpack.convert.recording`: for models that cannot be traced. ``True``
             is the first if that is possible, else the second.
 
     Returns:
@@ -143,13 +184,23 @@ def extend(
             if debug:
                 print(f"[backpack] recording {type(module).__name__}, because: {error}")
             use_converter = "record"
-    for name, child in _parts(module, "", set()):
+    parts = list(_parts(module, "", set()))
+    _, model = parts[0]
+    is_part = getattr(model, "_backpack_extend", False) and not is_model(model)
+    for name, child in parts:
         if not getattr(child, "_backpack_extend", False):
             extend_one(child, name, debug)
-            if is_open(child):
-                record_functions(child)
+        mark_model(child, False)
+        if is_open(child):  # perhaps since a parametrisation was registered
+            record_functions(child)
+        if use_converter:
+            tape.mark_converted(child, "record" if use_converter == "record" else "trace")
     if use_converter == "record":
         record_functions(module)
+    elif isinstance(module, ConvertedModule):
+        follow_inputs(module)
+    elif not is_part:
+        mark_model(model)
     return module
 
 
@@ -158,6 +209,9 @@ def _parts(module: Module, name: str, seen: set[Module]) -> Iterator[tuple[str, 
     if module in seen:
         return
     seen.add(module)
+    if type(module).__name__ == "OptimizedModule":  # of torch.compile: has what it compiles
+        yield from _parts(module._modules["_orig_mod"], name, seen)  # type: ignore[arg-type]
+        return
     yield name, module
     rule = derivatives_of(module)
     if rule is None or not rule.includes_children:

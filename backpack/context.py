@@ -1,59 +1,144 @@
-"""What is active: the extensions of the innermost ``with backpack(...)`` and its options."""
+"""What is active: the innermost ``with backpack(...)`` of a thread, and its options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
 
+from backpack.core.types import Extension
+
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from backpack.extensions.backprop_extension import BackpropExtension
 
 ExtensionHook = Callable[[Module], Any]
 
 
+@dataclass
+class Passes:
+    """How many backward passes ran with a configuration, and in contexts inside that hid it.
+
+    Attributes:
+        told: Whether it was said of a module why it has no quantities.
+    """
+
+    own: int = 0
+    hidden: int = 0
+    told: bool = False
+
+
+@dataclass(eq=False)
+class Scope:
+    """One time that a context is entered.
+
+    Attributes:
+        outer: The configuration before.
+        watch: The mode that sees calls of ``backward()``, if there is one.
+    """
+
+    outer: Configuration
+    watch: AbstractContextManager[Any] | None = None
+
+
 @dataclass(frozen=True)
 class Configuration:
-    """The options of one ``backpack(...)`` context."""
+    """The options of one ``backpack(...)`` context, and when it was entered."""
 
-    exts: tuple[BackpropExtension, ...] = ()
+    exts: tuple[Extension, ...] = ()
     debug: bool = False
     extension_hook: ExtensionHook | None = None
     retain_graph: bool = False
+    sum_individual_gradients: bool = False
+    scope: Scope | None = field(default=None, compare=False, repr=False)
+    passes: Passes = field(default_factory=Passes, compare=False, repr=False)
+
+    @property
+    def savefields(self) -> set[str]:
+        """Attributes of parameters that the extensions save."""
+        return {ext.savefield for ext in self.exts}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a backward pass has anything to do."""
+        return bool(self.exts) or self.extension_hook is not None
+
+
+class State(NamedTuple):
+    """What belongs to one thread (and to a task of ``asyncio``), as gradient mode does."""
+
+    configuration: Configuration = Configuration()  # of the innermost context
+    disabled: int = 0  # how many ``disable()`` are active
+    entry: Any = None  # the ``backward()`` that runs, if it was noticed: see core/engine/watch.py
+    # for each recorded model that is running, what records its functions (the same one inside of
+    # another model, None without gradients): see convert/recording.py
+    recorders: tuple[Any, ...] = ()
+
+
+DEFAULT = State()
+STATE: ContextVar[State] = ContextVar("backpack", default=DEFAULT)
+
+
+def update(**values: Any) -> None:
+    """Change entries of the state."""
+    STATE.set(STATE.get()._replace(**values))
+
+
+def configure(configuration: Configuration) -> None:
+    """Change the configuration, as each step does."""
+    _, *others = STATE.get()
+    STATE.set(State(configuration, *others))
+
+
+def state_of_caller() -> State:
+    """Return the state in which ``backward()`` was called, in any of its hooks.
+
+    Autograd runs the nodes of an accelerator in threads of its own. It takes the context variables
+    of the caller along.
+    """
+    if torch._C._is_key_in_tls("context"):
+        return torch._C._get_obj_in_tls("context").get(STATE, DEFAULT)
+    return STATE.get()
+
+
+class _Active:
+    """The configuration of the thread that asks."""
+
+    def __get__(self, instance: object, owner: type) -> Configuration:
+        return STATE.get().configuration
 
 
 class CTX:
-    """Holds the active configuration and the hooks that ``extend`` installed.
+    """Holds the hooks that ``extend`` installed, and the active configuration of each thread.
 
-    The state is global, not per thread: on accelerators autograd runs hooks in threads of its own.
+    A backward pass has the configuration of the thread that calls ``backward()``, wherever it runs.
     """
 
-    configuration = Configuration()
+    configuration = _Active()
     _handles: ClassVar[list[RemovableHandle]] = []
-    _extended: ClassVar[WeakKeyDictionary[Module, RemovableHandle]] = WeakKeyDictionary()
+    _extended: ClassVar[WeakKeyDictionary[Module, list[RemovableHandle]]] = WeakKeyDictionary()
 
     @classmethod
-    def set_active_exts(cls, active_exts: tuple[BackpropExtension, ...]) -> None:
+    def set_active_exts(cls, active_exts: tuple[Extension, ...]) -> None:
         """Make ``active_exts`` the extensions that the next ``backward()`` runs."""
-        cls.configuration = replace(cls.configuration, exts=tuple(active_exts))
+        update(configuration=replace(cls.configuration, exts=tuple(active_exts)))
 
     @classmethod
-    def get_active_exts(cls) -> tuple[BackpropExtension, ...]:
+    def get_active_exts(cls) -> tuple[Extension, ...]:
         """Return the active extensions."""
         return cls.configuration.exts
 
     @classmethod
     def set_debug(cls, debug: bool) -> None:
         """Print (or not) what is recorded and computed."""
-        cls.configuration = replace(cls.configuration, debug=debug)
+        update(configuration=replace(cls.configuration, debug=debug))
 
     @classmethod
     def get_debug(cls) -> bool:
@@ -63,7 +148,7 @@ class CTX:
     @classmethod
     def set_extension_hook(cls, extension_hook: ExtensionHook | None) -> None:
         """Set the function called with each module after its extensions have run."""
-        cls.configuration = replace(cls.configuration, extension_hook=extension_hook)
+        update(configuration=replace(cls.configuration, extension_hook=extension_hook))
 
     @classmethod
     def get_extension_hook(cls) -> ExtensionHook | None:
@@ -73,7 +158,7 @@ class CTX:
     @classmethod
     def set_retain_graph(cls, retain_graph: bool) -> None:
         """Keep (or release) what the forward pass stored after a backward pass."""
-        cls.configuration = replace(cls.configuration, retain_graph=retain_graph)
+        update(configuration=replace(cls.configuration, retain_graph=retain_graph))
 
     @classmethod
     def get_retain_graph(cls) -> bool:
@@ -81,28 +166,37 @@ class CTX:
         return cls.configuration.retain_graph
 
     @classmethod
-    def is_extension_active(cls, *extension_classes: type[BackpropExtension]) -> bool:
+    def is_extension_active(cls, *extension_classes: type[Extension]) -> bool:
         """Return whether an extension of one of these classes is active."""
         return any(isinstance(ext, extension_classes) for ext in cls.configuration.exts)
 
     @classmethod
     def add_hook_handle(cls, handle: RemovableHandle, module: Module | None = None) -> None:
-        """Remember a hook (and the module that ``extend`` put it on) for :meth:`remove_hooks`."""
+        """Remember a hook for :meth:`remove_hooks`, with its module as long as that lives."""
         if module is None:
             cls._handles.append(handle)
-        else:
-            cls._extended[module] = handle
+            return
+        known = cls._extended.get(module, [])
+        cls._extended[module] = [*(one for one in known if _is_there(one)), handle]
 
     @classmethod
     def remove_hooks(cls) -> None:
         """Take all hooks off; a later ``extend`` installs them again."""
         for handle in cls._handles:
             handle.remove()
-        for module, handle in cls._extended.items():
-            handle.remove()
+        for module, handles in cls._extended.items():
+            for handle in handles:
+                handle.remove()
             module._backpack_extend = False  # type: ignore[assignment]
+            vars(module).pop("_call_impl", None)  # of a model whose functions are recorded
+            vars(module).pop("__prepare_scriptable__", None)
         cls._handles.clear()
         cls._extended.clear()
+
+
+def _is_there(handle: RemovableHandle) -> bool:
+    """Whether nobody has taken a hook off."""
+    return handle.id in (handle.hooks_dict_ref() or ())
 
 
 def without_autocast() -> AbstractContextManager[Any]:
@@ -117,13 +211,11 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 class disable:
-    """Context manager: forward passes inside store nothing."""
-
-    _depth = 0
+    """Context manager: forward passes inside store nothing. As ``torch.no_grad()``, in a thread."""
 
     def __enter__(self) -> None:
         """Stop storing."""
-        disable._depth += 1
+        update(disabled=STATE.get().disabled + 1)
 
     def __exit__(
         self,
@@ -132,9 +224,9 @@ class disable:
         trace: TracebackType | None,
     ) -> None:
         """Store again, unless an outer ``disable`` is active."""
-        disable._depth -= 1
+        update(disabled=STATE.get().disabled - 1)
 
     @staticmethod
     def should_store_io() -> bool:
         """Return whether forward passes store their inputs and outputs."""
-        return disable._depth == 0
+        return not STATE.get().disabled

@@ -270,7 +270,16 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
 
     Returns:
         The ratio. ``[]``
+
+    Raises:
+        RuntimeError: If the gradient has accumulated over several backward passes.
     """
+    if any(getattr(p.batch_l2, "_backpack_accumulated", False) for p in params):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "gradient_snr needs grad and batch_l2 of one backward pass, but grad has accumulated "
+            "over several (micro-batches, or zero_grad() was not called), and batch_l2 is that of "
+            "the last alone. Compute it from one backward pass with the whole batch."
+        )
     signal = _entries(params, "grad").square().sum()  # of the sum over n, in whatever scale
     squares = torch.stack([p.batch_l2 for p in params])  # type: ignore[attr-defined]
     return signal / (squares.shape[1] * squares.sum() - signal)

@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from enum import Enum
 from itertools import groupby
 from textwrap import fill, wrap
+from typing import Any
 
 from torch.nn import Module
 
 from backpack import extensions
+from backpack.convert.recording import OPEN
 from backpack.core.derivatives import (
     REGISTRY,
     AutomaticDerivatives,
@@ -31,15 +33,14 @@ from backpack.core.derivatives import (
     UnknownModuleDerivatives,
     WeightedLossDerivatives,
 )
-from backpack.core.propagations import (
+from backpack.core.engine.propagations import (
     BatchAveraged,
     Blocks,
     HessianFactors,
     SampledFactor,
     identity,
 )
-from backpack.core.recording import OPEN
-from backpack.core.registry import FALLBACKS
+from backpack.core.record.registry import FALLBACKS
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
@@ -92,8 +93,9 @@ class AnyOtherLoss(Module):
 
 def _rows() -> dict[type[Module], BaseDerivatives | None]:
     """Return the derivatives of every row of the matrix; None for what is recorded."""
-    others = {AnyOtherModule: FALLBACKS["module"], AnyOtherLoss: FALLBACKS["loss"]}
-    return {**dict.fromkeys(OPEN), **others, **REGISTRY}
+    others: dict[Any, Any] = {AnyOtherModule: FALLBACKS["module"], AnyOtherLoss: FALLBACKS["loss"]}
+    known: dict[Any, Any] = REGISTRY
+    return {**dict.fromkeys(OPEN), **others, **known}
 
 
 def all_extensions() -> list[BackpropExtension]:

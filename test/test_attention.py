@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import MultiheadAttentionDerivatives, derivatives_of, reductions
 from backpack.core.derivatives import ScaledDotProductAttentionDerivatives as FunctionRule
-from backpack.core.tape import bound, flatten_outputs
+from backpack.core.record.tape import bound, flatten_outputs
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 

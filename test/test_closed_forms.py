@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core import registry
 from backpack.core.derivatives import (
     AutomaticDerivatives,
     FunctionDerivatives,
@@ -25,9 +24,11 @@ from backpack.core.derivatives import (
     reductions,
 )
 from backpack.core.derivatives import vectors as vectors_of_rules
-from backpack.core.tape import bound
+from backpack.core.record import registry
+from backpack.core.record.tape import bound
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.permute import Permute
+from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.subsampling import subsample
 
 N, V = 4, 3
@@ -466,3 +467,12 @@ def test_upsampling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             close(*results)
             slopes = [torch.autograd.grad(r.square().sum(), mat)[0] for r in results]
             close(*slopes)
+
+
+@pytest.mark.parametrize("name", ["softmax-merged", "glu-merged"])
+def test_rules_of_others_for_what_only_reshapes(name: str) -> None:
+    """A rule that some extension has for a class changes nothing for those that have none."""
+    others = extensions.BatchGrad()
+    for cls in (nn.Flatten, nn.Unflatten):
+        others.set_module_extension(cls, ModuleExtension(), overwrite=True)
+    agrees(NETWORKS[name])

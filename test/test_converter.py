@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
+from backpack.core.record.functions import TABLE, Row, look_up
 from backpack.custom_module.branching import Parallel, SumModule
-from backpack.custom_module.conversions import TABLE, Row, look_up
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import TRAINING, FunctionModule, Slot
 from backpack.custom_module.graph_utils import (

@@ -31,7 +31,7 @@ from backpack.core.derivatives import (
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.derivatives.patches import Kernel
-from backpack.core.tape import bound
+from backpack.core.record.tape import bound
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule

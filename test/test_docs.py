@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.registry import _CACHE, REGISTRY
+from backpack.core.record.registry import _CACHE, REGISTRY
 from backpack.extensions import HBP
 
 DOCS = Path(__file__).parents[1] / "docs_src" / "rtd"

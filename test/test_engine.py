@@ -22,15 +22,16 @@ from torch.utils.checkpoint import checkpoint
 import backpack as package
 from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
-from backpack.core import sweep, tape
 from backpack.core.derivatives import derivatives_of, register
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.factors import Factor
-from backpack.core.products import Products
-from backpack.core.registry import REGISTRY
-from backpack.core.sweep import LossSource, slice_bytes
+from backpack.core.engine import sweep
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.products import Products
+from backpack.core.engine.sweep import LossSource, slice_bytes
+from backpack.core.record import tape
+from backpack.core.record.registry import REGISTRY
 from backpack.utils.subsampling import subsample
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -547,12 +548,12 @@ def test_backward_inputs_then_everything() -> None:
 
 def test_backward_inputs_forgets_all_uses() -> None:
     model, batch = extend(mlp()), data()
-    before = dict(tape._uses)
+    before = tape.all_live_calls()
     loss = extend(nn.CrossEntropyLoss())(model(batch[0]), batch[1])
     with backpack(extensions.BatchGrad()):
         loss.backward(inputs=[model[0].weight])
     del loss
-    assert dict(tape._uses) == before
+    assert tape.all_live_calls() == before
 
 
 def test_backward_inputs_of_the_data_alone() -> None:

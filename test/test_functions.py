@@ -148,7 +148,6 @@ def test_functions_of_two_tensors(name: str) -> None:
     [
         function(torch.cumsum, ONE, 0),
         function("mean", ONE, dim=0, keepdim=True),
-        function(torch.flip, ONE, [0]),
         function(F.normalize, ONE, dim=0),
     ],
 )

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core import tape
-from backpack.core.backward_pass import BackwardPass
 from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.record import tape
 from backpack.custom_module.branching import SumModule
 from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
@@ -256,7 +256,7 @@ class OfAConvolution(FirstOrderModuleExtension):
 
     def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
         self.seen += [module.input0, module.output]
-        return module.weight
+        return module.weight.expand(len(module.input0), *module.weight.shape)
 
 
 def test_rules_of_users_see_everything() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend
 from backpack.core.derivatives import derivatives_of
-from backpack.core.tape import bound
+from backpack.core.record.tape import bound
 from backpack.custom_module.permute import Permute
 from backpack.extensions import HBP, KFAC, KFLR, KFRA
 from backpack.utils.kroneckers import kfacs_to_mat

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
-from backpack.core.tape import bound
+from backpack.core.record.tape import bound
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.subsampling import subsample

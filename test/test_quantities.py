@@ -14,7 +14,7 @@ from cases import CASES, Case, Problem, select
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.sweep import slice_bytes
+from backpack.core.engine.sweep import slice_bytes
 from backpack.utils.kroneckers import kfacs_to_mat
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
@@ -116,6 +116,13 @@ def test_kfra(case: Case) -> None:
         assert len(p.kfra) == len(factors)
         for mine, factor in zip(p.kfra, factors, strict=True):
             torch.testing.assert_close(mine, factor, **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", select("rows"), ids=str)
+def test_kfra_of_a_loss_of_rows(case: Case) -> None:
+    """Its matrix would be that of rows: the error names the loss, and how many rows it has."""
+    with pytest.raises(ValueError, match=r"keep the batch axis: .*3 rows; 'loss' \(.*\d rows"):
+        run(case.build(), extensions.KFRA())
 
 
 @pytest.mark.parametrize("case", PER_SAMPLE, ids=str)

@@ -32,7 +32,7 @@ from backpack.core.derivatives.recurrent_cells import (
     Weights,
     tanh,
 )
-from backpack.core.tape import flatten_outputs
+from backpack.core.record.tape import flatten_outputs
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact

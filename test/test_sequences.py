@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend, extensions
-from backpack.core import tape
+from backpack.core.record import tape
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from backpack import backpack, extend, extensions
+from backpack.convert.recording import OPEN
 from backpack.core.derivatives import REGISTRY
-from backpack.core.recording import OPEN
 from backpack.support import Support, support_matrix
 
 CLASSES = {

@@ -17,14 +17,14 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.propagations import (
+from backpack.core.engine.propagations import (
     BatchAveraged,
     Blocks,
     ExactFactor,
     HessianFactors,
     Propagation,
 )
-from backpack.core.registry import _CACHE, REGISTRY, class_derivatives, register
+from backpack.core.record.registry import _CACHE, REGISTRY, class_derivatives, register
 from backpack.extensions.backprop_extension import (
     FAIL_ERROR,
     FAIL_SILENT,
@@ -870,3 +870,22 @@ def test_own_extension_of_a_tied_parameter() -> None:
         run(model, Own(HessianFactors(), need), ext, batch=batch)
         for p in model.parameters():
             torch.testing.assert_close(p.own, 2 * getattr(p, name))  # type: ignore[attr-defined]
+
+
+def test_register_is_given_modules_alone() -> None:
+    with pytest.raises(TypeError, match=r"classes of modules.*write @register\(MyModule\)"):
+        register(Scale, ScaleDerivatives())  # type: ignore[arg-type]
+
+
+def test_what_a_rule_passes_on_has_a_shape() -> None:
+    class Wrong(ModuleExtension):
+        def backpropagate(self, *args: Any) -> Tensor:
+            return torch.zeros(2, N, 5)
+
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(nn.Tanh, Wrong(), overwrite=True)
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(N, 3)), torch.randint(2, (N,)))
+    message = rf"rule of Wrong for '1' \(Tanh\).*passes on \[\[2, {N}, 5\]\]"
+    with backpack(ext), pytest.raises(ValueError, match=message):
+        loss.backward()

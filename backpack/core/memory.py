@@ -1,9 +1,9 @@
 """Memory for large results on a CPU.
 
 The system hands out fresh memory page by page, at the first access. For large tensors that takes
-longer than computing their entries. Three things help: to let the allocator keep what was freed; to
-write over the result of the backward pass before, which is about to be replaced, where nobody else
-has it; else, to ask for huge pages. A sweep in many slices has the opposite problem: what the
+longer than computing their entries. Two things help: to write over the result of the backward
+pass before, which is about to be replaced, where nobody else has it; else, to ask for huge pages.
+Nothing is kept beyond that result. A sweep in many slices has the opposite problem: what the
 allocator keeps adds up.
 """
 
@@ -15,34 +15,29 @@ import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import zip_longest
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.core.types import Extension
 
 # Bytes. Below this size, the allocator has memory at hand that was used before.
 LARGE = 2**22
 
-# The GNU allocator returns freed memory to the system, unless it has seen larger blocks come and go
-# (of up to 32 MiB). One that nobody writes to, and so takes no memory, teaches it that.
-if sys.platform == "linux":
-    torch.empty(2**25 - 2**13, dtype=torch.uint8, device="cpu")
-
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-_spare: list[Tensor] = []
+_spare: dict[int, Tensor] = {}  # by id; threads take what they find
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Allocate a tensor of the precision and device of ``like``, to be written as a whole."""
-    for i, tensor in enumerate(_spare):
+    for key, tensor in list(_spare.items()):
         same = tensor.dtype == like.dtype and tensor.device == like.device
-        if same and tensor.numel() == prod(shape):
-            return _spare.pop(i).resize_(shape)  # no view, which would keep both alive
+        if same and tensor.numel() == prod(shape) and _spare.pop(key, None) is not None:
+            return tensor.resize_(shape)  # no view, which would keep both alive
     tensor = like.new_empty(shape)
     if tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
         page = mmap.PAGESIZE
@@ -62,22 +57,35 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     return torch.mul(one, other, out=empty(shape[::-1], one))
 
 
-def recycle(p: Parameter, exts: Iterable[BackpropExtension]) -> None:
+def recycle(p: Parameter, exts: Iterable[Extension]) -> bool:
     """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
 
     Args:
         p: Who has them.
         exts: Whose results they are.
+
+    Returns:
+        Whether some were taken: see :func:`forget`.
     """
     if torch.is_grad_enabled():
-        return
+        return False
+    is_holding = False
     for ext in exts:
         name, attributes = ext.savefield, vars(p)
         value = attributes.get(name)
         large = type(value) is Tensor and value.is_cpu and value.nbytes >= LARGE
         del value
-        if large and _is_alone(attributes, name):
-            _spare.append(attributes.pop(name))
+        if not large:
+            continue
+        own = {name: attributes.pop(name)}  # no thread can take it any more
+        if _is_alone(own, name):
+            result = own.pop(name)
+            vars(result).clear()  # what belongs to the result that it was
+            _spare[id(result)] = result
+            is_holding = True
+        else:
+            attributes.update(own)
+    return is_holding
 
 
 def forget() -> None:
@@ -111,7 +119,9 @@ _NOBODY_ELSE = _references({"name": torch.empty(1)}, "name")
 
 
 def _is_alone(attributes: MutableMapping[str, Any], name: str) -> bool:
+    """Whether nobody else has a tensor: no name, view, graph or array, and no other process."""
     tensor = attributes[name]
     fresh = tensor.grad_fn is None and not tensor.requires_grad and tensor.is_contiguous()
+    hidden = tensor.untyped_storage().is_shared() or getweakrefcount(tensor)
     del tensor
-    return fresh and _references(attributes, name) == _NOBODY_ELSE
+    return fresh and not hidden and _references(attributes, name) == _NOBODY_ELSE

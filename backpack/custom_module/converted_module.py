@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from backpack.custom_module.function_module import map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.rnn_layers import RNNLayers
 
 # What every module has: parameters, buffers, children, hooks.
 MODULE_STATE = frozenset(vars(Module()))
@@ -89,6 +90,8 @@ class ConvertedModule(GraphModule):
         for module in self.modules():
             if isinstance(module, ParameterModule):
                 module.move_to(root, self)
+            elif isinstance(module, RNNLayers):
+                module.own_layers()
 
     def train(self, mode: bool = True) -> ConvertedModule:
         """Set the training mode, with a warning if the graph belongs to the other one.

@@ -10,8 +10,6 @@ from typing import Any
 from torch.autograd import Function
 from torch.nn import Module
 
-from backpack.custom_module.parameter_module import mark_constant
-
 __all__ = ["FunctionModule"]
 
 
@@ -71,10 +69,7 @@ class FunctionModule(Module):
         name: Short name of the function, the same for its variants: ``"matmul"`` for
             ``torch.matmul``, ``torch.Tensor.matmul`` and ``@``.
         known: Whether the function is in the converter's table.
-        constant: Whether the result does not depend on the data of the model.
     """
-
-    constant = False
 
     def __init__(
         self,
@@ -120,7 +115,7 @@ class FunctionModule(Module):
             result = getattr(args[0], self.function)(*args[1:], **kwargs)
         else:
             result = self.function(*args, **kwargs)
-        return mark_constant(result) if self.constant else result
+        return result
 
     def extra_repr(self) -> str:
         """Return the call."""

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.nn import Module
 
 __all__ = ["ParameterModule"]
-
-
-def mark_constant(value: Any) -> Any:
-    """Note that a tensor does not depend on the data: it has no samples.
-
-    Args:
-        value: A tensor; anything else is left alone.
-
-    Returns:
-        The same.
-    """
-    if isinstance(value, Tensor) and not value.requires_grad:
-        value._backpack_constant = True  # type: ignore[attr-defined]
-    return value
-
-
-def is_constant(value: Any) -> bool:
-    """Return whether a tensor is known not to depend on the data."""
-    return isinstance(value, Tensor) and getattr(value, "_backpack_constant", False)
 
 
 class ParameterModule(Module):
@@ -83,7 +62,7 @@ class ParameterModule(Module):
     def forward(self) -> Tensor:
         """Return the tensor: a view of a parameter, whose use autograd then knows."""
         tensor = self.parameter
-        return tensor.view_as(tensor) if tensor.requires_grad else mark_constant(tensor)
+        return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
     def extra_repr(self) -> str:
         """Return where the tensor is from."""

@@ -33,13 +33,21 @@ def split_recurrent_layers(graph: Graph, root: Module) -> None:
         rnn: Any = root.get_submodule(target)
         if type(rnn) not in PREFIXES or rnn.num_layers == 1:
             continue
-        if target in read or rnn._forward_pre_hooks or not all(map(_can_split, nodes)):
+        if target in read or _has_hooks(rnn) or not all(map(_can_split, nodes)):
             continue
-        layers = RNNLayers(rnn)
+        layers = RNNLayers.of(rnn)
         parent, _, name = target.rpartition(".")
         root.get_submodule(parent)._modules[name] = layers
         for node in nodes:
             _split(graph, node, rnn, layers)
+
+
+def _has_hooks(module: Module) -> bool:
+    """Whether others have put hooks on a module; that of ``extend`` is put on what replaces it."""
+    kinds = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for of_a_kind in kinds for hook in of_a_kind.values()]
+    is_ours = [getattr(hook, "__module__", "").startswith("backpack.") for hook in hooks]
+    return bool(module._forward_pre_hooks) or not all(is_ours)
 
 
 def _arguments(node: Node) -> tuple[Any, Any]:

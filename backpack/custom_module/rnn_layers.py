@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import GRU, LSTM, RNN, Dropout, Module, RNNBase
@@ -12,31 +13,45 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 PREFIXES: dict[type[RNNBase], str] = {RNN: "rnn", LSTM: "lstm", GRU: "gru"}
 
 
-class RNNLayers(Module):
-    """Holds modules with one layer each that share the parameters of one with several layers.
+class RNNLayers(RNNBase):
+    """A recurrent module with several layers, and a child for each of them.
 
-    Its children are called ``lstm_0, reduce_tuple_0, dropout_0, lstm_1, …`` (or ``rnn_0``,
-    ``gru_0``; no dropout if the probability is zero). They are called one after the other by
-    whoever has converted the module; this one is a container only. The state dict has the names of
-    the original.
+    It has the parameters, attributes and methods of the original, under the original's names. Its
+    children are called ``lstm_0, reduce_tuple_0, dropout_0, lstm_1, …`` (or ``rnn_0``, ``gru_0``;
+    no dropout if the probability is zero). They are called one after the other by whoever has
+    converted the module, share its parameters, and have no state of their own.
     """
 
-    def __init__(self, rnn: RNNBase):
-        """Create the modules.
+    prefix: str
+
+    @staticmethod
+    def of(rnn: RNNBase) -> RNNLayers:
+        """Create the module and its children.
 
         Args:
-            rnn: ``torch.nn.RNN``, ``LSTM`` or ``GRU`` with any number of layers.
+            rnn: ``torch.nn.RNN``, ``LSTM`` or ``GRU`` with any number of layers. It is not changed.
+
+        Returns:
+            A module with its parameters and its other attributes.
         """
-        super().__init__()
-        self.prefix = PREFIXES[type(rnn)]
-        self.num_layers = rnn.num_layers
+        cls = LAYERS[type(rnn)]
+        self: RNNLayers = cls.__new__(cls)
+        for name, value in vars(rnn).items():
+            if not name.startswith("_backpack"):
+                vars(self)[name] = copy.copy(value)
+        for hooks in (self._forward_hooks, self._forward_hooks_with_kwargs):
+            hooks.clear()  # there are none but that of extend()
         for k in range(rnn.num_layers):
             self.add_module(f"{self.prefix}_{k}", _single_layer(rnn, k))
             if k + 1 < rnn.num_layers:
                 self.add_module(f"reduce_tuple_{k}", ReduceTuple(0))
                 if rnn.dropout > 0:
                     self.add_module(f"dropout_{k}", Dropout(rnn.dropout))
+        for layer in self.layers():
+            layer.register_forward_pre_hook(_read)
+        self.own_layers()
         self.train(rnn.training)
+        return self
 
     def path(self, k: int) -> list[str]:
         """Return the names of the modules that lead from layer k to the input of the next.
@@ -50,32 +65,107 @@ class RNNLayers(Module):
         names = [f"{self.prefix}_{k}", f"reduce_tuple_{k}", f"dropout_{k}"]
         return [name for name in names if name in self._modules]
 
-    def _names(self) -> Iterator[tuple[str, str]]:
-        """Yield names of parameters here and in the original."""
-        for k in range(self.num_layers):
-            layer = f"{self.prefix}_{k}"
-            for name, _ in self.get_submodule(layer).named_parameters():
-                yield f"{layer}.{name}", name.replace("_l0", f"_l{k}")
+    def layers(self) -> list[Any]:
+        """Return the modules with one layer each, as far as they are there."""
+        children = [self._modules.get(f"{self.prefix}_{k}") for k in range(self.num_layers)]
+        return [layer for layer in children if layer is not None]
+
+    def own_layers(self) -> None:
+        """Let the layers read the parameters of this module."""
+        for layer in self.layers():
+            vars(layer)["_layers"] = (self,)  # in a tuple, lest it becomes a child
+        self.share()
+
+    def share(self) -> None:
+        """Let the layers have the parameters that this module has now.
+
+        Raises:
+            RuntimeError: If one is no parameter any longer.
+        """
+        for k, layer in enumerate(self.layers()):
+            own, given = layer._parameters, self._parameters
+            for name in own:
+                original = name.replace("_l0", f"_l{k}")
+                if original not in given:
+                    raise RuntimeError(
+                        f"{original} of {type(self).__name__} is no parameter any longer, but the "
+                        "layers have become modules that read it. Register parametrisations and "
+                        "the like before extend(model, use_converter=True)."
+                    )
+                if own[name] is not given[original]:
+                    own[name] = given[original]
+                    layer._flat_weight_refs = []
+            if not layer._flat_weight_refs:
+                layer._init_flat_weights()
+
+    def flatten_parameters(self) -> None:
+        """Let the parameters of each layer lie one after the other in memory."""
+        for layer in self.layers():
+            layer.flatten_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Let the layers know new parameters."""
+        super().__setattr__(name, value)
+        if name in self._parameters:
+            self.share()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        for layer in self.layers():
+            layer._flat_weight_refs = []
+        super()._apply(fn, recurse=False)  # the children have nothing else
+        self.share()
+        return self
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """Return the state under the original's names."""
+        """Return the state of the original."""
         state = super().state_dict(
             *args, destination=destination, prefix=prefix, keep_vars=keep_vars
         )
-        for here, original in self._names():
-            if prefix + here in state:
-                state[prefix + original] = state.pop(prefix + here)
+        for child in self._modules:
+            for key in [key for key in state if key.startswith(f"{prefix}{child}.")]:
+                del state[key]
         return state
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for here, original in self._names():
-            if prefix + original in state_dict:
-                state_dict[prefix + here] = state_dict.pop(prefix + original)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for k, layer in enumerate(self.layers()):  # they have what they need
+            for name, p in layer._parameters.items():
+                state_dict[f"{prefix}{self.prefix}_{k}.{name}"] = p
+
+
+class RNNLayersOfRNN(RNNLayers, RNN):
+    """Layers of ``torch.nn.RNN``."""
+
+    prefix = PREFIXES[RNN]
+
+
+class RNNLayersOfLSTM(RNNLayers, LSTM):
+    """Layers of ``torch.nn.LSTM``."""
+
+    prefix = PREFIXES[LSTM]
+
+
+class RNNLayersOfGRU(RNNLayers, GRU):
+    """Layers of ``torch.nn.GRU``."""
+
+    prefix = PREFIXES[GRU]
+
+
+LAYERS: dict[type[RNNBase], type[RNNLayers]] = {
+    RNN: RNNLayersOfRNN,
+    LSTM: RNNLayersOfLSTM,
+    GRU: RNNLayersOfGRU,
+}
+
+
+def _read(layer: Any, args: Any) -> None:
+    """Take the parameters that the module with all layers has now."""
+    (layers,) = layer._layers
+    layers.share()
 
 
 def _single_layer(rnn: Any, k: int) -> Module:
@@ -84,7 +174,7 @@ def _single_layer(rnn: Any, k: int) -> Module:
     options: dict[str, Any] = {"nonlinearity": rnn.nonlinearity} if isinstance(rnn, RNN) else {}
     if isinstance(rnn, LSTM):
         options["proj_size"] = rnn.proj_size
-    layer = type(rnn)(
+    return type(rnn)(
         rnn.input_size if k == 0 else width,
         rnn.hidden_size,
         bias=rnn.bias,
@@ -93,6 +183,3 @@ def _single_layer(rnn: Any, k: int) -> Module:
         device="meta",  # no memory, no random numbers: the parameters are replaced
         **options,
     )
-    for name, _ in list(layer.named_parameters()):
-        setattr(layer, name, getattr(rnn, name.replace("_l0", f"_l{k}")))
-    return layer

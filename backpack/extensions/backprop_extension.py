@@ -8,10 +8,10 @@ from warnings import warn
 
 from torch.nn import Module
 
-from backpack.core import tape
-from backpack.core.products import Products
-from backpack.core.propagations import Propagation
-from backpack.core.registry import class_derivatives
+from backpack.core.engine.products import Products
+from backpack.core.engine.propagations import Propagation
+from backpack.core.record import tape
+from backpack.core.record.registry import class_derivatives
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 
@@ -30,12 +30,24 @@ class BackpropExtension:
 
     Attributes:
         propagation: What travels back; extensions with equal ones share it.
-        needs: Names of the extracted quantities, see ``backpack.core.products.REDUCTIONS``.
+        needs: Names of the extracted quantities, see ``backpack.core.engine.products.REDUCTIONS``.
         savefield: Attribute of the parameter that holds the result.
+        shape: Shape of the result, with ``"*p"`` for that of the parameter and letters for sizes
+            (``"N"`` for the number of samples); None if it is no tensor, or any will do.
+        belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
+        overrides_extract: Whether a subclass says what it makes of its ``needs``.
     """
 
     propagation: Propagation | None = None
     needs: ClassVar[tuple[str, ...]] = ()
+    shape: ClassVar[tuple[str, ...] | None] = None
+    belongs_to_gradient: ClassVar[bool] = False
+    overrides_extract: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note what follows from the methods that a subclass overrides."""
+        super().__init_subclass__(**options)
+        cls.overrides_extract = cls.extract is not BackpropExtension.extract
 
     def __init__(
         self,
@@ -55,18 +67,21 @@ class BackpropExtension:
 
         Raises:
             ValueError: If ``fail_mode`` or ``subsampling`` is none of these.
+            TypeError: If ``subsampling`` is no list.
         """
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise ValueError(
                 f"fail_mode is {FAIL_ERROR!r}, {FAIL_WARN!r} or {FAIL_SILENT!r}, got {fail_mode!r}."
             )
-        if subsampling is not None and len(subsampling) == 0:
+        indices = None if subsampling is None else _listed(subsampling)
+        if indices is not None and not indices:
             raise ValueError("subsampling needs at least one sample, got an empty list.")
         self.savefield = savefield
         self.rules: dict[type[Module], ModuleExtension] = dict(module_exts or {})
-        tape.CLASSES_WITH_RULES.update(self.rules)
+        for module_cls in self.rules:
+            tape.note_rule(module_cls)
         self._fail_mode = fail_mode
-        self._subsampling = None if subsampling is None else list(subsampling)
+        self._subsampling = indices
         self.saved_quantities = SavedQuantities()
 
     def __repr__(self) -> str:
@@ -93,7 +108,7 @@ class BackpropExtension:
                 "Use overwrite=True to replace that."
             )
         self.rules[module_cls] = module_ext
-        tape.CLASSES_WITH_RULES.add(module_cls)
+        tape.note_rule(module_cls)
 
     def rule_for(self, module: Module) -> ModuleExtension | None:
         """Return the rule that a user registered for a module, or None."""
@@ -105,7 +120,10 @@ class BackpropExtension:
 
     def expects_backpropagation_quantities(self) -> bool:
         """Return whether something travels back from the loss besides the gradient."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say whether something travels back besides the "
+            "gradient: derive it from FirstOrderBackpropExtension or SecondOrderBackpropExtension."
+        )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Merge what arrives at a tensor over several branches. Default: the sum."""
@@ -122,3 +140,13 @@ class BackpropExtension:
             raise error(message)
         if self._fail_mode == FAIL_WARN:
             warn(message, UserWarning, stacklevel=2)
+
+
+def _listed(subsampling: Any) -> list[int]:
+    try:
+        return list(subsampling)
+    except TypeError:
+        raise TypeError(
+            f"subsampling is a list of sample indices, or None for all samples, got {subsampling!r}"
+            f". For a single sample, give [{subsampling!r}]."
+        ) from None

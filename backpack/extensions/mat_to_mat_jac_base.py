@@ -26,6 +26,8 @@ class MatToJacMat(ModuleExtension):
         """
         super().__init__(params)
         self.derivatives = derivatives
+        alone = type(self).backpropagate is MatToJacMat.backpropagate
+        self.is_jacobian = alone and not self._params
 
     def backpropagate(
         self,

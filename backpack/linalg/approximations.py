@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack import backpack, extend
-from backpack.core.products import Products, add, axis_factors
+from backpack.core.engine.products import Products, add, axis_factors
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import (

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, disable, extend
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.tape import live_calls
+from backpack.core.record.tape import live_calls
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.objective import Objective
 from backpack.linalg.operators import LinearOperator

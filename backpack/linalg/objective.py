@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
+from backpack.core.engine.checks import check_one_process
 from backpack.custom_module.weighted_loss import WeightedLoss
 
 REDUCTIONS = ("mean", "sum", "batchmean")
@@ -55,7 +56,9 @@ class Objective:
             ValueError: If there are no trainable parameters, they are not the model's, of several
                 precisions or on several devices, the reduction of the loss is unknown, or a module
                 in training mode is no function of a sample.
+            NotImplementedError: On several processes of ``torch.distributed``.
         """
+        check_one_process("An operator over a data set")
         self.model = model
         self.loss_function = loss_function
         self.data = data

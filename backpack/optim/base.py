@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack import backpack
+from backpack.core.engine.checks import check_one_process
 from backpack.extensions.backprop_extension import BackpropExtension
 
 Closure = Callable[[], Any]
@@ -79,7 +80,9 @@ class ExtensionOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a parameter has a gradient, but not the quantity that belongs to it.
+            NotImplementedError: On several processes of ``torch.distributed``.
         """
+        check_one_process(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad(), backpack(*self.extensions):

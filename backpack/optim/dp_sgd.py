@@ -20,7 +20,7 @@ class DPSGD(ExtensionOptimizer):
     *expected* number of samples in a batch. For the guarantee, every batch takes each sample of the
     data independently with probability B / (number of samples), see
     :func:`backpack.optim.privacy_spent`; and no module mixes the samples of a batch (batch
-    normalisation does).
+    normalisation does): a step is refused if a backward pass has found one.
 
     Source: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, Deep learning with differential
     privacy (CCS 2016), algorithm 1.
@@ -80,6 +80,14 @@ class DPSGD(ExtensionOptimizer):
         individual = {p: self._quantity(p) for _, p, _ in self._trained()}
         if not individual:
             return
+        for p, grads in individual.items():
+            mixing = getattr(grads, "_backpack_mixing", None)
+            if mixing is not None:
+                raise ValueError(
+                    f"DPSGD: the individual gradients of {self._describe(p)} depend on other "
+                    f"samples, because the network mixes them in {mixing}: the steps would not be "
+                    "private. Use modules that treat samples alone, such as GroupNorm."
+                )
         weights = self._weights(individual)
         for group, p, _ in self._trained():
             noise = torch.empty_like(p).normal_(generator=self.generator)

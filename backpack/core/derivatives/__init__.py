@@ -98,7 +98,9 @@ from backpack.core.derivatives.recurrent import (
 from backpack.core.derivatives.unknown_module import UnknownModuleDerivatives
 from backpack.core.derivatives.upsample import UpsampleDerivatives
 from backpack.core.derivatives.weighted_loss import WeightedLossDerivatives
-from backpack.core.registry import REGISTRY, derivatives_of, register
+from backpack.core.record.registry import REGISTRY, derivatives_of, register
+
+from backpack.core.derivatives import aliases  # isort: skip  # of what is registered by now
 
 __all__ = [
     "REGISTRY",
@@ -176,6 +178,7 @@ __all__ = [
     "UnknownModuleDerivatives",
     "UpsampleDerivatives",
     "WeightedLossDerivatives",
+    "aliases",
     "derivatives_of",
     "register",
 ]

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Module, Softmax, Softmax2d, Softmin
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.vectors import map_vectors
-from backpack.core.registry import register
+from backpack.core.record.registry import register
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

@@ -19,18 +19,15 @@ from torch.nn import functional as F
 
 from backpack.core.derivatives import shared_weight
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    Grads,
-    Rows,
-    row_numbers,
-)
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import Evaluation
 from backpack.core.derivatives.recall import recall
 from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
-from backpack.core.layout import Layout
-from backpack.core.registry import register
-from backpack.core.tape import Call, bound, describe
+from backpack.core.record.layout import Layout
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, bound, describe
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Grads
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 
@@ -246,7 +243,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
     def _common_layout(self, call: Call) -> Layout | None:
         """Return the layout of queries, keys and values; None if they have no common one."""
         known = [x for x in call.layouts_in[:3] if x is not None and x.is_batched]
-        alike = len({(x.before, x.samples) for x in known}) == 1
+        alike = len({x.facts for x in known}) == 1
         if len(known) < 3 or not alike or self.learns_mask(call.saved):
             return None
         shapes = [shape or Size() for shape in (*call.shape_in[:3], *call.shape_out)]

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Size, Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import (
     AdaptiveLogSoftmaxWithLoss,
     CosineSimilarity,
@@ -28,13 +29,8 @@ from torch.nn import (
     Parameter,
 )
 
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BatchAxis,
-    Grads,
-    Rows,
-    row_numbers,
-)
+from backpack.context import disable
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
@@ -43,9 +39,13 @@ from backpack.core.derivatives.by_autograd import (
     second_products,
     transposed_products,
 )
-from backpack.core.layout import Layout, unbatched
-from backpack.core.registry import register
-from backpack.core.tape import Call, describe, upstream
+from backpack.core.derivatives.following import Following, tensors_in, treatment_by
+from backpack.core.record.functions import ENTRIES
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, describe, flatten_outputs, upstream
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Grads
 
 
 class AutomaticDerivatives(BaseDerivatives):
@@ -189,29 +189,6 @@ class AutomaticDerivatives(BaseDerivatives):
         results = products(self.evaluation(module), {param_str: mat}, subsampling)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def second_unbatched(
-        self, module: Module, g_out: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Apply the second derivative of a call without samples: ``[V, *in]`` for each input."""
-        evaluation = self.evaluation(module)
-        axes_in: list[int | None] = [None if t is None else 0 for t in inputs]
-        copy: Any = _Copy(self, axes_in)
-        padded = Evaluation(
-            copy,
-            module,
-            [
-                x if a is None else x.unsqueeze(0)
-                for x, a in zip(evaluation.inputs, axes_in, strict=True)
-            ],
-            axes_in,
-            [0] * len(evaluation.axes_out),
-            single=True,
-        )
-        grads = [None if g is None else g.unsqueeze(0) for g in g_out]
-        tangents = {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
-        found = second_products(padded, grads, tangents, [0])
-        return [found[i].squeeze(1) if i in found else None for i in range(len(inputs))]
-
 
 class _Copy:
     """A rule for one copy of a call without samples: a batch of one."""
@@ -284,14 +261,50 @@ def _generators() -> list[Any]:
 class FunctionDerivatives(AutomaticDerivatives):
     """Functions whose tensors may have their samples along any axis, or have none.
 
-    Where the samples are in the output is found by trying: the function is evaluated at random
-    values, and again after those of one sample have changed. In the same way it is found out
-    whether the function is affine. The answers depend on the shapes alone and are kept.
+    Where the samples are in the output is found out, see
+    :mod:`backpack.core.derivatives.following`, and by trying at random values whether the function
+    is affine. The answers depend on the shapes alone, as a rule, and are kept.
     """
 
     batch_axis = BatchAxis.FOLLOWED
     depends_on_layouts = True
     _known: ClassVar[WeakKeyDictionary[Module, dict[Any, Any]]] = WeakKeyDictionary()
+
+    def second_unbatched(
+        self,
+        module: Module,
+        g_out: Sequence[Tensor | None],
+        inputs: Sequence[Tensor | None],
+        params: Mapping[str, Tensor],
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Apply the second derivative of a call without samples, for the gradient of one sample."""
+        evaluation = self.evaluation(module)
+        if params:  # each of them varies with the inputs
+            num_v = len(next(iter(params.values())))
+            inputs = [
+                x.new_zeros(num_v, *x.shape)
+                if t is None and isinstance(x, Tensor) and x.is_floating_point()
+                else t
+                for t, x in zip(inputs, evaluation.inputs, strict=True)
+            ]
+        axes_in: list[int | None] = [None if t is None else 0 for t in inputs]
+        copy: Any = _Copy(self, axes_in)
+        padded = Evaluation(
+            copy,
+            module,
+            [
+                x if a is None else x.unsqueeze(0)
+                for x, a in zip(evaluation.inputs, axes_in, strict=True)
+            ],
+            axes_in,
+            [0] * len(evaluation.axes_out),
+            single=True,
+        )
+        grads = [None if g is None else g.unsqueeze(0) for g in g_out]
+        tangents: dict[Any, Tensor] = dict(params)
+        tangents |= {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
+        found = {i: t.squeeze(1) for i, t in second_products(padded, grads, tangents, [0]).items()}
+        return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
 
     def sees_samples_first(self, module: Module) -> bool:
         """Return False: the rule needs to know the axes."""
@@ -334,6 +347,14 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     # ------------------------------------------------------------------ where the samples are
 
+    def keeps_rows(self, call: Call) -> bool:
+        """Return whether the function is one of each entry, and all rows are in one place."""
+        tensors = [*zip(call.layouts_in, call.shape_in, strict=True)]
+        tensors += zip(call.layouts_out, call.shape_out, strict=True)
+        batched = [one for one in tensors if one[0] is not None and one[0].is_batched]
+        places = {(one.facts, shape) for one, shape in batched if one is not None}
+        return len(places) == 1 and treatment_by(call.module) == ENTRIES
+
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs by trying.
 
@@ -341,9 +362,9 @@ class FunctionDerivatives(AutomaticDerivatives):
             ValueError: If every output entry depends on several samples.
         """
         refuse_totals(call)
-        call.layouts_in = tuple(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
+        call.set_layouts_in(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
         if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
-            call.layouts_in = tuple(map(self._of_indices, call.layouts_in, call.shape_in))
+            call.set_layouts_in(map(self._of_indices, call.layouts_in, call.shape_in))
         call.saved["affine"] = False
         call.kept |= {"affine"}
         found = self._tried(call)
@@ -396,10 +417,11 @@ class FunctionDerivatives(AutomaticDerivatives):
         if len(counts) > 1:
             return None
         answers = self._known.setdefault(call.module, {})
-        key = self._key(call)
+        following = self._following(call, counts.pop() if counts else 0)
+        key = None if following.depends_on_values else self._key(call)
         if key is None or key not in answers:
-            found = self._try(call, counts.pop() if counts else 0)
-            if key is not None:
+            found = self._found(call, following)
+            if key is not None and not following.relies_on_values:
                 answers[key] = found
         else:
             found = answers[key]
@@ -413,160 +435,103 @@ class FunctionDerivatives(AutomaticDerivatives):
         assumed = all(layout.assumed for layout in batched)
         layouts: list[Layout | None] = []
         for place in places:
-            same = [one for one in batched if place == (one.before, one.samples)]
+            same = [one for one in batched if place == one.facts]
             if place is None or same:
                 layouts.append(same[0] if place is not None else None)
+            elif not place[1]:
+                layouts.append(unbatched())
             else:
-                before, count = place
+                before, count, owners = place
                 sources = batched if assumed else ()
-                layouts.append(Layout(before, count, assumed, batched[0].dims, sources))
+                layouts.append(Layout(before, count, assumed, batched[0].dims, sources, owners))
         return affine, layouts
 
     @staticmethod
     def _key(call: Call) -> Any:
-        """Return what the answer depends on; None if that includes values of tensors."""
-        for x, layout in zip(call.inputs, call.layouts_in, strict=True):
-            if layout is None and isinstance(x, Tensor):
-                return None
+        """Return what the answer depends on."""
         return (
             call.shape_in,
             call.training,
+            bool(call.saved.get("needed")),
             tuple(x if isinstance(x, int | float | bool | str) else None for x in call.inputs),
-            tuple(None if one is None else (one.before, one.samples) for one in call.layouts_in),
+            tuple(None if one is None else one.facts for one in call.layouts_in),
         )
 
-    def _try(self, call: Call, count: int) -> Any:
+    def _following(self, call: Call, count: int) -> Following:
         generator = torch.Generator().manual_seed(0)
-        varied = [i for i, layout in enumerate(call.layouts_in) if layout is not None]
-
-        def random(shape: Sequence[int]) -> Tensor:
-            return 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-
         # parameters, too: at their values now (such as zero), less may depend on less
         params = {
-            name: random(p.shape).to(p)
+            name: (2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
             for name, p in self.own(call.module).items()
             if p is not None
         }
 
-        def draw(positive: bool = False) -> dict[int, Tensor]:
-            values = {i: random(call.shape_in[i] or ()) for i in varied}
-            return {i: x.abs() + 0.5 if positive else x for i, x in values.items()}
+        collect = tensors_in if call.index < 0 else flatten_outputs  # data: of any precision
 
-        def evaluate(values: dict[int, Tensor], dtype: Any = None) -> list[Tensor]:
+        def evaluate(leaves: Sequence[Any], dtype: Any = None) -> list[Tensor]:
             own = params if dtype is None else {name: p.to(dtype) for name, p in params.items()}
-            leaves = list(call.inputs)
-            for i, x in enumerate(leaves):
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    x = values.get(i, x)
-                    leaves[i] = x.to(call.inputs[i].device, dtype or call.inputs[i].dtype)
-            with seeded(), torch.no_grad():
-                return Evaluation(self, call.module, leaves, [], []).outputs(own, leaves)
+            if dtype is not None:
+                leaves = [
+                    x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+                    for x in leaves
+                ]
+            with seeded(), torch.no_grad(), disable(), _attached(call):
+                return list(collect(self.evaluate(call.module, own, *leaves)))
 
-        with _attached(call):
-            points = [(draw(), draw()), (draw(positive=True), draw(positive=True))]
-            affine = self._is_affine(evaluate, *points[0])
-            if count == 0:
-                return affine, None
-            try:
-                layouts = self._locate(call, count, evaluate, points)
-            except Exception:  # the function is not defined there: at its own arguments it is
-                params.clear()
-                layouts = self._at_arguments(call, count, evaluate, varied)
-        return None if layouts is None else (affine, layouts)
+        return Following(call, evaluate, call.shape_out, count)
 
-    def _at_arguments(
-        self, call: Call, count: int, evaluate: Any, varied: Sequence[int]
-    ) -> list[tuple[int, int] | None] | None:
-        """Try with the arguments of the call, and those of a sample replaced by another's."""
-        one = {i: call.inputs[i].detach() for i in varied}
-        other = dict(one)
-        for i, x in one.items():
-            place = call.place_in(i)
-            if place is not None:
-                rows = place.to_canonical(x)
-                per_sample = len(rows) // count
-                rolled = rows.roll(per_sample, 0).unsqueeze(0)
-                other[i] = place.from_canonical(rolled, per_sample).squeeze(0)
+    def _found(self, call: Call, following: Following) -> Any:
+        if any(isinstance(x, Tensor) and (x.is_meta or is_fake(x)) for x in call.inputs):
+            raise ValueError(
+                f"{call!r}: a tensor has no values (it is on the meta device, or a FakeTensor), so "
+                "what the function does cannot be found out. Use tensors with values."
+            )
+        affine = bool(call.saved.get("needed")) and self._is_affine(call, following.evaluate)
+        if not following.samples:
+            return affine, [unbatched().facts for _ in call.shape_out]
         try:
-            return self._locate(call, count, evaluate, [(one, other)])
+            places = following.places()
         except Exception as error:
             raise ValueError(
                 f"{call!r}: where the samples of the batch are in the output cannot be found out "
                 f"({error}). Make it a module with derivatives "
                 "(backpack.core.derivatives.register)."
             ) from error
+        return None if places is None else (affine, places)
 
     @staticmethod
-    def _is_affine(evaluate: Any, one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    def _is_affine(call: Call, evaluate: Any) -> bool:
         """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points."""
+        generator = torch.Generator().manual_seed(0)
+        known = [
+            i
+            for i, (x, layout) in enumerate(zip(call.inputs, call.layouts_in, strict=True))
+            if layout is not None and isinstance(x, Tensor) and x.is_floating_point()
+        ]
+
+        def draw() -> dict[int, Tensor]:
+            shapes = ((i, call.inputs[i]) for i in known)
+            return {
+                i: (2 * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x.device)
+                for i, x in shapes
+            }
+
+        one, other = draw(), draw()
         both = {i: one[i] + other[i] for i in one}
         zero = {i: torch.zeros_like(x) for i, x in one.items()}
         try:
-            values = [evaluate(at, torch.float64) for at in (both, one, other, zero)]
+            values = [
+                evaluate([at.get(i, x) for i, x in enumerate(call.inputs)], torch.float64)
+                for at in (both, one, other, zero)
+            ]
         except Exception:  # it is not defined everywhere
             return False
         return all(
-            bool(torch.isfinite(z).all())
+            z.is_floating_point()
+            and bool(torch.isfinite(z).all())
             and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
             for b, x, y, z in zip(*values, strict=True)
         )
-
-    @staticmethod
-    def _locate(
-        call: Call,
-        count: int,
-        evaluate: Any,
-        points: Sequence[tuple[dict[int, Tensor], dict[int, Tensor]]],
-    ) -> list[tuple[int, int] | None] | None:
-        """Return ``before`` and the number of samples for each output; None if they mix."""
-
-        def changed(one: dict[int, Tensor], other: dict[int, Tensor], n: int) -> dict[int, Tensor]:
-            values = dict(one)
-            for i, x in one.items():
-                place = call.place_in(i)
-                if place is not None:
-                    rows = place.to_canonical(x).clone()
-                    own = slice(n * (len(rows) // count), (n + 1) * (len(rows) // count))
-                    rows[own] = place.to_canonical(other[i])[own]
-                    whole = place.from_canonical(rows.unsqueeze(0), len(rows) // count)
-                    values[i] = whole.squeeze(0)
-            return values
-
-        if count == 1:
-            return [_single(shape, call) if shape else None for shape in call.shape_out]
-        # all samples of a small batch; the first, the last and some between of a large one
-        numbers = sorted({*range(min(count, 6)), count // 2, count - 1})
-        differences: list[list[Tensor]] = []  # for each number, of each output
-        bases = [evaluate(one) for one, _ in points]
-        for n in numbers:
-            each = [evaluate(changed(one, other, n)) for one, other in points]
-            if any(
-                y.shape != z.shape
-                for b, e in zip(bases, each, strict=True)
-                for y, z in zip(b, e, strict=True)
-            ):
-                return None
-            differences.append(
-                [
-                    torch.stack(
-                        [_differs(b[j], e[j]) for b, e in zip(bases, each, strict=True)]
-                    ).any(0)
-                    for j in range(len(bases[0]))
-                ]
-            )
-        befores = [layout.before for layout in call.layouts_in if layout and layout.is_batched]
-        layouts: list[tuple[int, int] | None] = []
-        for j, y in enumerate(bases[0]):
-            if y.dim() == 0:
-                layouts.append(None)
-                continue
-            touched = {n: of_n[j] for n, of_n in zip(numbers, differences, strict=True)}
-            before = _find_place(y.shape, count, touched, befores)
-            if before is None:
-                return None
-            layouts.append((before, count))
-        return layouts
 
 
 def refuse_totals(call: Call) -> None:
@@ -585,51 +550,6 @@ def refuse_totals(call: Call) -> None:
             "results depend on each other. Compute it for each sample (dim=...), or detach() it if "
             "it is meant to be constant."
         )
-
-
-def _differs(one: Tensor, other: Tensor) -> Tensor:
-    return (one != other) & ~(one.isnan() & other.isnan())
-
-
-def _single(shape: Size, call: Call) -> tuple[int, int]:
-    """Guess where the only sample is: an axis of one entry, where the input has its own."""
-    befores = [layout.before for layout in call.layouts_in if layout is not None]
-    for axis, size in enumerate(shape):
-        if size == 1 and Size(shape[:axis]).numel() in befores:
-            return Size(shape[:axis]).numel(), 1
-    if 1 in shape:  # it was moved
-        return Size(shape[: shape.index(1)]).numel(), 1
-    return 1, 1
-
-
-def _find_place(
-    shape: Size, count: int, touched: Mapping[int, Tensor], preferred: Sequence[int]
-) -> int | None:
-    """Find the number of entries before the samples such that each touches only its own.
-
-    Args:
-        shape: Shape of the output.
-        count: Number of samples.
-        touched: For some samples, which entries depend on them.
-        preferred: Where to look first.
-    """
-    size = shape.numel()
-    candidates = [
-        Size(shape[:axis]).numel() * outer
-        for axis, length in enumerate(shape)
-        if length % count == 0
-        for outer in range(1, length // count + 1)
-        if (length // count) % outer == 0
-    ]
-    candidates.sort(key=lambda before: (before not in preferred, before))
-    for before in candidates:
-        if size % (before * count):
-            continue
-        rows = {n: of_n.reshape(before, count, -1).any(2).any(0) for n, of_n in touched.items()}
-        own = all(not bool(row[torch.arange(count) != n].any()) for n, row in rows.items())
-        if own and (any(bool(row.any()) for row in rows.values()) or before in preferred):
-            return before
-    return None
 
 
 @contextmanager

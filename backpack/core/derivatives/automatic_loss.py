@@ -20,12 +20,13 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters, seeded
-from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
-from backpack.core.layout import Layout
-from backpack.core.registry import register, register_fallback
-from backpack.core.tape import Call, describe
+from backpack.core.record.layout import Layout
+from backpack.core.record.registry import register, register_fallback
+from backpack.core.record.tape import Call, describe
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 
@@ -122,7 +123,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         differentiable = torch.is_grad_enabled()
         places = [call.place_in(i) for i in numbers]
         mats = [
-            m if p is None else p.from_canonical(m, call.shape_in[i][p.axis] // p.samples)
+            m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i]))
             for m, p, i in zip(mats, places, numbers, strict=True)
         ]
         evaluation = self.evaluation(module)

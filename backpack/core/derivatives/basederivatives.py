@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +20,12 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import Evaluation, second_products
-from backpack.core.kernels import Substitute
-from backpack.core.layout import Layout, unbatched
-from backpack.core.tape import Call, bound, describe
+from backpack.core.record.kernels import Substitute
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.tape import AT_HAND, Call, bound, describe
+from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
+from backpack.core.types import Grads, Mats
 from backpack.utils.subsampling import subsample
-
-Rows = Sequence[int] | slice | None
-Grads = Sequence[Tensor | None] | None
-# One tensor, or one (None for zero) for each of a module's several inputs or outputs.
-Mats = Tensor | Sequence[Tensor | None]
 
 
 class BatchAxis(Enum):
@@ -202,6 +200,14 @@ class BaseDerivatives:
 
     # ------------------------------------------------------------------ where the samples are
 
+    def keeps_rows(self, call: Call) -> bool:
+        """Return whether each row of an output is computed from the row at its place alone."""
+        return True
+
+    def folds_rows(self, module: Module) -> bool:
+        """Return whether rows of a sample may as well be along an axis behind that of the batch."""
+        return self.batch_axis is BatchAxis.LEADING
+
     def batch_axis_in(self, module: Module, i: int) -> int:
         """Return the batch axis of input ``i`` as the rule sees it."""
         return 0
@@ -257,7 +263,12 @@ class BaseDerivatives:
                     "module, or use extend(model, use_converter=True)."
                 )
             shape = call.shape_in[i]
-            if layout is None or shape is None or not layout.is_batched:
+            if layout is None or shape is None:
+                continue
+            if not layout.is_batched:
+                own = 0 if leading else self.batch_axis_in(module, i)
+                if layout.assumed and own > 0:  # data: the module knows better
+                    layout.correct(shape, own)
                 continue
             place = layout.place(shape)
             if leading:
@@ -267,8 +278,15 @@ class BaseDerivatives:
                 continue
             axis = self.batch_axis_in(module, i)
             single = layout.samples == 1 == shape[axis]
+            if place is not None and place.axis == axis and place.is_apart:
+                raise ValueError(
+                    f"{call!r} needs the samples of the batch alone along axis {axis} of input "
+                    f"{i}, but another axis is merged with them. Move that axis to the front, "
+                    "where it may be merged (batch_first=True in recurrent layers and attention)."
+                )
             if (place is None or place.axis != axis) and not single:
-                if not layout.assumed:
+                # an axis of one entry, such as that of x[None], says nothing of the batch
+                if not layout.assumed or (place is not None and axis == 0 and shape[0] == 1):
                     found = "nowhere" if place is None else f"along axis {place.axis}"
                     raise ValueError(
                         f"{call!r} needs the samples of the batch along axis {axis} of input {i}, "
@@ -289,21 +307,22 @@ class BaseDerivatives:
         return self.batch_axis is BatchAxis.FIXED and self.batch_axis_in(module, i) > 0
 
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
-        main = call.layouts_in[0] if call.layouts_in else None
+        given = [*zip(call.layouts_in, call.shape_in, strict=True)]
+        main, own = given[0] if given else (None, None)
         if main is not None and not main.is_batched:
-            main = next((one for one in call.layouts_in if one and one.is_batched), main)
+            main, own = next(((one, s) for one, s in given if one and one.is_batched), given[0])
         if main is not None and not main.is_batched:
             return unbatched()
         if self.batch_axis is BatchAxis.LEADING:
             return main or Layout.of_axis(shape, 0, assumed=True)
         axis = self.batch_axis_out(call.module, i)
-        if main is None:
+        place = None if main is None else main.place(own or ())
+        if main is None or place is None:
             return Layout.of_axis(shape, axis)
-        if axis == 0:
-            merged = main.place(call.shape_in[0] or ())
-            same = main.before == 1 or (merged is not None and merged.outer > 1)
-            return main if same else Layout.of_axis(shape, axis)
-        return Layout(Layout.of_axis(shape, axis).before, main.samples)
+        before = prod(shape[:axis]) * place.outer
+        if before == main.before:
+            return main
+        return Layout(before, place.samples, owners=place.owners)
 
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
@@ -325,6 +344,8 @@ class BaseDerivatives:
             if not layout.is_batched and not call.is_unbatched:
                 return x  # each sample reads its own row of it
             if not layout.is_batched:
+                if call.is_of_copies:
+                    return x
                 return x.unsqueeze(axis).expand(*x.shape[:axis], call.copies, *x.shape[axis:])
             place = layout.place(x.shape)
             return x if place is None else place.to_canonical(x).movedim(0, axis)
@@ -394,9 +415,13 @@ class BaseDerivatives:
         Raises:
             ValueError: If a shape does not match.
         """
-        with bound(module):
-            mats, had_v = self._check_output(module, mat, subsampling)
-            result = self._jac_t_mat_prod(module, g_inp, g_out, mats, subsampling)
+        if AT_HAND.isdisjoint(vars(module)):
+            with bound(module) as m:
+                return self.jac_t_mat_prod(m, g_inp, g_out, mat, subsampling)
+        mats, had_v = self._check_output(module, mat, subsampling)
+        result = self._jac_t_mat_prod(module, g_inp, g_out, mats, subsampling)
+        if not self.is_ours:
+            self._check_result_in(module, mats, result, subsampling)
         return result if had_v else _without_v(result)
 
     def _jac_mat_prod(
@@ -495,6 +520,8 @@ class BaseDerivatives:
             result = self._param_jac_t_mat_prod(
                 param_str, module, g_inp, g_out, mats, sum_batch, subsampling
             )
+            if not self.is_ours:
+                self._check_result(param_str, module, mats, result, sum_batch)
         return result if had_v else result.squeeze(0)
 
     def _param_jac_t_mat_prod(
@@ -507,7 +534,7 @@ class BaseDerivatives:
         sum_batch: bool,
         subsampling: Rows,
     ) -> Tensor:
-        rule = getattr(self, f"_{param_str}_jac_t_mat_prod")
+        rule = self._method(f"_{param_str}_jac_t_mat_prod", param_str, module)
         return rule(module, g_inp, g_out, mat, sum_batch, subsampling)
 
     def param_jac_mat_prod(
@@ -542,8 +569,17 @@ class BaseDerivatives:
         mat: Tensor,
         subsampling: Rows,
     ) -> Any:
-        rule = getattr(self, f"_{param_str}_jac_mat_prod")
+        rule = self._method(f"_{param_str}_jac_mat_prod", param_str, module)
         return rule(module, g_inp, g_out, mat, subsampling)
+
+    def _method(self, method: str, param_str: str, module: Module) -> Callable[..., Any]:
+        rule = getattr(self, method, None)
+        if rule is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs a method '{method}' for the parameter '{param_str}' "
+                f"of {describe(module)}. Its signature is in 'Write a rule' of the documentation."
+            )
+        return rule
 
     def parameter(self, module: Module, param_str: str) -> Parameter:
         """Return a parameter by the name that :meth:`own` gives it."""
@@ -638,11 +674,15 @@ class BaseDerivatives:
         Returns:
             What is wanted, by name.
         """
+        if AT_HAND.isdisjoint(vars(module)):
+            with bound(module) as m:
+                return self.param_mjp_reduced(
+                    param_str, m, g_inp, g_out, mat, wanted, subsampling, weights
+                )
         self._check_name(module, param_str)
-        with bound(module):
-            return self._param_mjp_reduced(
-                param_str, module, g_out, mat, frozenset(wanted), subsampling, weights
-            )
+        return self._param_mjp_reduced(
+            param_str, module, g_out, mat, frozenset(wanted), subsampling, weights
+        )
 
     def _param_mjp_reduced(
         self,
@@ -862,6 +902,24 @@ class BaseDerivatives:
             d_params = {name: product.sum(1) for name, product in d_params.items()}
         return [found.get(i) for i in range(len(inputs))], d_params
 
+    def second_unbatched(
+        self,
+        module: Module,
+        g_out: Sequence[Tensor | None],
+        inputs: Sequence[Tensor | None],
+        params: Mapping[str, Tensor],
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Apply the second derivative of a call without samples, for the gradient of one sample.
+
+        Returns:
+            ``[V, *in]`` for each input, ``[V, *p]`` for each parameter that varies.
+        """
+        if params:
+            return self.mixed_residual(module, g_out, inputs, params, sum_batch=True)
+        mat: Any = list(inputs) if len(inputs) > 1 else inputs[0]
+        back = self.residual_mat_prod(module, None, g_out, mat)
+        return [back] if isinstance(back, Tensor) else list(back), {}
+
     # ------------------------------------------------------------------ helpers
 
     def _check_output(self, module: Any, mat: Mats, subsampling: Rows) -> tuple[Any, bool]:
@@ -922,6 +980,33 @@ class BaseDerivatives:
             f"{list(mat.shape)}."
         )
 
+    def _check_result_in(self, module: Any, mats: Any, result: Any, subsampling: Rows) -> None:
+        """Refuse what a user's ``_jac_t_mat_prod`` returns, if it has not the inputs' shapes."""
+        columns = len(_first(mats))
+        for i, mat in enumerate([result] if isinstance(result, Tensor) else result):
+            x = vars(module).get(f"input{i}")
+            if mat is None or not isinstance(x, Tensor) or self.stands_apart(module, i):
+                continue
+            shape = self.shape_of_rows(x.shape, self.batch_axis_in(module, i), subsampling)
+            self._check_same("_jac_t_mat_prod", module, [columns, *shape], mat)
+
+    def _check_result(
+        self, param_str: str, module: Any, mats: Any, result: Tensor, sum_batch: bool
+    ) -> None:
+        """Refuse what a user's ``_weight_jac_t_mat_prod`` returns, if it has another shape."""
+        mat = _first(mats)
+        i = 0 if mat is mats else next(i for i, m in enumerate(mats) if m is not None)
+        rows = [] if sum_batch else [mat.shape[1 + self.batch_axis_out(module, i)]]
+        shape = [len(mat), *rows, *self.parameter(module, param_str).shape]
+        self._check_same(f"_{param_str}_jac_t_mat_prod", module, shape, result)
+
+    def _check_same(self, method: str, module: Module, shape: list[int], got: Tensor) -> None:
+        if list(got.shape) != shape:
+            raise ValueError(
+                f"{type(self).__name__}.{method} at {describe(module)} should return a tensor of "
+                f"shape {shape}, got {list(got.shape)}."
+            )
+
     def _check_name(self, module: Module, param_str: str) -> None:
         names = self.param_names(module)
         if param_str not in names or self.own(module).get(param_str) is None:
@@ -938,27 +1023,12 @@ class BaseDerivatives:
             )
 
 
+def _first(mats: Any) -> Tensor:
+    """Return the first tensor of what is one, or a list with None among them."""
+    return mats if isinstance(mats, Tensor) else next(mat for mat in mats if mat is not None)
+
+
 def _without_v(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.squeeze(0)
     return tuple(r if r is None else r.squeeze(0) for r in result)
-
-
-def row_numbers(size: int, subsampling: Rows) -> Sequence[int]:
-    """Return the rows of a batch of ``size`` that ``subsampling`` selects."""
-    if subsampling is None:
-        return range(size)
-    if isinstance(subsampling, slice):
-        return range(*subsampling.indices(size))
-    return subsampling
-
-
-def one_by_one(size: int, subsampling: Rows) -> list[slice]:
-    """Return the selected rows of a batch of ``size``, each as a slice (no copy)."""
-    return [slice(n % size, n % size + 1) for n in row_numbers(size, subsampling)]
-
-
-def take_rows(rows: Sequence[int], span: slice) -> Sequence[int] | slice:
-    """Return a span of a selection of rows, as a slice (no copy) where possible."""
-    part = rows[span]
-    return slice(part.start, part.stop, part.step) if isinstance(part, range) else part

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor, distributed
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.convnd import sum_positions
-from backpack.core.registry import register
-from backpack.core.tape import Call, describe
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, describe
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import BCEWithLogitsLoss
 
 from backpack.core.derivatives.elementwise_losses import LogisticLossDerivatives, as_prediction
-from backpack.core.registry import register
+from backpack.core.record.registry import register
 
 
 @register(BCEWithLogitsLoss)

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, einsum
 from torch.nn import Bilinear, Module
 
-from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
-from backpack.core.registry import register
-from backpack.core.tape import bound
+from backpack.core.record.registry import register
+from backpack.core.record.tape import bound
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
-from backpack.core.tape import describe, flatten_outputs
-
-if TYPE_CHECKING:
-    from backpack.core.derivatives.basederivatives import BaseDerivatives, Rows
+from backpack.core.record.tape import describe, flatten_outputs
+from backpack.core.rows import Rows
+from backpack.core.types import Rule
 
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
@@ -41,7 +40,7 @@ class Evaluation:
         single: Whether this is a batch of one.
     """
 
-    rule: BaseDerivatives
+    rule: Rule
     module: Module
     inputs: list[Any]
     axes_in: list[int | None]

@@ -10,7 +10,6 @@ from torch import Tensor, einsum
 from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
 from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d, pad
 
-from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
@@ -25,7 +24,9 @@ from backpack.core.derivatives.shared_weight import (
     position_rows,
     square_norm,
 )
-from backpack.core.registry import register
+from backpack.core.record.registry import register
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 TRANSPOSED_CONVOLUTION = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}

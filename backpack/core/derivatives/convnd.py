@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import Conv1d, Conv2d, Conv3d, Module
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.derivatives.shared_weight import (
@@ -20,11 +21,23 @@ from backpack.core.derivatives.shared_weight import (
     position_rows,
     square_norm,
 )
-from backpack.core.registry import register
-from backpack.core.tape import Call
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 CONVOLUTION = {1: conv1d, 2: conv2d, 3: conv3d}
+
+
+_SAVE_MEMORY: ContextVar[bool] = ContextVar("backpack_save_memory", default=False)
+
+
+class _Selected:
+    """Whether the thread that asks has selected the low-memory rule."""
+
+    def __get__(self, instance: object, owner: type) -> bool:
+        return _SAVE_MEMORY.get()
 
 
 class weight_jac_t_save_memory:
@@ -34,7 +47,7 @@ class weight_jac_t_save_memory:
         save_memory: Whether to use the low-memory rule. Default: True.
     """
 
-    active = False
+    active = _Selected()
 
     def __init__(self, save_memory: bool = True):
         """Remember the choice."""
@@ -42,12 +55,12 @@ class weight_jac_t_save_memory:
 
     def __enter__(self) -> None:
         """Select the rule."""
-        self._outer = weight_jac_t_save_memory.active
-        weight_jac_t_save_memory.active = self._save_memory
+        self._outer = _SAVE_MEMORY.get()
+        _SAVE_MEMORY.set(self._save_memory)
 
     def __exit__(self, *exception: object) -> None:
         """Restore the rule that was selected before."""
-        weight_jac_t_save_memory.active = self._outer
+        _SAVE_MEMORY.set(self._outer)
 
 
 class PerSampleConvolution:

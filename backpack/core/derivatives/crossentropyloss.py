@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import CrossEntropyLoss, NLLLoss
 
-from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.recall import recall
-from backpack.core.registry import register
-from backpack.core.tape import describe
+from backpack.core.record.registry import register
+from backpack.core.record.tape import describe
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 

@@ -17,16 +17,18 @@ from torch.nn import (
     RReLU,
 )
 
-from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.core.registry import register
+from backpack.core.record.registry import register
+from backpack.core.record.tape import is_output
+from backpack.core.rows import Rows
 from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.utils.subsampling import subsample
 
 
 def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
     """Apply the nodes between two tensors by hand: autograd would run the hooks on them."""
-    grads = node(grad)
+    grads = grad if is_output(node) else node(grad)
     grads = grads if isinstance(grads, tuple) else (grads,)
     parts = [
         g if parent is target else _pull_back(parent, g, target)

@@ -34,10 +34,12 @@ from torch.nn import (
 )
 from torch.nn.functional import softplus
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.reductions import gram
-from backpack.core.registry import register
-from backpack.core.tape import Call
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

@@ -24,7 +24,7 @@ from torch.nn import (
 )
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.basederivatives import BatchAxis, Rows
+from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
@@ -32,8 +32,9 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
-from backpack.core.registry import register
-from backpack.core.tape import describe
+from backpack.core.record.registry import register
+from backpack.core.record.tape import describe
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 

@@ -10,17 +10,13 @@ from torch import Tensor, einsum
 from torch.nn import Embedding, EmbeddingBag, Module
 
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BatchAxis,
-    Grads,
-    Rows,
-    row_numbers,
-)
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.shared_weight import input_factor, position_rows
-from backpack.core.registry import register
-from backpack.core.tape import describe
+from backpack.core.record.registry import register
+from backpack.core.record.tape import describe
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

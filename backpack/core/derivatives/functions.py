@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
-from backpack.core.layout import Layout, unbatched
-from backpack.core.registry import register
-from backpack.core.tape import Call
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
@@ -52,7 +54,7 @@ class SumModuleDerivatives(FunctionDerivatives):
         (shape,) = call.shape_out
         known = [layout for layout in call.layouts_in if layout is not None]
         alike = all(s in (None, shape) for s in call.shape_in)
-        if known and alike and len({(one.before, one.samples) for one in known}) == 1:
+        if known and alike and len({one.facts for one in known}) == 1:
             call.saved["affine"] = True
             call.kept |= {"affine"}
             for layout in known[1:]:
@@ -69,7 +71,7 @@ class SumModuleDerivatives(FunctionDerivatives):
         shapes = [shape for shape in call.shape_in if shape is not None]
         layouts = [one for one in call.layouts_in if one is not None and one.is_batched]
         alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
-        return not alike or len({(one.before, one.samples) for one in layouts}) > 1
+        return not alike or len({one.facts for one in layouts}) > 1
 
     def autograd_stores(self, call: Call) -> bool:
         """Return False: gradients of a sum do not depend on anything."""
@@ -132,6 +134,10 @@ class ParameterModuleDerivatives(BaseDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Return that there are no samples."""
         return [unbatched()]
+
+    def folds_rows(self, module: Any) -> bool:
+        """Return True: that of the samples."""
+        return True
 
     def jacobian_is_constant(self, module: Module) -> bool:
         """Return True."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives import shared_weight
-from backpack.core.derivatives.basederivatives import BatchAxis, Grads, Rows
-from backpack.core.registry import register
-from backpack.core.tape import Call
+from backpack.core.derivatives.basederivatives import BatchAxis
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, bound
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 
@@ -42,6 +44,11 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
         return mat @ module.weight
+
+    def _get_additional_dims(self, module: Module) -> Size:
+        """Return the sizes of the axes between batch and features (a name that programs use)."""
+        with bound(module) as m:
+            return m.input0.shape[1:-1]
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return the weight, if there are several positions, or somebody wants its gradient.

@@ -41,8 +41,12 @@ from torch.nn import (
 )
 from torch.nn import functional as F
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
-from backpack.core.registry import register
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.record.layout import Layout
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 
@@ -90,9 +94,7 @@ def apply_transposed(
     CircularPad1d,
     CircularPad2d,
     CircularPad3d,
-    Flatten,
     Fold,
-    Identity,
     PixelShuffle,
     PixelUnshuffle,
     ReflectionPad1d,
@@ -101,7 +103,6 @@ def apply_transposed(
     ReplicationPad1d,
     ReplicationPad2d,
     ReplicationPad3d,
-    Unflatten,
     Unfold,
 )
 class LinearMapDerivatives(BaseDerivatives):
@@ -130,6 +131,19 @@ class LinearMapDerivatives(BaseDerivatives):
             return apply_transposed(lambda x: self.linear_map(module, x), shape, s)
 
         return map_rows(pull, mat)
+
+
+@register(Flatten, Identity, Unflatten)
+class ReshapeDerivatives(LinearMapDerivatives):
+    """The same entries in the same order."""
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are: where they are in the input, along whichever axis."""
+        layout, shape = call.layouts_in[0], call.shape_in[0]
+        place = None if layout is None or shape is None else layout.place(shape)
+        if layout is None or not layout.is_batched or place is None or place.axis == 0:
+            return super().layouts(call)
+        return [layout]
 
 
 @register(ScaleModule)
@@ -161,13 +175,22 @@ class ConstantPadDerivatives(LinearMapDerivatives):
 class PadDerivatives(ConstantPadDerivatives):
     """Padding of any mode; the linear part of the constant mode pads with zeros."""
 
+    batch_axis = BatchAxis.LEADING
+
+    def trailing_axes(self, module: Any) -> int:
+        """Return how many axes are padded, counted from the last one."""
+        return (max((i for i, width in enumerate(module.pad) if width), default=-1) + 2) // 2
+
     def padding(self, module: Any) -> Sequence[int]:
         """Return how many entries are added before and after each axis, last axis first."""
         return module.pad
 
     def linear_map(self, module: Any, x: Tensor) -> Tensor:
         """Pad, with zeros instead of another constant."""
-        return F.pad(x, module.pad, mode=module.mode)
+        axes = len(module.pad) // 2
+        flat = x.reshape(1, -1, *x.shape[-axes:])  # what other modes take
+        padded = F.pad(flat, module.pad, mode=module.mode)
+        return padded.reshape(*x.shape[:-axes], *padded.shape[2:])
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -22,10 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Mats, Rows
-from backpack.core.tape import bound, describe
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.registry import derivatives_of
+from backpack.core.record.tape import bound, describe
+from backpack.core.rows import Rows
+from backpack.core.types import Grads, Mats
 from backpack.utils.subsampling import subsample
 
 # Columns at the prediction, or one entry (None for zero) for each input.
@@ -291,7 +295,7 @@ class BaseLossDerivatives(BaseDerivatives):
         Raises:
             ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
         """
-        if module.output.dim() > 0:
+        if module.output.numel() != 1:
             reduction = getattr(module, "reduction", None)
             raise ValueError(
                 f"Second-order quantities need a scalar loss, but the output of {describe(module)} "
@@ -303,6 +307,17 @@ class BaseLossDerivatives(BaseDerivatives):
                 f"{describe(module)}: the prediction needs a batch axis, but is a single number. "
                 "Add one, x.unsqueeze(0)."
             )
+
+
+def is_loss(module: Module) -> bool:
+    """Return whether a module is a loss: one of torch's, or one with derivatives of a loss."""
+    return isinstance(module, _Loss) or isinstance(derivatives_of(module), BaseLossDerivatives)
+
+
+def is_nll(module: Module) -> bool:
+    """Return whether a module is the negative log likelihood of a distribution to draw from."""
+    rule = derivatives_of(module)
+    return isinstance(rule, BaseLossDerivatives) and rule.has_likelihood(module)
 
 
 def not_convex(module: Module, why: str) -> ValueError:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 from torch.nn.functional import one_hot
 
-from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.registry import register
-from backpack.core.tape import describe
+from backpack.core.record.registry import register
+from backpack.core.record.tape import describe
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import MSELoss
 
-from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives, drawn
-from backpack.core.registry import register
+from backpack.core.record.registry import register
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 

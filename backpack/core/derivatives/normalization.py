@@ -22,10 +22,12 @@ from torch.nn import (
     RMSNorm,
 )
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
-from backpack.core.registry import register
-from backpack.core.tape import bound
+from backpack.core.record.registry import register
+from backpack.core.record.tape import bound
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

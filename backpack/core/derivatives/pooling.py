@@ -20,9 +20,11 @@ from torch.nn import (
 )
 from torch.nn import functional as F
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
-from backpack.core.registry import register
-from backpack.core.tape import Call
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 
@@ -40,7 +42,13 @@ class SelectionDerivatives(BaseDerivatives):
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
-        """Keep the indices that autograd keeps: finding them again takes a forward pass."""
+        """Keep the indices that autograd keeps: finding them again takes a forward pass.
+
+        Where hooks decide what autograd keeps (checkpoints, tensors saved elsewhere), to look at
+        them is to call those hooks: a checkpoint would run the forward pass a second time.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return {}
         node: Any = outputs[0].grad_fn
         if "Squeeze" in type(node).__name__:  # one dimension is a special case of two
             node = node.next_functions[0][0]

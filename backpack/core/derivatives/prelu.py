@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import PReLU
 
-from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.core.layout import Layout
-from backpack.core.registry import register
-from backpack.core.tape import Call, bound
+from backpack.core.record.layout import Layout
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, bound
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 
@@ -26,6 +27,10 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
     def min_dims(self, module: Any) -> int:
         """Return 1, and 2 if there are channels."""
         return 1 if module.num_parameters == 1 else 2
+
+    def folds_rows(self, module: Any) -> bool:
+        """Return whether the axis behind that of the batch is like the others."""
+        return self.min_dims(module) == 1
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: anywhere for one slope, else in front of the channels.

@@ -16,12 +16,6 @@ from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCell
 
 from backpack.core.derivatives import shared_weight
-from backpack.core.derivatives.basederivatives import (
-    Grads,
-    Mats,
-    Rows,
-    row_numbers,
-)
 from backpack.core.derivatives.recall import is_same, recall
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
@@ -46,10 +40,12 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
-from backpack.core.kernels import Substitute
-from backpack.core.layout import Layout
-from backpack.core.registry import register
-from backpack.core.tape import Call, bound, describe, state_of
+from backpack.core.record.kernels import Substitute
+from backpack.core.record.layout import Layout
+from backpack.core.record.registry import register
+from backpack.core.record.tape import Call, bound, describe, state_of
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Grads, Mats
 from backpack.utils.subsampling import subsample
 
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
@@ -119,7 +115,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         call = vars(module).get("_backpack_call")
         if call is None or call.precision is not None:  # not recorded, or its parameters are cast
             return
-        if call.saved.get("state") != (self.step(module), state_of(call.read)):
+        if call.saved.get("state") != (self.step(module), call.state):
             raise RuntimeError(
                 f"A parameter of {describe(module)} was changed after the forward pass, which is "
                 "run again to know its gates. Change parameters after the backward pass."
@@ -464,6 +460,8 @@ def _of_samples(x: Tensor | None, rows: Rows) -> Tensor | None:
 
 class SequenceDerivatives(RecurrentDerivatives):
     """Derivatives of modules that take all time steps."""
+
+    reads_output = True
 
     def suffixes(self, module: Any) -> list[str]:
         """Return ``_l0``, ``_l0_reverse``, ``_l1`` and so on."""

@@ -41,7 +41,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from backpack.core.derivatives import shared_weight
-from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.recurrent_cells import (
     Path,
     Slopes,
@@ -51,6 +50,7 @@ from backpack.core.derivatives.recurrent_cells import (
     in_order,
     shifted,
 )
+from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
 # More columns than this may be factored: a matrix for each sample and step has to pay off.

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from backpack.core import memory
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Rows
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 from backpack.utils.subsampling import subsample
 
 

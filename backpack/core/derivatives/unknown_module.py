@@ -18,9 +18,9 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
-from backpack.core.layout import Layout, unbatched
-from backpack.core.registry import register_fallback
-from backpack.core.tape import Call, describe
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.registry import register_fallback
+from backpack.core.record.tape import Call, describe
 
 
 @register_fallback("module")
@@ -56,15 +56,15 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         refuse_totals(call)
         call.saved["affine"] = False
         call.kept |= {"affine"}
-        call.layouts_in = tuple(
+        call.set_layouts_in(
             layout if layout is not None or not shape else self._of_rows(call, shape)
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
         )
         batched = [layout for layout in call.layouts_in if layout is not None and layout.is_batched]
         if not batched:
             return [unbatched() for _ in call.shape_out]
-        main, facts = batched[0], {(layout.before, layout.samples) for layout in batched}
-        if len(facts) > 1 or not all(_fits(main, shape) for shape in call.shape_out):
+        main, facts = batched[0], {layout.facts for layout in batched}
+        if len(facts) > 1 or not _is_in_place(call, main):
             try:
                 layouts = super().layouts(call)
             except (RuntimeError, TypeError, IndexError, AssertionError) as error:
@@ -136,6 +136,18 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 stacklevel=2,
             )
         return evaluation
+
+
+def _is_in_place(call: Call, main: Layout) -> bool:
+    """Whether all outputs have one row for each sample, along the axis of the inputs."""
+    given = [
+        shape
+        for shape, layout in zip(call.shape_in, call.layouts_in, strict=True)
+        if shape and layout is not None and layout.is_batched
+    ]
+    places = [main.place(shape) for shape in (*given, *filter(None, call.shape_out))]
+    axes = {None if place is None else place.axis for place in places}
+    return len(axes) == 1 and all(_fits(main, shape) for shape in call.shape_out)
 
 
 def _fits(layout: Layout | None, shape: Size) -> bool:

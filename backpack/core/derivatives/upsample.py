@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
-from backpack.core.derivatives.basederivatives import Grads, Rows
 from backpack.core.derivatives.linear_maps import LinearMapDerivatives, map_rows
 from backpack.core.derivatives.vectors import map_vectors
-from backpack.core.registry import register
+from backpack.core.record.registry import register
+from backpack.core.rows import Rows
+from backpack.core.types import Grads
 
 _aten = torch.ops.aten
 # by mode and number of spatial axes; "area" is average pooling

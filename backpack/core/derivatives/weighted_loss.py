@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives
-from backpack.core.derivatives.basederivatives import Rows
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.registry import derivatives_of, register
+from backpack.core.record.registry import derivatives_of, register
+from backpack.core.rows import Rows
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.subsampling import subsample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backpack.core.propagations import POSITIVE_PART, Blocks
+from backpack.core.engine.propagations import POSITIVE_PART, Blocks
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from backpack.core.products import Products
+from backpack.core.engine.products import Products
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
@@ -22,6 +22,7 @@ class BatchGrad(FirstOrderBackpropExtension):
     """
 
     needs = ("individual",)
+    shape = ("N", "*p")
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.

@@ -23,6 +23,8 @@ class BatchL2Grad(FirstOrderBackpropExtension):
     """
 
     needs = ("square_norm",)
+    shape = ("N",)
+    belongs_to_gradient = True
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.

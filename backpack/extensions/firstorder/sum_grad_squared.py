@@ -20,6 +20,7 @@ class SumGradSquared(FirstOrderBackpropExtension):
     """
 
     needs = ("square",)
+    shape = ("*p",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backpack.core.products import Products
+from backpack.core.engine.products import Products
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
@@ -29,6 +29,7 @@ class Variance(FirstOrderBackpropExtension):
     """
 
     needs = ("square", "gradient")
+    shape = ("*p",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backpack.core.propagations import ExactFactor, SampledFactor
+from backpack.core.engine.propagations import ExactFactor, SampledFactor
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
@@ -27,6 +27,7 @@ class DiagGGNExact(SecondOrderBackpropExtension):
 
     propagation = ExactFactor()
     needs = ("square",)
+    shape = ("*p",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
@@ -56,6 +57,7 @@ class DiagGGNMC(SecondOrderBackpropExtension):
     """
 
     needs = ("square",)
+    shape = ("*p",)
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
         """Choose the samples.
@@ -81,6 +83,7 @@ class BatchDiagGGNExact(SecondOrderBackpropExtension):
 
     propagation = ExactFactor()
     needs = ("batch_square",)
+    shape = ("N", "*p")
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
@@ -103,6 +106,7 @@ class BatchDiagGGNMC(SecondOrderBackpropExtension):
     """
 
     needs = ("batch_square",)
+    shape = ("N", "*p")
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
         """Choose the samples.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backpack.core.propagations import HessianFactors
+from backpack.core.engine.propagations import HessianFactors
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
@@ -26,6 +26,7 @@ class DiagHessian(SecondOrderBackpropExtension):
 
     propagation = HessianFactors()
     needs = ("square",)
+    shape = ("*p",)
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
@@ -49,6 +50,7 @@ class BatchDiagHessian(SecondOrderBackpropExtension):
 
     propagation = HessianFactors()
     needs = ("batch_square",)
+    shape = ("N", "*p")
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.

@@ -7,25 +7,24 @@ from typing import Literal
 
 from torch import Tensor
 
-from backpack.core.products import Products
-from backpack.core.propagations import BatchAveraged, ExactFactor, Propagation, SampledFactor
+from backpack.core.engine.products import Products
+from backpack.core.engine.propagations import BatchAveraged, ExactFactor, Propagation, SampledFactor
+from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 Approximation = Literal["expand", "reduce"] | None
 
 
-class Curvature:
-    """Matrix that is approximated."""
-
-    GGN = "GGN"
-
-
 class LossHessianStrategy:
-    """What starts at the loss: the exact factor, sampled gradients, or the batch average."""
+    """What starts at the loss: the exact factor, sampled gradients, or the sum over the batch.
+
+    ``SUM`` is another name of ``AVERAGE``: the Hessian of a mean is the average.
+    """
 
     EXACT = "EXACT"
     SAMPLING = "SAMPLING"
     AVERAGE = "AVERAGE"
+    SUM = AVERAGE
 
 
 class BackpropStrategy:

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from sphinx.application import Sphinx
 
 from backpack import support
-from backpack.core import propagations
+from backpack.core.engine import propagations
 from backpack.extensions import HBP
 from backpack.support import all_extensions
 from benchmark import plots

@@ -1,0 +1,499 @@
+"""The converter: a pass with ``torch.fx`` that turns every function in a model into a module.
+
+:class:`BackpackTracer` records the forward pass, :func:`convert_module_to_backpack` rewrites the
+graph. What becomes of which function is in :mod:`backpack.core.record.functions`.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+import warnings
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.node import Node, map_arg
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn.modules.dropout import _DropoutNd
+
+from backpack.convert.tracing import (
+    ADVICE,
+    BackpackTracer,
+    ConversionError,
+    optional_arguments,
+    place_of,
+)
+from backpack.core.record.functions import (
+    PACKED,
+    TENSOR,
+    UNKNOWN,
+    VALUE,
+    Apply,
+    Function,
+    Kind,
+    TrainingFlag,
+    change_clone,
+    kind,
+    kind_of_call,
+    look_up,
+    name_of,
+    nodes_in,
+    on_values,
+)
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.converted_module import (
+    MODULE_STATE,
+    Branch,
+    Conversion,
+    ConvertedModule,
+)
+from backpack.custom_module.function_module import (
+    TRAINING,
+    FunctionModule,
+    Slot,
+    describe_function,
+    map_leaves,
+)
+from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.recurrent_pass import split_recurrent_layers
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.rnn_layers import RNNLayers
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.custom_module.stochastic_depth import StochasticDepth
+
+__all__ = ["BackpackTracer", "ConversionError", "convert_module_to_backpack"]
+
+# Names of nodes. Other modules are named after the function that they stand for.
+NODE_NAMES: dict[type[Module], str] = {
+    SumModule: "sum",
+    MulModule: "mul",
+    ScaleModule: "scale",
+    Permute: "permute",
+    ReduceTuple: "reduce_tuple",
+    Slicing: "slicing",
+}
+# Modules whose result may share its memory with their input.
+VIEWS = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd),
+    *(StochasticDepth, Permute, Slicing, ReduceTuple),
+)
+
+
+def convert_module_to_backpack(module: Module, debug: bool) -> Module:
+    """Rewrite a module such that its forward pass consists of calls of modules only.
+
+    Args:
+        module: Any module. It is not changed; the result shares its parameters, buffers and leaf
+            modules.
+        debug: Print what was converted to what.
+
+    Returns:
+        A ``GraphModule`` with the same forward pass and state dict. A module that needs no
+        conversion, such as ``torch.nn.Linear`` or a loss, is returned itself.
+
+    Raises:
+        ConversionError: If the forward pass cannot be converted.
+    """
+    if isinstance(module, ConvertedModule) or BackpackTracer().is_leaf_module(module, ""):
+        if debug:
+            print(f"[backpack] {type(module).__name__} needs no conversion")
+        return module
+    converted = _Converter(module, _record(module)).convert()
+    if debug:
+        print(f"[backpack] converted {type(module).__name__}:\n{converted.report()}")
+    return converted
+
+
+class _Recording(NamedTuple):
+    """A forward pass: the graph, its constants, and where it depends on the training mode."""
+
+    graph: Graph
+    constants: dict[str, Tensor]
+    branches: tuple[Branch, ...]
+
+
+def _record(module: Module) -> _Recording:
+    """Record a forward pass.
+
+    Arguments with a default of None, a bool or a string often decide what happens: they are
+    constants in the graph, unless it is the same for all of their values.
+    """
+    options = optional_arguments(module)
+    if not options:
+        return _record_with(module, None)
+    try:
+        general = _record_with(module, None)
+    except ConversionError:
+        return _record_with(module, options)
+    try:
+        special = _record_with(module, options)
+    except ConversionError:
+        return general
+    same = _fingerprint(general, options, False) == _fingerprint(special, options, True)
+    return general if same else special
+
+
+def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording:
+    from backpack.context import disable  # not at the top: the package imports the custom modules
+
+    tracer, before = BackpackTracer(), set(vars(module))
+    try:
+        with disable():
+            graph = tracer.trace(module, constants)
+    finally:
+        tensors = {name: vars(module).pop(name) for name in set(vars(module)) - before}
+    for node in graph.nodes:
+        original = str(node.target).removesuffix("_1")
+        if node.op == "placeholder" and original in (constants or {}):
+            node.target = original  # torch.fx has numbered it
+    return _Recording(graph, tensors, tuple(tracer.branches))
+
+
+def _fingerprint(
+    recording: _Recording, options: dict[str, Any], has_checks: bool
+) -> list[tuple[str, Any, str]]:
+    """Describe what is computed with the default arguments, leaving out the checks of them."""
+    names: dict[Node, Any] = {}
+    checks: set[Node] = set()
+    result: list[tuple[str, Any, str]] = []
+    for node in recording.graph.nodes:
+        if node.op == "placeholder" and node.target in options:
+            names[node] = options[node.target]
+            checks.add(node)
+        elif has_checks and not checks.isdisjoint(node.all_input_nodes):
+            checks.add(node)
+        else:
+            arguments = map_arg((node.args, node.kwargs), names.__getitem__)
+            names[node] = f"node {len(result)}"
+            result.append((node.op, node.target, repr(arguments)))
+    return result
+
+
+# Which memory a tensor may share: the node that made it, then (node, index) for each selection of
+# a part by an integer.
+Memory = tuple[Any, ...]
+
+
+def _overlap(first: Memory, second: Memory) -> bool:
+    """Return whether two tensors may share memory."""
+    if first[0] is not second[0]:
+        return False
+    for (source, i), (other_source, j) in zip(first[1:], second[1:], strict=False):
+        if source is not other_source:
+            return True
+        if i != j:
+            return (i < 0) != (j < 0)  # x[2] may be x[-1]
+    return True
+
+
+class _Converter:
+    """Rewrites one graph, node by node."""
+
+    def __init__(self, module: Module, recording: _Recording) -> None:
+        self.module = module
+        self.graph, self.constants, self.branches = recording
+        self.is_leaf = BackpackTracer().is_leaf_module
+        self.root = self._copy_containers(module, {})
+        self.done: set[Node] = set()
+        self.conversions: list[Conversion] = []
+        self.warned: set[str] = set()
+        self.counters: Counter[tuple[int, str]] = Counter()
+        self.state: dict[str, Node] = {}  # parameters, buffers and constants by name
+        self.calls: Counter[Any] = Counter()  # of each module
+        self.calls_so_far: Counter[Any] = Counter()
+
+    def convert(self) -> ConvertedModule:
+        """Rewrite all nodes, and put them into a module."""
+        split_recurrent_layers(self.graph, self.root)
+        self._drop_unused()
+        self.calls.update(node.target for node in self.graph.nodes if node.op == "call_module")
+        for node in self.graph.nodes:
+            if node not in self.done:
+                getattr(self, f"_convert_{node.op}")(node)
+        self.graph.lint()
+        name = type(self.module).__name__
+        return ConvertedModule(self.root, self.graph, name, tuple(self.conversions), self.branches)
+
+    def _copy_containers(self, module: Module, memo: dict[Module, Module]) -> Module:
+        """Copy the containers of a tree; leaves and tensors are shared."""
+        if self.is_leaf(module, "") and module is not self.module:
+            return module
+        if module in memo:
+            return memo[module]
+        # the class of a GraphModule belongs to one instance
+        is_graph = isinstance(module, GraphModule)
+        memo[module] = result = Module() if is_graph else object.__new__(type(module))
+        for name, value in vars(module).items():
+            if name in MODULE_STATE:
+                vars(result)[name] = copy.copy(value)
+            elif isinstance(value, Tensor) or not (is_graph or name.startswith("_backpack")):
+                vars(result)[name] = value
+        for name, child in module._modules.items():
+            if isinstance(child, ParameterModule):
+                del result._modules[name]
+            elif child is not None:
+                result._modules[name] = self._copy_containers(child, memo)
+        return result
+
+    def _drop_unused(self) -> None:
+        """Drop functions whose result nobody uses, unless they do something else, too."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.users or node.op in ("placeholder", "call_module", "output"):
+                continue
+            if node.op != "get_attr":
+                function = look_up(node)
+                if function.row is None or function.row.keep or function.in_place:
+                    continue
+            self.graph.erase_node(node)
+
+    def _error(self, node: Node, problem: str) -> ConversionError:
+        where = f"The forward pass of {type(self.module).__name__} cannot be converted"
+        return ConversionError(f"{where}: {node.name} (at {place_of(node, short=False)}) {problem}")
+
+    # Building nodes
+
+    def _fresh(self, name: str, owner: Module) -> str:
+        """Return a name with a number that no attribute of the owner has."""
+        prefix = re.sub(r"\W", "", name).strip("_") or "function"
+        while True:
+            number = self.counters[id(owner), prefix]
+            self.counters[id(owner), prefix] += 1
+            candidate = f"{prefix}{number}"
+            if not (hasattr(owner, candidate) or hasattr(GraphModule, candidate)):
+                return candidate
+
+    def _finish(self, node: Node, source: str, result: Kind, memory: Memory | None = None) -> None:
+        """Write down what is known about a node that is done."""
+        node.meta["backpack_kind"] = result
+        node.meta["backpack_memory"] = memory or (node,)
+        self.done.add(node)
+        if node.op == "call_module":
+            first, *more = repr(self.root.get_submodule(str(node.target))).split("\n")
+            what = f"{first}...)" if more else first
+            self.conversions.append(Conversion(str(node.target), source, what, place_of(node)))
+
+    def _apply(self, node: Node, what: Apply, name: str, source: str) -> Node:
+        """Insert the call of a new module (and of those for its inputs) in front of a node."""
+        inputs = tuple(
+            self._apply(node, x, name, source) if isinstance(x, Apply) else x for x in what.inputs
+        )
+        flags: list[TrainingFlag] = []
+        map_leaves(
+            lambda leaf: flags.append(leaf) if isinstance(leaf, TrainingFlag) else None,
+            (node.args, dict(node.kwargs)),
+        )
+        what.module.train(int(flags[0]) != 0 if flags else self.module.training)
+        target = self._fresh(NODE_NAMES.get(type(what.module), name), self.root)
+        self.root.add_module(target, what.module)
+        with self.graph.inserting_before(node):
+            result = self.graph.call_module(target, inputs)
+        result.meta.update(node.meta)
+        self._finish(result, source, TENSOR)
+        return result
+
+    def _replace(self, node: Node, result: Node) -> None:
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+    # One method for each kind of node
+
+    def _convert_placeholder(self, node: Node) -> None:
+        is_tensor = node.type in (Tensor, "Tensor", "torch.Tensor")
+        node.type = None
+        self._finish(node, "", TENSOR if is_tensor else UNKNOWN)
+
+    def _convert_output(self, node: Node) -> None:
+        node.args, node.type = _without_flags(node.args), None
+        self._finish(node, "", UNKNOWN)
+
+    def _convert_get_attr(self, node: Node) -> None:
+        target = str(node.target)
+        if target not in self.state:
+            path, _, name = target.rpartition(".")
+            owner = self.root.get_submodule(path)
+            if target in self.constants:
+                module, source = ParameterModule.of_constant(self.constants[target]), "constant"
+            elif isinstance(getattr(owner, name), Tensor):
+                module = ParameterModule(owner, name)
+                source = next(
+                    (
+                        kind_of_state
+                        for kind_of_state in ("parameter", "buffer")
+                        if name in getattr(owner, f"_{kind_of_state}s")
+                    ),
+                    "tensor",
+                )
+            else:
+                raise self._error(node, f"gives {target!r} to a function.\n{ADVICE}")
+            label = name if not name.isdigit() else target.replace(".", "_")
+            self.state[target] = self._apply(node, Apply(module, ()), label, f"{source} {target}")
+        self._replace(node, self.state[target])
+
+    def _convert_call_module(self, node: Node) -> None:
+        target = str(node.target)
+        module = self.root.get_submodule(target)
+        self.calls_so_far[target] += 1
+        source = "module"
+        if self.calls[target] > 1:
+            source = f"{target}, call {self.calls_so_far[target]} of {self.calls[target]}"
+            node.target = self._name_of_call(target, module)
+        node.args, node.kwargs = _without_flags(node.args), _without_flags(dict(node.kwargs))
+        inputs = [n for n in nodes_in(node.args, node.kwargs) if kind(n) != VALUE]
+        is_view = isinstance(module, VIEWS) and inputs
+        memory = inputs[0].meta["backpack_memory"] if is_view else None
+        self._finish(node, source, _kind_of_output(module, node), memory)
+        if getattr(module, "inplace", False) is True and inputs:
+            self._change_in_place(inputs[0], node, node)
+
+    def _name_of_call(self, target: str, module: Module) -> str:
+        """Return another name of a module that is called several times, if it has no state."""
+        path, _, name = target.rpartition(".")
+        parent = self.root.get_submodule(path)
+        if module.state_dict() or isinstance(parent, RNNLayers):
+            return target
+        if isinstance(parent, (Sequential, ModuleList, ModuleDict)):
+            # another child would change what the container iterates over
+            parent, path, name = self.root, "", type(module).__name__.lower()
+        alias = self._fresh(name, parent)
+        parent.add_module(alias, module)
+        return f"{path}.{alias}" if path else alias
+
+    def _convert_call_method(self, node: Node) -> None:
+        self._convert_call_function(node)
+
+    def _convert_call_function(self, node: Node) -> None:
+        function = look_up(node)
+        if isinstance(node.kwargs.get("out"), Node):
+            raise self._error(node, "has an argument 'out'. Use what the function returns.")
+        changed: Any = node.args[0] if function.in_place and node.args else None
+        if not isinstance(changed, Node) or kind(changed) not in (TENSOR, UNKNOWN):
+            changed = None  # numbers and tuples do not change: a new one gets their name
+        if changed is not None and changed.meta["backpack_memory"][0] in self.state.values():
+            # the buffer or parameter has to change
+            result = self._as_function(node, Function(node.target, function.row))  # type: ignore[arg-type]
+            result.meta["backpack_memory"] = changed.meta["backpack_memory"]
+        else:
+            result = self._out_of_place(node, function)
+            if changed is not None and not _is_item_assignment(node, changed):
+                self._change_in_place(changed, result, node)
+        self._replace(node, result)
+
+    def _out_of_place(self, node: Node, function: Function) -> Node:
+        args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
+        row, what, what_kind = function.row, None, kind_of_call(node)
+        if row is not None and row.convert is not None and not on_values(node):
+            try:
+                what = row.convert(*args, **kwargs)
+            except TypeError:  # arguments that the module does not have
+                what = None
+        if what is None:
+            result = self._as_function(node, function)
+        else:
+            result = self._apply(node, what, name_of(function), describe_function(node.target))  # type: ignore[arg-type]
+        result.meta["backpack_kind"] = what_kind
+        is_view = row is not None and row.is_view and what_kind != VALUE
+        if is_view and args and isinstance(args[0], Node):
+            memory = args[0].meta["backpack_memory"]
+            if function.target is operator.getitem:
+                result.meta["backpack_item"] = args
+                if type(args[1]) is int:
+                    memory = (*memory, args)
+            result.meta["backpack_memory"] = memory
+        return result
+
+    def _as_function(self, node: Node, function: Function) -> Node:
+        """Insert the call of a function as a module."""
+        target, args = function.target, node.args
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+        name, source = name_of(function), describe_function(node.target)  # type: ignore[arg-type]
+        if function.on_clone:
+            args, target = (str(target), *args), change_clone
+        inputs = nodes_in(args, kwargs)
+
+        def template(leaf: Any) -> Any:
+            if isinstance(leaf, Node):
+                return Slot(inputs.index(leaf))
+            return TRAINING if isinstance(leaf, TrainingFlag) else leaf
+
+        if function.row is None and source not in self.warned:
+            self.warned.add(source)
+            place = place_of(node, short=False)
+            warnings.warn(
+                f"No rule for function {source} (node {node.name}"
+                f"{f', at {place}' if place else ''}): derivatives are computed automatically.",
+                stacklevel=2,
+            )
+        arguments = map_leaves(template, args), map_leaves(template, kwargs)
+        module = FunctionModule(target, *arguments, name, known=function.row is not None)
+        label = str(args[1]) if target is getattr else name
+        return self._apply(node, Apply(module, tuple(inputs)), label, source)
+
+    def _change_in_place(self, changed: Node, result: Node, node: Node) -> None:
+        """Let whoever uses a tensor after its change use the result of the change.
+
+        Args:
+            changed: The tensor as it was.
+            result: The tensor as it is.
+            node: The call that changes it.
+
+        Raises:
+            ConversionError: If the tensor shares its memory with another one that is used later.
+        """
+        memory = changed.meta["backpack_memory"]
+        result.meta["backpack_memory"] = memory
+        for user in self.graph.nodes:
+            if user in self.done or user is node:
+                continue
+            for other in user.all_input_nodes:
+                if other not in self.done or other in (changed, result):
+                    continue
+                if _overlap(memory, other.meta["backpack_memory"]):
+                    raise self._error(
+                        node,
+                        f"changes a tensor in place that shares its memory with {other.name} "
+                        f"(at {place_of(other, short=False)}), which is used later. Write it "
+                        "out of place.",
+                    )
+            user.replace_input_with(changed, result)
+
+
+def _is_item_assignment(node: Node, changed: Node) -> bool:
+    """Whether a change in place is the first half of ``x[index] += y``."""
+    following = node.next
+    return following.target is operator.setitem and following.args == (
+        *changed.meta.get("backpack_item", ()),
+        node,
+    )
+
+
+def _without_flags(arguments: Any) -> Any:
+    """Replace training flags by the mode, which they keep from now on."""
+
+    def constant(leaf: Any) -> Any:
+        return bool(leaf) if isinstance(leaf, TrainingFlag) else leaf
+
+    return map_leaves(constant, arguments)
+
+
+def _kind_of_output(module: Module, node: Node) -> Kind:
+    """Return what is known about the output of a module."""
+    first = kind(node.args[0]) if node.args else UNKNOWN
+    if isinstance(module, nn.Identity):
+        return first
+    if isinstance(module, nn.RNNBase):
+        output = PACKED if first == PACKED else TENSOR
+        return (output, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
+    if isinstance(module, ReduceTuple):
+        return first[module.index] if isinstance(first, tuple) else UNKNOWN
+    if isinstance(module, (nn.MultiheadAttention, nn.LSTMCell)):
+        return (TENSOR, TENSOR)
+    if getattr(module, "return_indices", False):
+        return (TENSOR, TENSOR)
+    is_known = type(module).__module__.startswith("torch.nn.modules")
+    return TENSOR if is_known and not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else UNKNOWN

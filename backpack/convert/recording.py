@@ -1,0 +1,666 @@
+"""Functions in any ``forward``, recorded while it runs: no tracing, no rewriting.
+
+A :class:`torch.overrides.TorchFunctionMode` sees every function of tensors outside of leaf modules.
+It calls a module in its place, the one that the converter's table names, and that call is recorded
+like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from backpack.context import CTX, STATE, disable, update
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.hooks import extend_one
+from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
+from backpack.core.record.functions import (
+    ATTRIBUTES_TENSOR,
+    FILLS,
+    INDEX,
+    NOT_IN_PLACE,
+    VALUE,
+    Apply,
+    Function,
+    Row,
+    change_clone,
+    change_view,
+    name_of,
+    part_of,
+    set_item,
+)
+from backpack.core.record.layout import Layout, note, unbatched
+from backpack.core.record.registry import derivatives_of, is_leaf
+from backpack.core.record.tape import (
+    follow_data,
+    has_rules,
+    layout_of,
+    note_inputs,
+    origin,
+    preserve,
+    record,
+)
+from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.parameter_module import ParameterModule
+
+Prepare = Callable[[Module, str], None]
+
+# Options that are equal if they look alike.
+PLAIN = (
+    *(int, float, complex, str, type(None), type(...), Slot),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+# Attributes of tensors that lead out of the graph.
+DETACHED = {"data", "grad"}
+# Of the modules for functions, the last ones used are kept: options may change in every run.
+MAX_APPLICATIONS = 512
+# What is not worth a mention as the place of a call.
+LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
+
+
+class Functions:
+    """The modules that stand for the functions of one model, made when they are first needed.
+
+    Copies and pickles of the model start with none.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.applications: OrderedDict[Any, Apply] = OrderedDict()
+        self.readers: dict[int, ParameterModule] = {}
+        self.lock = Lock()  # several threads may run the model
+
+    def keep(self, key: Any, what: Apply) -> None:
+        """Note what was used last, and drop what has not been used for longest."""
+        with self.lock:
+            self.applications[key] = what
+            self.applications.move_to_end(key)
+            if len(self.applications) > MAX_APPLICATIONS:
+                self.applications.popitem(last=False)
+
+    def reader(self, p: Parameter, owner: Module, name: str, prefix: str) -> ParameterModule:
+        """Return the module that reads ``owner.name``, which is ``p`` now: one for each place."""
+        with self.lock:
+            for key, reader in self.readers.items():
+                if reader.owner is owner and reader.name == name:
+                    del self.readers[key]  # of a parameter that was there before
+                    break
+            else:
+                reader = ParameterModule(owner, name)
+                extend_one(reader, f"{prefix}.{name}" if prefix else name)
+            self.readers[id(p)] = reader
+            return reader
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as an empty table."""
+        return Functions, ()
+
+
+class Recorder(TorchFunctionMode):
+    """Records the functions of one run of a model's ``forward``.
+
+    Attributes:
+        silent: How many leaf modules are running: their functions belong to them.
+        opened: The leaf modules that are running whose functions are recorded instead.
+        compiler: What compiles functions before and after: compiled ones would not be seen.
+    """
+
+    def __init__(self, root: Module):
+        """Take note of what does not depend on the data.
+
+        Args:
+            root: The model.
+        """
+        super().__init__()
+        self.root = root
+        self.functions: Functions = vars(root)["_backpack_functions"]
+        self.silent = 0
+        self.opened: list[Module] = []
+        self.views: dict[int, Tensor] = {}
+        for buffer in root.buffers():
+            note(buffer, unbatched())
+        self.compiler: Any = None
+
+    def leave(self) -> None:
+        """Take it from the stack of modes, where an interrupt has left others above it, too."""
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return  # the interrupt came before it was there
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, as a module if a gradient flows through it."""
+        if torch.compiler.is_dynamo_compiling():
+            if may_leave_graph():
+                torch._dynamo.skip_frame()
+            return func(*args, **(kwargs or {}))
+        compiler = set_compiler(None)
+        try:
+            return self._record(func, args, kwargs or {})
+        finally:
+            set_compiler(compiler)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.silent or not disable.should_store_io() or _in_transform():
+            return func(*args, **kwargs)
+        if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
+            with disable():  # this is no backward pass for extensions
+                return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return self._follow(func, args, kwargs, tensors)
+        function = resolve(func)
+        if function is None or (function.row is not None and function.row.result == VALUE):
+            return self._alike(func(*args, **kwargs), args)
+        args, kwargs = self.read_parameters(args, kwargs)
+        if function.in_place or _changes_input(func, args, kwargs):
+            return self._in_place(func, function, args, kwargs)
+        kwargs.pop("inplace", None)  # it is False, and modules need not know it
+        if function.row is not None and function.row.is_view and not _is_random(function.row):
+            result = func(*args, **kwargs)
+            mark = origin(result)
+            if result is args[0] or (mark is not None and mark.is_output):
+                return result  # the same entries
+        return self._run(*self._application(function, args, kwargs))
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a function that no gradient flows through, and follow the samples."""
+        known = [layout_of(x) for x in tensors]
+        if not any(layout is not None and layout.is_batched for layout in known):
+            result = func(*args, **kwargs)
+            if None not in known:
+                for y in tree_leaves(result):
+                    if isinstance(y, Tensor):
+                        note(y, unbatched())
+            return result
+        function = resolve(func)
+        if function is None or (function.row is not None and function.row.result == VALUE):
+            return self._alike(func(*args, **kwargs), args)
+        changes = function.in_place or _changes_input(func, args, kwargs)
+        changed = args[0] if changes else None
+        former = None if changed is None else _former(changed)
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) and changed is None and not tree_leaves(result):
+            return result
+        options = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
+        inputs = args if former is None else (former, *args[1:])
+        self.silent += 1
+        try:
+            what, given = self._application(function, inputs, options, at_once=True)
+            outputs = result if changed is None else changed
+            follow_data(what.module, tuple(self._inputs(what, given)), {}, outputs)
+            if changed is not None:
+                _follow_base(changed)
+        finally:
+            self.silent -= 1
+        return result
+
+    @staticmethod
+    def _alike(result: Any, args: Any) -> Any:
+        """Note that a result such as ``x.data`` has its samples where its source has them."""
+        source: Any = args[0] if args else None
+        both = isinstance(result, Tensor) and isinstance(source, Tensor)
+        if both and result.shape == source.shape:
+            note(result, layout_of(source))
+        return result
+
+    def _in_place(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
+        """Change the first argument, and record the change as a function of its former value."""
+        if args[0]._base is not None:
+            return self._in_place_of_view(func, function, args, kwargs)
+        before = _former(args[0])
+        given, options = _formers(args[0], (args[1:], kwargs))
+        preserve(args[0], before)
+        result = func(*args, **kwargs)
+        options.pop("inplace", None)
+        self._note_change(function, (before, *given), options, args[0])
+        return result
+
+    def _in_place_of_view(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
+        """Change a view, and record the change as one of what it is a view of."""
+        view, base = args[0], args[0]._base
+        before = _former(base)
+        preserve(base, before)
+        start = view.storage_offset() - base.storage_offset()
+        geometry = (tuple(view.shape), view.stride(), start)
+        if before.stride() != base.stride():
+            raise NotImplementedError(
+                f"a view of a tensor of shape {list(base.shape)} and strides {list(base.stride())} "
+                "was changed in place, which cannot be recorded. Replace the in-place operation "
+                "by its out-of-place form."
+            )
+        given, options = _formers(base, (args[1:], kwargs))
+        result = func(*args, **kwargs)
+        options.pop("inplace", None)
+        changing = Function(change_view, None)
+        self._note_change(changing, (function.target, before, geometry, *given), options, base)
+        self._note_change(Function(part_of, None), (base, geometry), {}, view)
+        return result
+
+    def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
+        """Record what was computed already."""
+        what, tensors = self._application(function, args, kwargs, at_once=True)
+        inputs = tuple(self._inputs(what, tensors))
+        record(what.module, inputs, {}, output, BackwardPass.reached, BackwardPass.missed)
+
+    # ------------------------------------------------------------------ parameters
+
+    def read_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replace the parameters among arguments by what modules return that read them."""
+        self.silent += 1
+        try:
+            return tree_map(self._read, (tuple(args), dict(kwargs)))
+        finally:
+            self.silent -= 1
+
+    def _read(self, x: Any) -> Any:
+        """Read a parameter through a module, once in each run."""
+        if not (isinstance(x, Parameter) and x.requires_grad):
+            return x
+        if id(x) not in self.views:
+            reader = self.functions.readers.get(id(x))
+            if reader is None or reader.parameter is not x:
+                reader = self._new_reader(x)
+            if reader is None:  # of another model
+                return x
+            self.views[id(x)] = reader()
+        return self.views[id(x)]
+
+    def _new_reader(self, x: Parameter) -> ParameterModule | None:
+        for prefix, owner in self.root.named_modules():
+            for name, p in owner._parameters.items():
+                if p is x:
+                    return self.functions.reader(x, owner, name, prefix)
+        return None
+
+    # ------------------------------------------------------------------ functions as modules
+
+    def _application(
+        self, function: Function, args: Any, kwargs: Any, at_once: bool = False
+    ) -> tuple[Apply, list[Any]]:
+        """Return the module for a call (the same if all options are), and its tensors.
+
+        Args:
+            function: What is called.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            at_once: Whether it has to be one module: what it returns is computed already.
+        """
+        tensors: list[Tensor] = []
+        plain = True
+
+        def slot(leaf: Any) -> Any:
+            nonlocal plain
+            if not isinstance(leaf, Tensor):
+                plain = plain and isinstance(leaf, PLAIN)
+                return leaf
+            for i, tensor in enumerate(tensors):
+                if tensor is leaf:
+                    return Slot(i)
+            tensors.append(leaf)
+            return Slot(len(tensors) - 1)
+
+        args, kwargs = map_leaves(slot, args), map_leaves(slot, kwargs)
+        key = (function.target, at_once, repr((args, kwargs)))
+        what = self.functions.applications.get(key) if plain else None
+        if what is None:
+            what = self._new_application(function, args, kwargs, len(tensors), at_once)
+        if plain:
+            self.functions.keep(key, what)
+        return what, tensors
+
+    def _new_application(
+        self, function: Function, args: Any, kwargs: Any, count: int, at_once: bool
+    ) -> Apply:
+        what = None
+        if function.row is not None and function.row.convert is not None:
+            try:
+                what = function.row.convert(*args, **kwargs)
+            except TypeError:  # arguments that the module does not have
+                what = None
+        name = name_of(function)
+        if what is None or (at_once and any(isinstance(x, Apply) for x in what.inputs)):
+            target: Any = function.target
+            if function.on_clone:
+                args, target = (target, *args), change_clone
+            what = Apply(FunctionModule(target, args, kwargs, name), tuple(map(Slot, range(count))))
+        self._extend_all(what, f"{name} at {_place()}")
+        return what
+
+    def _extend_all(self, what: Apply, name: str) -> None:
+        extend_one(what.module, name)
+        for x in what.inputs:
+            if isinstance(x, Apply):
+                self._extend_all(x, name)
+
+    def _run(self, what: Apply, tensors: Sequence[Tensor]) -> Any:
+        return what.module(*self._inputs(what, tensors))
+
+    def _inputs(self, what: Apply, tensors: Sequence[Tensor]) -> list[Any]:
+        def value(x: Any) -> Any:
+            if isinstance(x, Apply):
+                return self._run(x, tensors)
+            return tensors[x.index] if isinstance(x, Slot) else x
+
+        return [value(x) for x in what.inputs]
+
+
+# --- What is called -------------------------------------------------------------------------------
+
+
+@cache
+def resolve(func: Any) -> Function | None:
+    """Find out what a function is, for the table of conversions.
+
+    Args:
+        func: What ``__torch_function__`` is given.
+
+    Returns:
+        The function without a side effect on its arguments, and its row; None for what no gradient
+        flows through.
+    """
+    if func in INDEX.functions:
+        return INDEX.functions[func]
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = func.__self__.__name__
+        known = attribute in ATTRIBUTES_TENSOR - DETACHED
+        return Function(func, Row(attribute, is_view=True)) if known else None
+    if name == "__setitem__":
+        return Function(set_item, None, in_place=True)
+    if name.startswith("__"):
+        plain = name.strip("_")
+        same: Any = torch.rsub if plain == "rsub" else getattr(operator, plain, None)
+        return INDEX.functions.get(same) or Function(func, INDEX.methods.get(plain))
+    plain = name.rstrip("_")
+    if plain == name or name in NOT_IN_PLACE:
+        return Function(func, INDEX.methods.get(plain))
+    method = None if name in FILLS else getattr(Tensor, plain, None)
+    if method is None:
+        return Function(name, None, in_place=True, on_clone=True)
+    return Function(method, INDEX.methods.get(plain), in_place=True)
+
+
+def _in_transform() -> bool:
+    """Whether tensors belong to a transform of ``torch.func``, which hooks cannot follow."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _former(x: Tensor) -> Tensor:
+    """Copy a tensor that is about to change."""
+    copy = x.clone()
+    if not copy.requires_grad:
+        note(copy, layout_of(x))
+    return copy
+
+
+def _formers(changing: Tensor, arguments: Any) -> Any:
+    """Copy the tensors among arguments that share the memory of one that is about to change.
+
+    Autograd puts the change into their history as well, and what is recorded would own its future.
+    """
+    storage = changing.untyped_storage().data_ptr()
+
+    def former(x: Any) -> Any:
+        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+        return _former(x) if has_memory and x.untyped_storage().data_ptr() == storage else x
+
+    return map_leaves(former, arguments)
+
+
+def _follow_base(view: Tensor) -> None:
+    """Note where the samples are in a tensor after a view of it has changed."""
+    base, now = view._base, layout_of(view)
+    if base is None or now is None:
+        return
+    known = layout_of(base)
+    samples = next((one.samples for one in (known, now) if one is not None and one.samples), 0)
+    found: Layout | None = None
+    before = None if known is None else known.numbers(base.shape)
+    after = now.numbers(view.shape)
+    if before is not None and after is not None and samples:
+        numbers = torch.empty_like(base, dtype=torch.long).copy_(before)
+        offset = view.storage_offset() - base.storage_offset()
+        numbers.as_strided(view.shape, view.stride(), offset).copy_(after)
+        found = Layout.of_numbers(numbers, samples)
+    note(
+        base,
+        found
+        or unbatched(
+            f"a tensor of shape {list(base.shape)}, of which a view was changed in place in a way "
+            "in which the samples of the batch cannot be followed"
+        ),
+    )
+
+
+def _is_random(row: Row) -> bool:
+    """Whether a function must not run twice, lest the user's random numbers change."""
+    return "dropout" in row.functions or "stochastic_depth" in row.functions
+
+
+@cache
+def _position_of_inplace(func: Any) -> int | None:
+    try:
+        return list(inspect.signature(func).parameters).index("inplace")
+    except (ValueError, TypeError):
+        return None
+
+
+def _changes_input(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function such as ``F.relu`` was asked to work in place."""
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    position = _position_of_inplace(func)
+    return position is not None and len(args) > position and bool(args[position])
+
+
+def _place() -> str:
+    """Return where a function was called."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+# --- Hooks ----------------------------------------------------------------------------------------
+
+# Modules of torch that consist of modules and functions.
+OPEN = (
+    nn.Transformer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    *(cls for name, cls in vars(nn).items() if name == "LinearCrossEntropyLoss"),  # torch 2.15
+)
+
+
+def is_open(module: Module) -> bool:
+    """Return whether the functions of a module have to be recorded for its derivatives to be known.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for transformers of torch, and for modules that compute one of their parameters
+        (parametrisations, weight normalisation, pruning).
+    """
+    rule = derivatives_of(module)
+    if rule is None:
+        return isinstance(module, OPEN)
+    own = rule.own(module)
+    return any(name not in own for name in rule.params)
+
+
+def is_recorded(root: Module) -> bool:
+    """Return whether the functions of a model are recorded already."""
+    return _start in root._forward_pre_hooks.values()
+
+
+def record_functions(root: Module) -> None:
+    """Let every forward pass of a model record its functions.
+
+    Args:
+        root: The model. Its ``forward`` is left alone; hooks are added to it and its leaves.
+    """
+    for module in root.modules():
+        if module is root or is_open(module) or not _is_leaf(module):
+            vars(module)["_backpack_open"] = True
+        elif _enter_leaf not in module._forward_pre_hooks.values():
+            hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
+            CTX.add_hook_handle(hook, module)
+            hook = module.register_forward_hook(_leave_leaf, always_call=True)
+            CTX.add_hook_handle(hook, module)
+    if not is_recorded(root):
+        vars(root)["_backpack_functions"] = Functions()
+        vars(root)["_call_impl"] = Guard(root)
+        hook = root.register_forward_pre_hook(_start, prepend=True, with_kwargs=True)
+        CTX.add_hook_handle(hook, root)
+        CTX.add_hook_handle(root.register_forward_hook(_stop, always_call=True), root)
+
+
+def _is_leaf(module: Module) -> bool:
+    return is_leaf(module) or derivatives_of(module) is not None or has_rules(module)
+
+
+def _recorder() -> Recorder | None:
+    """Return what records the functions that this thread calls."""
+    recorders = STATE.get().recorders
+    return recorders[-1] if recorders else None
+
+
+def _start(module: Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return
+    compiler = set_compiler(None)
+    outer = _recorder()
+    records = outer is None and torch.is_grad_enabled() and not is_traced()
+    inner = Recorder(module) if records else outer
+    update(recorders=(*STATE.get().recorders, inner))
+    if inner is None or inner is outer:
+        set_compiler(compiler)
+    else:
+        inner.compiler = compiler
+        note_inputs(args, kwargs)
+        inner.__enter__()
+
+
+def _stop(*_: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return
+    *outer, recorder = STATE.get().recorders
+    if recorder is not None and recorder not in outer:
+        recorder.leave()
+        set_compiler(recorder.compiler)
+    update(recorders=tuple(outer))
+
+
+class Guard:
+    """Calls a recorded model, and ends the recording after an interrupt: torch calls no hooks then.
+
+    An attribute of the model, where torch looks for what calls it. A shallow copy has it, too.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: Any) -> None:
+        """Store the model, whose attribute it is: weakly."""
+        self.root = ref(root)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if torch.compiler.is_dynamo_compiling():
+            if may_leave_graph():
+                torch._dynamo.skip_frame()
+            root: Any = self.root()
+            return type(root)._call_impl(root, *args, **kwargs)
+        caller = sys._getframe(1).f_locals.get("self")
+        is_its_own = isinstance(caller, Module) and vars(caller).get("_call_impl") is self
+        root = caller if is_its_own else self.root()
+        if root is not self.root():  # a shallow copy
+            vars(root)["_call_impl"] = Guard(root)
+        depth = len(STATE.get().recorders)
+        try:
+            return type(root)._call_impl(root, *args, **kwargs)
+        finally:
+            while len(STATE.get().recorders) > depth:
+                _stop()
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as that of the copied model."""
+        return Guard.__new__, (Guard,), {"root": self.root()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Belong to the copy."""
+        root = state["root"]  # None: a shallow copy outlived it, and is found when it is called
+        self.root = ref(self if root is None else root)
+
+
+def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
+    recorder = _recorder()
+    if recorder is None:
+        return None
+    if not recorder.silent and torch.is_grad_enabled() and disable.should_store_io():
+        args, kwargs = recorder.read_parameters(args, kwargs)
+        if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
+            recorder.opened.append(module)
+            return args, kwargs
+    recorder.silent += 1
+    return args, kwargs
+
+
+def _leave_leaf(module: Module, args: Any, output: Any) -> None:
+    recorder = _recorder()
+    if recorder is None:
+        return
+    if recorder.opened and recorder.opened[-1] is module:
+        recorder.opened.pop()
+    else:
+        recorder.silent -= 1
+
+
+def _suits_as_a_whole(given: Sequence[Any]) -> bool:
+    """Whether a module can be one function: of something with samples, a row for each."""
+    layouts = [(layout_of(x), x) for x in given if isinstance(x, Tensor)]
+    batched = [(one, x.shape) for one, x in layouts if one is None or one.is_batched]
+    return bool(batched) and all(
+        layout is None
+        or (place := layout.place(shape)) is None
+        or place.rows(shape) == place.samples
+        for layout, shape in batched
+    )
+
+
+def _has_no_rule(module: Module) -> bool:
+    return (
+        derivatives_of(module) is None
+        and not has_rules(module)
+        and not isinstance(module, torch.jit.ScriptModule)
+    )

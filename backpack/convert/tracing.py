@@ -1,0 +1,430 @@
+"""Recording a forward pass with ``torch.fx``."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import math
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function as AutogradFunction
+from torch.fx import Graph, GraphModule, Proxy, Tracer
+from torch.fx.node import Node
+from torch.fx.proxy import TraceError
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from backpack.core.record.functions import (
+    TENSORS,
+    VALUE,
+    TrainingFlag,
+    kind,
+    kind_of_call,
+)
+from backpack.custom_module.branching import Parallel
+from backpack.custom_module.converted_module import Branch
+from backpack.custom_module.function_module import map_leaves
+from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.rnn_layers import RNNLayers
+
+# Modules that never are in the graph: the tracer records what their forward pass does.
+CONTAINERS = (Sequential, ModuleList, ModuleDict, GraphModule, Parallel, ParameterModule, RNNLayers)
+# Functions that are recorded although torch does not tell the tracer about their calls.
+WRAPPED = (pack_padded_sequence, pad_packed_sequence)
+# Functions of torch that check the types of sizes and flags before a tracer may see them.
+STRICT = (
+    *("zeros", "ones", "empty", "dropout", "alpha_dropout", "feature_dropout"),
+    *("feature_alpha_dropout", "rrelu", "batch_norm", "instance_norm"),
+)
+# Functions of torch that are recorded even if their arguments are constants.
+RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+ADVICE = """\
+What to do, one of:
+ - write the forward pass without control flow that depends on tensors or on their shapes;
+ - move the lines into a function at the top level of a file and decorate it with torch.fx.wrap: it
+   is recorded as a whole, and its derivatives are computed automatically;
+ - move the lines into a torch.nn.Module and register derivatives for its class
+   (backpack.core.derivatives.register): the module is recorded as a whole;
+ - write the model with modules only, and do without the converter."""
+
+
+class ConversionError(ValueError):
+    """The forward pass of a module cannot be converted."""
+
+
+# --- Where we are in the user's code --------------------------------------------------------------
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").split(".")[0]
+    return package not in ("torch", "backpack", "contextlib", "functools")
+
+
+def _users_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _users_place() -> Branch | None:
+    frame = _users_frame()
+    return None if frame is None else Branch(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    """Quote the innermost line of the user in a traceback."""
+    found = ""
+    while trace is not None:
+        if _is_users(trace.tb_frame):
+            code, line = trace.tb_frame.f_code, trace.tb_lineno
+            text = linecache.getline(code.co_filename, line).strip()
+            found = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
+        trace = trace.tb_next
+    return found
+
+
+def place_of(node: Node, short: bool = True) -> str:
+    """Return the file and the line of a node, if they are known.
+
+    Args:
+        node: What the tracer has recorded.
+        short: Leave out the folder of the file.
+
+    Returns:
+        Such as ``"net.py:12"``.
+    """
+    place = node.meta.get("backpack_place")
+    if place is None:
+        return ""
+    return f"{Path(place.file).name if short else place.file}:{place.line}"
+
+
+def _is_plain_assert(line: str) -> bool:
+    """Whether a line is an assertion that fails if, and only if, its one condition is false."""
+    try:
+        (statement,) = ast.parse(line.strip()).body
+    except (SyntaxError, ValueError):
+        return False
+    return isinstance(statement, ast.Assert) and (
+        isinstance(statement.test, (ast.Call, ast.Name, ast.Attribute, ast.Subscript))
+        or (isinstance(statement.test, ast.Compare) and len(statement.test.ops) == 1)
+    )
+
+
+# --- Tracing --------------------------------------------------------------------------------------
+
+
+class _Proxy(Proxy):
+    """Stands for a value; changes in place, such as ``x += y``, are recorded, too."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    @classmethod
+    def record(cls, name: str) -> None:
+        """Let an operator that changes its first operand be recorded as such."""
+
+        def method(self: Proxy, other: Any) -> Proxy:
+            return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+        function = getattr(operator, name)
+        setattr(cls, f"__{name}__", method)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    _Proxy.record(f"i{_name}")
+for _name in ("and", "or", "xor", "lshift", "rshift"):
+    _Proxy.record(f"i{_name}")
+
+
+class _StateProxy(_Proxy):
+    """A parameter, a buffer or a constant: its shape is known while tracing."""
+
+    def __init__(self, node: Node, tracer: Tracer, tensor: Tensor) -> None:
+        super().__init__(node, tracer)
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.tensor.size() if dim is None else self.tensor.size(dim)
+
+    def dim(self) -> int:
+        return self.tensor.ndim
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+
+def _assumed_class(proxy: Proxy) -> type:
+    """Return the class of what a proxy stands for, where it is not known: a tensor."""
+    what = kind(proxy.node)
+    if what == VALUE:
+        return type(proxy)
+    if what == TENSORS or isinstance(what, tuple):
+        return tuple
+    return type(proxy.tensor) if isinstance(proxy, _StateProxy) else Tensor
+
+
+class BackpackTracer(Tracer):
+    """Records a forward pass; supported modules and those of ``torch.nn`` are recorded as a whole.
+
+    Parameters and buffers are recorded where they are used, training flags as
+    :class:`~backpack.core.record.functions.TrainingFlag`.
+
+    Attributes:
+        branches: Where the forward pass asked whether it is in training mode.
+    """
+
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        """Create the tracer."""
+        super().__init__((math,), WRAPPED)
+        self.branches: list[Branch] = []
+        self._culprit: tuple[str, Module] | None = None
+        self._modes: tuple[bool, ...] = ()
+
+    def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
+        """Return whether calls of a module are recorded as such.
+
+        Args:
+            m: The module.
+            module_qualified_name: Its name; not used.
+
+        Returns:
+            False if the tracer records what the module's forward pass does.
+        """
+        # not at the top of the file: the derivatives import the custom modules
+        from backpack.core.derivatives import derivatives_of
+        from backpack.core.record.tape import has_rules
+
+        if isinstance(m, CONTAINERS):
+            return has_rules(m)
+        return (
+            type(m).__module__.startswith(("torch.nn", "torch.ao.nn", "backpack.custom_module"))
+            or isinstance(m, torch.jit.ScriptModule)
+            or derivatives_of(m) is not None
+            or has_rules(m)
+        )
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
+        """Record the forward pass of a module.
+
+        Args:
+            root: The module. It is left as it was, but for the constants of the graph, which
+                become attributes (``_tensor_constant0``, ...).
+            concrete_args: Arguments that are constants.
+
+        Returns:
+            The graph.
+
+        Raises:
+            ConversionError: If the forward pass cannot be recorded.
+        """
+        if isinstance(root, Module) and "forward" in vars(root):
+            raise ConversionError(
+                f"This {type(root).__name__} has a forward function of its own, other than that of "
+                "its class. torch.fx does not see it: put it into a class. If it is from "
+                "torch.compile, convert the module before it is compiled."
+            )
+        self._modes, before = _modes(), torch.get_rng_state()
+        try:
+            with self._flags(root), self._patches():
+                graph = super().trace(root, concrete_args)
+        except Exception as error:
+            raise ConversionError(self._explain(root, error)) from error
+        finally:
+            is_random = not torch.equal(before, torch.get_rng_state())
+            torch.set_rng_state(before)
+        if is_random:
+            places = {place_of(n) for n in graph.nodes if "_tensor_constant" in str(n.target)}
+            raise ConversionError(
+                f"The forward pass of {type(root).__name__} draws random numbers in a way that "
+                "torch.fx does not record: they would be the same in each forward pass. Constants "
+                f"are used at: {', '.join(sorted(places)) or 'unknown'}. Use torch.randn_like(x), "
+                "torch.rand_like(x), torch.bernoulli(x) or a dropout."
+            )
+        return graph
+
+    def call_module(
+        self,
+        m: Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Record the call of a module, or what it does; remember which one fails."""
+        if isinstance(m, ParameterModule):
+            return m.parameter
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self._culprit is None and m in (self.submodule_paths or {}):
+                self._culprit = (self.path_of_module(m), m)
+            raise
+
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        """Record a node and where it comes from.
+
+        Raises:
+            TraceError: If gradients or autocast have been switched inside the forward pass.
+        """
+        if _modes() != self._modes:
+            raise TraceError(
+                "torch.fx does not record torch.no_grad() and torch.autocast() inside of a forward "
+                "pass. Use x.detach() for the one and x.to(dtype) for the other."
+            )
+        node = super().create_node(*args, **kwargs)
+        node.meta["backpack_place"] = _users_place()
+        if node.op in ("call_function", "call_method"):
+            node.meta["backpack_kind"] = kind_of_call(node)
+        return node
+
+    def proxy(self, node: Node) -> Proxy:
+        """Return what stands for a node while tracing."""
+        if node.op == "get_attr":
+            *path, name = str(node.target).split(".")
+            owner: Any = self.root
+            for child in path:
+                owner = owner._modules[child]
+            for state in (owner._parameters, owner._buffers, vars(owner)):
+                if isinstance(state.get(name), Tensor):
+                    return _StateProxy(node, self, state[name])
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """Record an ``assert`` of the user; any other control flow is an error."""
+        frame = _users_frame()
+        line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if not _is_plain_assert(line):
+            return super().to_bool(obj)
+        self.create_proxy("call_function", torch._assert, (obj, line.strip()), {})
+        return True
+
+    @contextmanager
+    def _flags(self, root: Any) -> Iterator[None]:
+        """Let modules have flags as ``training``; undo what the forward pass changes in modules."""
+
+        def asked() -> None:
+            place = _users_place()
+            if place is not None:
+                self.branches.append(place)
+
+        modules = list(root.modules()) if isinstance(root, Module) else []
+        states = [dict(vars(module)) for module in modules]
+        for module in modules:
+            flag = TrainingFlag(module.training)
+            flag.asked = asked
+            vars(module)["training"] = flag
+        try:
+            yield
+        finally:
+            for module, state in zip(modules, states, strict=True):
+                current = dict(vars(module))
+                vars(module).clear()
+                vars(module).update(state)
+                for name, value in current.items():
+                    if name.startswith("_tensor_constant"):
+                        vars(module)[name] = value
+                    elif isinstance(value, Proxy):
+                        warnings.warn(
+                            f"The forward pass of {type(module).__name__} stores a tensor as its "
+                            f"attribute {name!r}; the converted module does not.",
+                            stacklevel=2,
+                        )
+
+    @contextmanager
+    def _patches(self) -> Iterator[None]:
+        """Record calls that torch does not show to a tracer.
+
+        Tensors of a size that is not known yet, training flags of functions of torch, random
+        tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` be true.
+        """
+        patched: list[tuple[Any, str]] = [(torch, name) for name in (*STRICT, *RANDOM)]
+        patched += [(torch.nn.utils.rnn, function.__name__) for function in WRAPPED]
+        originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
+        apply, original_isinstance = vars(AutogradFunction)["apply"], builtins.isinstance
+
+        def wrap(original: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if is_random or _has_proxy(args, kwargs):
+                    return self.create_proxy("call_function", original, args, kwargs)
+                return original(*args, **kwargs)
+
+            return wrapper
+
+        def wrapped_apply(cls: type[AutogradFunction], *args: Any, **kwargs: Any) -> Any:
+            original = apply.__get__(None, cls)
+            return wrap(original, False)(*args, **kwargs)
+
+        def wrapped_isinstance(value: Any, classes: Any) -> bool:
+            if type(value) in (_Proxy, _StateProxy) and _is_users(sys._getframe(1)):
+                return issubclass(_assumed_class(value), classes)
+            return original_isinstance(value, classes)
+
+        try:
+            for owner, name, original in originals:
+                setattr(owner, name, wrap(original, name in RANDOM))
+            AutogradFunction.apply = classmethod(wrapped_apply)  # type: ignore[assignment]
+            builtins.isinstance = wrapped_isinstance  # type: ignore[assignment]
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+            AutogradFunction.apply = apply
+            builtins.isinstance = original_isinstance
+
+    def _explain(self, root: Any, error: Exception) -> str:
+        where = f"{type(root).__name__}"
+        if self._culprit is not None:
+            path, module = self._culprit
+            where += f" (in its child {path!r}, {type(module).__name__})"
+        lines = _users_line(error.__traceback__)
+        return (
+            f"The forward pass of {where} cannot be converted:\n{lines}"
+            f"  {type(error).__name__}: {error}\n{ADVICE}"
+        )
+
+
+def _modes() -> tuple[bool, ...]:
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *autocast
+
+
+def _has_proxy(*arguments: Any) -> bool:
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Proxy) else None, arguments)
+    return bool(found)
+
+
+def optional_arguments(module: Module) -> dict[str, Any]:
+    """Return the arguments of a module's forward pass whose default is None, a bool or a string.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Their defaults, by name.
+    """
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    kinds = (type(None), bool, str)
+    return {p.name: p.default for p in parameters if isinstance(p.default, kinds)}

@@ -1,0 +1,82 @@
+"""Names under which other programs import derivatives: a table, and modules made of it.
+
+Each name is the class that the registry holds for a module class. There is no file for a module of
+the table: it is made when this package is imported, and found in ``sys.modules`` from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from typing import Any
+
+from torch import nn
+
+from backpack.core.derivatives.lossbase import is_loss, is_nll
+from backpack.core.record.registry import REGISTRY
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+
+SERVED: dict[str, dict[str, type[nn.Module]]] = {
+    "avgpool1d": {"AvgPool1DDerivatives": nn.AvgPool1d},
+    "avgpool2d": {"AvgPool2DDerivatives": nn.AvgPool2d},
+    "avgpool3d": {"AvgPool3DDerivatives": nn.AvgPool3d},
+    "bcewithlogitsloss": {"BCELossWithLogitsDerivatives": nn.BCEWithLogitsLoss},
+    "conv1d": {"Conv1DDerivatives": nn.Conv1d},
+    "conv2d": {"Conv2DDerivatives": nn.Conv2d},
+    "conv3d": {"Conv3DDerivatives": nn.Conv3d},
+    "conv_transpose1d": {"ConvTranspose1DDerivatives": nn.ConvTranspose1d},
+    "conv_transpose2d": {"ConvTranspose2DDerivatives": nn.ConvTranspose2d},
+    "conv_transpose3d": {"ConvTranspose3DDerivatives": nn.ConvTranspose3d},
+    "dropout": {"DropoutDerivatives": nn.Dropout},
+    "elu": {"ELUDerivatives": nn.ELU},
+    "flatten": {"FlattenDerivatives": nn.Flatten},
+    "leakyrelu": {"LeakyReLUDerivatives": nn.LeakyReLU},
+    "logsigmoid": {"LogSigmoidDerivatives": nn.LogSigmoid},
+    "lstm": {"LSTMDerivatives": nn.LSTM},
+    "maxpool1d": {"MaxPool1DDerivatives": nn.MaxPool1d},
+    "maxpool2d": {"MaxPool2DDerivatives": nn.MaxPool2d},
+    "maxpool3d": {"MaxPool3DDerivatives": nn.MaxPool3d},
+    "pad": {"PadDerivatives": Pad},
+    "permute": {"PermuteDerivatives": Permute},
+    "relu": {"ReLUDerivatives": nn.ReLU},
+    "rnn": {"RNNDerivatives": nn.RNN},
+    "scale_module": {"ScaleModuleDerivatives": ScaleModule},
+    "selu": {"SELUDerivatives": nn.SELU},
+    "sigmoid": {"SigmoidDerivatives": nn.Sigmoid},
+    "slicing": {"SlicingDerivatives": Slicing},
+    "sum_module": {"SumModuleDerivatives": SumModule},
+    "tanh": {"TanhDerivatives": nn.Tanh},
+    "zeropad2d": {"ZeroPad2dDerivatives": nn.ZeroPad2d},
+}
+
+
+def publish(package: str, table: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make names importable from modules of a package, whether these have a file or not.
+
+    Args:
+        package: Qualified name of the package, which is being imported.
+        table: For the name of each module its names, and what they are.
+    """
+    for name, values in table.items():
+        qualified = f"{package}.{name}"
+        module = sys.modules.get(qualified)
+        if module is None:
+            module = sys.modules[qualified] = module_from_spec(ModuleSpec(qualified, None))
+            setattr(sys.modules[package], name, module)
+        vars(module).update(values)
+
+
+publish(
+    "backpack.core.derivatives",
+    {
+        file: {name: type(REGISTRY[module_class]) for name, module_class in names.items()}
+        for file, names in SERVED.items()
+    },
+)
+publish("backpack.utils", {"module_classification": {"is_loss": is_loss, "is_nll": is_nll}})

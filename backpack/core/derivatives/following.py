@@ -1,0 +1,371 @@
+"""Where the samples of a function's inputs are in its outputs.
+
+Each entry of an input has the number of its sample (:meth:`Layout.numbers`). A function that moves
+entries moves their numbers as well; one of each entry leaves them where they are. For any other,
+the entries of some samples are changed and the function is evaluated again. If the samples that are
+changed are those with a 1 at place b of their number in binary, then those with a 0, for each b, an
+output entry spells the number of the only sample that it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES, treatment
+from backpack.core.record.layout import Layout, Owners
+from backpack.core.record.tape import Call
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.slicing import Slicing
+
+# What stands for the number of a sample where an entry depends on none, or on several.
+NONE, SEVERAL = -1, -2
+
+# Evaluates the function with other arguments; all tensors that it returns.
+Evaluate = Callable[[Sequence[Any]], list[Tensor]]
+
+
+def treatment_by(module: Module) -> str | None:
+    """Return what a module does with the entries of its inputs, if that is known."""
+    if isinstance(module, FunctionModule):
+        return treatment(module.function)
+    if isinstance(module, Permute | Slicing):
+        return MOVES
+    return ENTRIES if isinstance(module, SumModule | MulModule) else None
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """List the tensors of an output, of any precision."""
+    return [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+
+
+class Following:
+    """What one call does with samples.
+
+    Args:
+        call: The call of a function.
+        evaluate: Evaluates it.
+        shapes: Shapes of what it returns.
+        samples: Number of samples.
+
+    Attributes:
+        relies_on_values: Whether the answer was found with masks or indices as they are.
+    """
+
+    def __init__(self, call: Call, evaluate: Evaluate, shapes: Sequence[Size], samples: int):
+        """Store what is given."""
+        self.call = call
+        self.evaluate = evaluate
+        self.shapes = shapes
+        self.samples = samples
+        self.treatment = treatment_by(call.module)
+        self.relies_on_values = False
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether other values of the inputs, at the same places, may give another answer."""
+        layouts, inputs = self.call.layouts_in, self.call.inputs
+        if any(layout is not None and layout.owners is not None for layout in layouts):
+            return True
+        if self.treatment in (MOVES, RESHAPES):
+            values = self._value_inputs()
+            return any(isinstance(x, Tensor) and i not in values for i, x in enumerate(inputs))
+        return self.treatment is None and any(
+            isinstance(x, Tensor) and i not in self._varied for i, x in enumerate(inputs)
+        )
+
+    def places(self) -> list[tuple[Any, ...] | None] | None:
+        """Find the layout of each output, as :attr:`Layout.facts`.
+
+        Returns:
+            ``None`` for an output of no dimension; ``None`` as a whole if samples are combined.
+        """
+        reshaped = self._reshaped() if self.treatment == RESHAPES else None
+        if reshaped is not None:
+            return [reshaped if shape else None for shape in self.shapes]
+        if self._is_of_entries:
+            aligned = [self._aligned(shape) for shape in self.shapes]
+            if None not in aligned:
+                return aligned
+        if self.samples == 1:
+            return [self._single(shape) if shape else None for shape in self.shapes]
+        numbers = self.numbers()
+        if numbers is None:
+            return None
+        batched = {
+            i: one
+            for i, one in enumerate(self.call.layouts_in)
+            if one is not None and one.is_batched
+        }
+        befores = [one.before for one in batched.values()]
+        found: list[tuple[Any, ...] | None] = []
+        for each in numbers:
+            if not each.dim():
+                found.append(None)
+                continue
+            if _contain([each], SEVERAL):
+                return None
+            # what is the same for all samples has a row for each, if the axis for that is there
+            alike = each.numel() > 0 and not bool((each > NONE).any())
+            kept = (one for i, one in batched.items() if self._keeps_axis(i, each.shape))
+            layout = next(kept, None) if alike else None
+            layout = layout or Layout.of_numbers(each, self.samples, befores)
+            if layout is None:
+                return None
+            found.append(layout.facts)
+        return found
+
+    def _keeps_axis(self, i: int, shape: Size) -> bool:
+        """Whether a tensor has as many rows for samples as an input, along the same axis."""
+        layout, place = self.call.layouts_in[i], self.call.place_in(i)
+        there = None if layout is None else layout.place(shape)
+        if place is None or there is None:
+            return False
+        return (there.axis, there.samples) == (place.axis, place.samples)
+
+    def _single(self, shape: Size) -> tuple[Any, ...]:
+        """Guess where the only sample is: an axis of one entry, where the input has its own."""
+        befores = [one.before for one in self.call.layouts_in if one is not None]
+        if 0 in shape:
+            return Layout.of_nothing(shape, 1, befores).facts
+        for axis, size in enumerate(shape):
+            if size == 1 and shape[:axis].numel() in befores:
+                return shape[:axis].numel(), 1, None
+        places = map(self.call.place_in, range(len(self.call.inputs)))
+        has_axis = any(
+            place is not None and own is not None and own[place.axis] == 1
+            for place, own in zip(places, self.call.shape_in, strict=True)
+        )
+        if has_axis and 1 in shape:  # it was moved
+            return shape[: shape.index(1)].numel(), 1, None
+        return 1, 1, Owners((0,) * shape[0], 1)
+
+    def numbers(self) -> list[Tensor] | None:
+        """Number the sample that each entry of each output depends on; None if that is unknown."""
+        if self._is_of_entries:
+            return [self._of_entries(shape) for shape in self.shapes]
+        if self.treatment in (MOVES, RESHAPES):
+            moved = self._moved()
+            if moved is not None:
+                return moved
+        return self._tried()
+
+    # ------------------------------------------------------------------ functions of each entry
+
+    @property
+    def _is_of_entries(self) -> bool:
+        shapes = [shape for shape in self.call.shape_in if shape is not None]
+        if self.treatment != ENTRIES:
+            return False
+        try:
+            return {torch.broadcast_shapes(*shapes)} == set(self.shapes)
+        except RuntimeError:
+            return False
+
+    def _aligned(self, shape: Size) -> tuple[Any, ...] | None:
+        """Return the layout of all inputs, if it is the same counted from the last axis."""
+        found = set()
+        for own, layout in zip(self.call.shape_in, self.call.layouts_in, strict=True):
+            if own is not None and layout is not None and layout.is_batched:
+                place = layout.place(own)
+                if place is None or place.owners is not None:
+                    return None
+                found.add((place.axis - len(own), place.outer, own[place.axis]))
+        if len(found) != 1:
+            return None
+        axis, outer, length = found.pop()
+        return (shape[:axis].numel() * outer, self.samples, None) if shape[axis] == length else None
+
+    def _of_entries(self, shape: Size) -> Tensor:
+        result = torch.full(shape, NONE)
+        for x, layout in zip(self.call.inputs, self.call.layouts_in, strict=True):
+            if isinstance(x, Tensor) and layout is not None and layout.is_batched:
+                given = layout.numbers(x.shape)
+                own = torch.full(x.shape, SEVERAL) if given is None else given
+                own = own.expand(shape)
+                differ = (result != NONE) & (own != NONE) & (result != own)
+                result = torch.where(differ, SEVERAL, torch.where(own == NONE, result, own))
+        return result
+
+    # ------------------------------------------------------------------ functions that move entries
+
+    def _value_inputs(self) -> set[int]:
+        """Number the inputs whose entries are moved; others say where to."""
+        module = self.call.module
+        if not isinstance(module, FunctionModule):
+            return {0}
+        first = next(iter((*module.args, *module.kwargs.values())), None)
+        given, _ = self.call.arguments(range(len(self.call.inputs)))
+        slots = [slot for slot in tree_leaves(first) if isinstance(slot, Slot)]
+        return {i for slot in slots for i in tree_leaves(given[slot.index])}
+
+    def _reshaped(self) -> tuple[Any, ...] | None:
+        """Return the layout of what is reshaped: it is that of all its forms."""
+        (i,) = self._value_inputs()
+        layout, shape = self.call.layouts_in[i], self.call.shape_in[i]
+        if layout is None or not layout.is_batched or layout.owners is not None or shape is None:
+            return None
+        return layout.facts if [shape.numel()] == [s.numel() for s in self.shapes] else None
+
+    def _moved(self) -> list[Tensor] | None:
+        values = self._value_inputs()
+        leaves = list(self.call.inputs)
+        by_others = False  # whether samples say which entries of what has none are chosen
+        for i, (x, layout) in enumerate(zip(leaves, self.call.layouts_in, strict=True)):
+            batched = layout is not None and layout.is_batched
+            if i not in values:
+                by_others |= batched
+                continue
+            if not isinstance(x, Tensor):
+                continue
+            given = layout.numbers(x.shape) if layout is not None else torch.full((), NONE)
+            if given is None:
+                return None
+            leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(given)
+        try:
+            moved = [y.round().long().cpu() for y in self.evaluate(leaves)]
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        if by_others and _contain(moved, NONE):
+            return None
+        return moved
+
+    # ------------------------------------------------------------------ any other
+
+    @property
+    def _varied(self) -> list[int]:
+        """Number the inputs that other values may replace: others may be indices."""
+        return [
+            i
+            for i, (x, layout) in enumerate(
+                zip(self.call.inputs, self.call.layouts_in, strict=True)
+            )
+            if isinstance(x, Tensor)
+            and layout is not None
+            and (layout.is_batched or x.is_floating_point())
+        ]
+
+    def _tried(self) -> list[Tensor] | None:
+        floating = [i for i in self._varied if self.call.inputs[i].is_floating_point()]
+        found, is_defined = None, False
+        # drawn masks and indices may choose too many entries: then they are what they are
+        for varied in {tuple(self._varied): None, tuple(floating): None}:
+            try:
+                found = self._located(self._drawn(varied))
+            except Exception:
+                continue
+            is_defined = True
+            self.relies_on_values = len(varied) < len(self._varied)
+            if found is not None and not _contain(found, SEVERAL):
+                break
+        # drawn entries may be out of the function's domain: its own arguments are not
+        self.relies_on_values |= not is_defined and len(floating) < len(self._varied)
+        return found if is_defined else self._located([self._exchanged()])
+
+    def _drawn(self, varied: Sequence[int]) -> list[list[dict[int, Tensor]]]:
+        """Draw two values of some inputs, of any sign and positive."""
+        generator = torch.Generator().manual_seed(0)
+        points = []
+        for positive in (False, True):
+            pairs = {i: _draw(self.call.inputs[i], generator, positive) for i in varied}
+            points.append([{i: pair[k] for i, pair in pairs.items()} for k in range(2)])
+        return points
+
+    def _exchanged(self) -> list[dict[int, Tensor]]:
+        """Return the inputs as they are, and with the entries of each sample of another one."""
+        own = {i: self.call.inputs[i].detach() for i in self._varied}
+        result = dict(own)
+        for i, x in own.items():
+            place = self.call.place_in(i)
+            if place is not None and place.owners is not None:
+                result[i] = x.roll(1, place.axis)
+            elif place is not None:
+                rows = place.to_canonical(x)
+                per_sample = len(rows) // place.samples
+                whole = place.from_canonical(rows.roll(per_sample, 0).unsqueeze(0), per_sample)
+                result[i] = whole.squeeze(0)
+        return [own, result]
+
+    def _are_varied(self, one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
+        """Whether all that has samples is replaced by something else."""
+        return all(
+            i in one and (not x.numel() or not torch.equal(one[i], other[i]))
+            for i, x in enumerate(self.call.inputs)
+            if (layout := self.call.layouts_in[i]) is not None and layout.is_batched
+        )
+
+    def _located(self, points: Sequence[Sequence[Mapping[int, Tensor]]]) -> list[Tensor] | None:
+        numbers = {}
+        for i, x in points[0][0].items():
+            layout = self.call.layouts_in[i]
+            found = None if layout is None else layout.numbers(x.shape)
+            if found is None:
+                return None
+            numbers[i] = found.to(x.device)
+        results: list[Tensor] | None = None
+        for one, other in points:
+            before = self._outputs(one)
+            if results is None:
+                results = [torch.full(y.shape, NONE) for y in before]
+            if [y.shape for y in before] != [y.shape for y in results]:
+                return None
+            spelled = [torch.zeros(y.shape, dtype=torch.long) for y in before]
+            changes = [torch.zeros(y.shape, dtype=torch.bool) for y in before]
+            several = [torch.zeros(y.shape, dtype=torch.bool) for y in before]
+            for b in range(max(1, (self.samples - 1).bit_length())):
+                by_bit = []
+                for bit in (0, 1):
+                    changed = {
+                        i: torch.where((n >= 0) & ((n >> b) % 2 == bit), other[i], one[i])
+                        for i, n in numbers.items()
+                    }
+                    after = self._outputs(changed)
+                    if [y.shape for y in after] != [y.shape for y in before]:
+                        return None
+                    by_bit.append([_differs(*pair) for pair in zip(before, after, strict=True)])
+                for j, (zeros, ones) in enumerate(zip(*by_bit, strict=True)):
+                    spelled[j] += ones.long() << b
+                    several[j] |= (zeros & ones) | ((zeros | ones) != changes[j] if b else False)
+                    changes[j] |= zeros | ones
+            for j, old in enumerate(results):
+                new = torch.where(several[j], SEVERAL, torch.where(changes[j], spelled[j], NONE))
+                differ = (old != NONE) & (new != NONE) & (old != new)
+                results[j] = torch.where(differ, SEVERAL, torch.where(new == NONE, old, new))
+        # what depends on nothing that was varied may depend on what was not
+        is_certain = all(self._are_varied(one, other) for one, other in points)
+        return results if is_certain or not _contain(results, NONE) else None
+
+    def _outputs(self, values: Mapping[int, Tensor]) -> list[Tensor]:
+        return self.evaluate([values.get(i, x) for i, x in enumerate(self.call.inputs)])
+
+
+def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:
+    return any(bool((each == number).any()) for each in numbers or ())
+
+
+def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor, Tensor]:
+    """Draw two tensors of the kind of another one, whose entries all differ if they can."""
+    if x.is_floating_point():
+        drawn = 2 * torch.randn(2, *x.shape, generator=generator, dtype=torch.float64)
+        one, other = (drawn.abs() + 0.5 if positive else drawn).to(x)
+        return one, other
+    low, high = (0, 1) if x.dtype == torch.bool or not x.numel() else (int(x.min()), int(x.max()))
+    count = max(high - low, 1) + 1
+    drawn = torch.randint(count, x.shape, generator=generator)
+    shift = torch.randint(1, count, x.shape, generator=generator)
+    return (low + drawn).to(x), (low + (drawn + shift) % count).to(x)
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    differs = one != other
+    if one.is_floating_point():
+        differs &= ~(one.isnan() & other.isnan())
+    return differs.cpu()

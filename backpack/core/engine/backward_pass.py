@@ -1,0 +1,862 @@
+"""One backward pass: which calls it reaches, and what the active extensions make of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain, groupby
+from operator import attrgetter
+from threading import get_ident
+from types import FrameType
+from typing import Any, ClassVar
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import Parameter
+
+from backpack.context import (
+    DEFAULT,
+    STATE,
+    Configuration,
+    Scope,
+    State,
+    configure,
+    state_of_caller,
+    without_autocast,
+)
+from backpack.core import memory
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.engine import call_products, checks, results, spared_gradients
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.ownership import owned
+from backpack.core.engine.plan import Plan, set_apart
+from backpack.core.engine.products import Products, Use
+from backpack.core.engine.propagations import UserRules
+from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
+from backpack.core.engine.sweep import call_gradients, separate_samples
+from backpack.core.engine.watch import Entry
+from backpack.core.record import tape
+from backpack.core.record.given import Given
+from backpack.core.record.tape import (
+    Call,
+    KeptParameters,
+    Sharing,
+    describe,
+    is_used,
+    origin,
+    parameter_behind,
+    stand_in,
+)
+from backpack.core.rows import Rows
+from backpack.core.types import Extension
+from backpack.utils.subsampling import subsample
+
+# Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
+LINEAR_NODES = (
+    "Add",
+    "Sub",
+    "Neg",
+    "Sum",
+    "Mean",
+    "Stack",
+    "Cat",
+    "View",
+    "Reshape",
+    "Unsafe",
+    "Squeeze",
+    "Unsqueeze",
+    "Expand",
+    "Clone",
+    "ToCopy",
+    "Select",
+    "Unbind",
+    "Alias",
+    "Permute",
+    "T",
+)
+
+
+# A parameter, its uses (calls, and its names there), and the extensions that want something of it.
+Work = tuple[Parameter, list[tuple[Call, str]], list[Extension]]
+
+NESTED = (
+    "modules were reached by a backward pass inside of another one, in which there is no loss. If "
+    "that is torch.utils.checkpoint, use it with use_reentrant=False."
+)
+
+NESTED_IN_THREADS = (
+    "A backward pass runs inside of others that several threads have started on one device: whose "
+    "context it belongs to is not known. If it is that of torch.utils.checkpoint, use "
+    "use_reentrant=False."
+)
+
+
+MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
+
+FUNCTIONS_THAT_MIX = (
+    "If functions just move the samples from the first axis, use "
+    "extend(model, use_converter=True), which follows them."
+)
+
+
+class BackwardPass:
+    """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
+
+    First-order extensions run at once, with the gradient at hand, unless a parameter may be used
+    elsewhere too. Everything else runs when the backward pass is over.
+    """
+
+    _running: ClassVar[dict[int, BackwardPass]] = {}
+
+    def __init__(self, configuration: Configuration, entry: Entry | None, is_nested: bool) -> None:
+        """Sort the extensions.
+
+        Args:
+            configuration: That of the thread that has called ``backward()``.
+            entry: That call, if it was noticed.
+            is_nested: Whether it runs inside of another backward pass of the same context.
+        """
+        self.configuration = configuration
+        self.entry = entry
+        self.exts = self.configuration.exts
+        self.first_order: list[Extension] = []
+        self.second_order: list[Extension] = []
+        self.wanted: set[str] = set()  # of first order
+        self.whole_batch = True  # of first order
+        self.has_rules = False  # of modules, for a first-order extension
+        # whether code of users sees inputs and outputs of calls
+        self.shows_calls = self.configuration.extension_hook is not None
+        self.notes_accumulation = False
+        for ext in self.exts:
+            if ext.rules:
+                self.shows_calls = True
+            if ext.expects_backpropagation_quantities():
+                self.second_order.append(ext)
+            else:
+                self.first_order.append(ext)
+                self.wanted.update(ext.needs)
+                if ext.rules or not ext.needs:
+                    self.has_rules = True
+                if ext.belongs_to_gradient:
+                    self.notes_accumulation = True
+                if ext.get_subsampling() is not None:
+                    self.whole_batch = False
+        self.reached_calls: dict[Call, None] = {}
+        self.calls: list[Call] = []  # those that are not done yet
+        self.deferred: list[Call] = []
+        # ids of the values, which would outlive what an extension hook drops
+        self.written: list[tuple[Parameter, str, int]] = []
+        self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
+        self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
+        self.threads: set[int] = set()  # in which it has run
+        self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
+        self.owed: set[Parameter] = set()  # those of the spared ones that were reached
+        self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
+        # what first order has read is not needed again: see _keeps
+        self.reads_gradients = any(map(_reads_gradients, self.second_order))
+        self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
+        self.restricted = True  # whether autograd can tell which parameters it accumulates into
+        self.mixing: dict[str, None] = {}  # what mixes the samples of the batch
+        self.sample_flow = SampleFlow()
+        self.sharded = checks.sharded_modules()
+        # what parameters were before hooks of this pass could change them
+        self.kept: KeptParameters | None = None
+        self.keeping: dict[Call, list[Tensor]] = {}
+        self.users = tape.Users()
+        self.originals: dict[Tensor, Any] = {}  # of the copies that rules see
+        self.start = tape.now()
+        self._keep_parameters(tape.all_live_calls())
+        # whether there was a gradient before, of parameters whose result belongs to this one
+        self.accumulated: dict[Parameter, Tensor] = {}
+        # above the last call, as long as no call with parameters was reached
+        self.above: Sequence[Any] = ()
+        self.has_parameters = False
+
+    # ------------------------------------------------------------------ life cycle
+
+    @classmethod
+    def reached(cls, call: Call, slot: int, grad: Tensor | None) -> None:
+        """Take note that a backward pass has the gradient of one of a call's outputs."""
+        if grad is None:
+            return
+        task = torch._C._current_graph_task_id()
+        current = cls._running.get(task) or cls._current(task)
+        if current is not None:
+            current._undone_on_error(task, current._reach, call, slot, grad)
+        elif grad.numel() >= tape.LARGE and not state_of_caller().disabled:
+            call.follow_autograd()
+
+    @classmethod
+    def entered(cls, given: Given, grad: Tensor | None) -> None:
+        """Take note that a backward pass comes to what a model has returned."""
+        current = cls._current(torch._C._current_graph_task_id())
+        if current is not None:
+            current.sample_flow.enter(given)
+
+    @classmethod
+    def _current(cls, task: int) -> BackwardPass | None:
+        """Return the backward pass that runs here, which may start now; None if none matters."""
+        current = cls._running.get(task)
+        if current is not None:
+            return current
+        state = state_of_caller()
+        inactive = not cls._running and state.configuration is DEFAULT.configuration
+        return None if inactive or state.disabled else cls._start(task, state)
+
+    @classmethod
+    def _start(cls, task: int, state: State) -> BackwardPass | None:
+        """Follow a backward pass, if a context is active where it was called."""
+        configuration, entry = state.configuration, state.entry
+        running = list(cls._running.values())
+        outer = [other for other in running if get_ident() in other.threads] if running else []
+        if outer and configuration is DEFAULT.configuration and _is_called_from_here():
+            # a function of the graph calls backward() in a thread of autograd, which has no context
+            if len(outer) > 1:
+                raise RuntimeError(NESTED_IN_THREADS)
+            configuration = outer[0].configuration
+        if not configuration.is_active:
+            return None
+        if entry is not None and not entry.is_of(task):
+            entry = None  # this pass is inside of the one that it has started
+        is_nested = bool(outer) and any(
+            other.configuration.scope is configuration.scope for other in outer
+        )
+        new = cls(configuration, entry, is_nested)
+        current = cls._running.setdefault(task, new)  # threads of several devices may be here
+        if current is new:
+            configuration.passes.own += 1
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
+        return current
+
+    @classmethod
+    def missed(cls, what: str) -> None:
+        """Take note that a backward pass comes through a call that could not be recorded."""
+        state = state_of_caller()
+        if not state.disabled:
+            state.configuration.passes.told = True
+            for ext in state.configuration.exts:
+                ext.fail(what)
+
+    @classmethod
+    def completed(cls, call: Call) -> None:
+        """Take note that all gradients of a call's outputs are there."""
+        task = torch._C._current_graph_task_id()
+        current = cls._running.get(task)
+        if current is not None:
+            current._undone_on_error(task, current._complete, call)
+
+    @classmethod
+    def _finish(cls, task: int) -> None:
+        current = cls._running[task]
+        current._undone_on_error(task, current._run)
+        del cls._running[task]
+
+    @classmethod
+    def abandon(cls, scope: Scope) -> None:
+        """Forget backward passes of a context that an error has stopped, and what they wrote."""
+        for task, current in list(cls._running.items()):
+            if current.configuration.scope is scope:
+                current._undo()
+                del cls._running[task]
+
+    def _undone_on_error(self, task: int, work: Callable[..., None], *arguments: Any) -> None:
+        self.threads.add(get_ident())
+        outer = STATE.get().configuration
+        is_elsewhere = outer.scope is not self.configuration.scope  # in a thread of autograd
+        try:
+            if is_elsewhere:
+                configure(self.configuration)
+            if torch._C._is_any_autocast_enabled():
+                with without_autocast():
+                    work(*arguments)
+            else:
+                work(*arguments)
+        except BaseException:
+            self._undo()
+            memory.forget()
+            BackwardPass._running.pop(task, None)
+            raise
+        finally:
+            if is_elsewhere:
+                configure(outer)
+
+    def _undo(self) -> None:
+        for p, savefield, identity in self.written:
+            if id(getattr(p, savefield, None)) == identity:
+                delattr(p, savefield)
+        for call in self.calls:
+            call.g_out = [None] * len(call.g_out)
+
+    # ------------------------------------------------------------------ during the backward pass
+
+    def _keep_parameters(self, calls: Iterable[Call]) -> None:
+        """Keep what hooks could change, where it is read after others have run."""
+        travels, shown = bool(self.second_order), self.shows_calls
+        reading = []
+        for call in calls:
+            is_known = call.derivatives is not None and call.outputs
+            if is_known and call.reads_parameters(travels, shown):
+                reading.append(call)
+        if not reading:
+            return
+        if self.kept is None:
+            self.kept = KeptParameters(copies=_have_hooks(tape.all_live_calls()))
+        for call in reading:
+            self.keeping[call] = call.own()
+        self.kept.add(chain.from_iterable([self.keeping[call] for call in reading]))
+        if self.kept.copies:
+            storages = self.kept.storages()
+            for call in reading:
+                call.keep_views(storages)
+
+    def _see_parameters_before(self, calls: Iterable[Call]) -> None:
+        assert self.kept is not None
+        reading = [call for call in calls if call in self.keeping]
+        own = chain.from_iterable([self.keeping[call] for call in reading])
+        changed = self.kept.changed(own)
+        for call in reading:
+            if changed:
+                call.see_parameters_before(changed)
+            for p, was in call.before.items():
+                assert was.value is not None
+                self.originals[was.value] = p
+
+    def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
+        is_new = call not in self.reached_calls
+        if is_new:
+            if call.index > self.start:  # such as that of a checkpoint
+                self._keep_parameters([call])
+            call.check_released()
+            call.check_batched()
+            if self.sharded and call.module in self.sharded:
+                raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
+            if call.module._parameters:
+                call.check_parameters(trained_only=not self.second_order)
+            if call.params:
+                self._find_trained(call)
+                if call.derivatives is not None:
+                    self.parameters.append(call.params)
+            if not self.has_parameters:
+                self.has_parameters = bool(call.params) or call.has_parameters
+                self.above = () if self.has_parameters else self.above or call.inputs
+            self.reached_calls[call] = None
+            self.calls.append(call)
+        call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
+        if self.first_order:
+            if is_new:
+                self._look_at_samples(call)
+        elif self.second_order:
+            return
+        if len(call.outputs) == 1 and self._is_independent(call):
+            self._finish_alone(call)
+            if self.second_order and not self._keeps(grad):
+                call.g_out[slot] = stand_in(grad)
+        else:
+            self.deferred.append(call)
+
+    def _complete(self, call: Call) -> None:
+        if call in self.deferred and self._is_independent(call):
+            # it is there once for each output that was reached
+            self.deferred = [other for other in self.deferred if other is not call]
+            self._finish_alone(call)
+
+    def _finish_alone(self, call: Call) -> None:
+        """Do what is left to do at a call whose first order needs no other."""
+        if self.first_order and (call.trained or self.has_rules):
+            self._run_alone(call)
+        if self.owed:
+            self._accumulate(call)
+        if not self.second_order:
+            self._done(call)
+            self.calls.remove(call)
+
+    def _keeps(self, grad: Tensor) -> bool:
+        """Whether a gradient is that of a loss, or small, or second-order quantities read it."""
+        if grad.dim() == 0 or grad.numel() < tape.LARGE or self.reads_gradients:
+            return True
+        if self.has_copies is None:
+            self.has_copies = any(call.is_unbatched for call in tape.all_live_calls())
+        return self.has_copies
+
+    def _accumulate(self, call: Call) -> None:
+        """Accumulate the gradients that autograd leaves out."""
+        for name, p in call.trained.items():
+            if p not in self.owed:
+                continue
+            if p not in self.gradients:  # no extension has found it on the way
+                grads = call_products.gradients(call)
+                mats = [None if g is None else g.unsqueeze(0) for g in grads]
+                product = call_products.param(call, "param_mjp", name, mats, None, sum_batch=True)
+                self.gradients[p] = product.squeeze(0)
+            spared_gradients.accumulate(p, self.gradients.pop(p))
+            self.owed.discard(p)
+            if self.entry is not None:
+                self.entry.spared.discard(p)
+
+    def _is_independent(self, call: Call) -> bool:
+        """Whether first-order quantities need no other call: known parameters and samples."""
+        shared = call.is_unbatched or call.unbatched_inputs  # samples are told apart later
+        return not shared and self.whole_batch and self.users.is_alone(call)
+
+    def _mark_first_order(self) -> None:
+        """Say if samples were mixed, and note at the results what belongs to them."""
+        marks = {}
+        self.sample_flow.compare()
+        sizes = self.sample_flow.sizes
+        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing)]
+        if sizes and self.written:
+            names = checks.listed([*reversed(sizes)])  # in the order of the calls
+            warn(
+                "The individual gradients of some layers are not those of samples. A layer takes "
+                "the rows of its input for the samples of the batch, but their numbers differ: "
+                f"{names} (a table of positions has one, merged axes have more). "
+                "Use extend(model, use_converter=True), which follows the samples.",
+                stacklevel=2,
+            )
+            marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
+        if mixing and self.written:
+            names = checks.listed(mixing)
+            advice = [MODULES_THAT_MIX] if self.mixing else []
+            advice += [FUNCTIONS_THAT_MIX] if self.sample_flow.mixing else []
+            warn(
+                f"The network mixes the samples of a batch, in {names}: the individual gradients "
+                "are those of the loss as a whole with respect to one sample's row of a module's "
+                f"output. {' '.join(advice)}",
+                stacklevel=2,
+            )
+            marks["_backpack_mixing"] = names
+        for p, savefield, identity in self.written if marks or self.accumulated else ():
+            value = getattr(p, savefield, None)
+            if id(value) == identity and isinstance(value, Tensor):
+                vars(value).update(marks)
+                if p in self.accumulated:
+                    vars(value)["_backpack_accumulated"] = self.accumulated[p]
+
+    def _look_at_samples(self, call: Call) -> None:
+        """Notice what makes individual gradients something else than those of samples."""
+        paths: dict[int, Path] = {}
+        if call.reads_functions:
+            for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
+                if mark is not None and call.is_transparent:  # its input is kept without a graph
+                    node: Any = torch._C._current_autograd_node()
+                    slots = [key[1] for key, own in node.metadata.items() if own is mark]
+                    paths[i] = path_above(node, slots[0] if slots else 0, mark)
+                elif mark is not None and not mark.is_output:
+                    paths[i] = path_above(x.grad_fn, x.output_nr)
+            self._check_foreign_uses(call, paths)
+        self.sample_flow.visit(call, paths)
+        rule = call.derivatives
+        if call.mixes_samples or (rule and not call.params and rule.mixes_in_secret(call)):
+            self.mixing[describe(call.module)] = None
+
+    def _check_foreign_uses(self, call: Call, paths: Mapping[int, Path]) -> None:
+        """Notice parameters of extended modules that a function above the call uses as well."""
+        for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
+            leaves: Sequence[Tensor]
+            if mark is None:  # perhaps a parameter itself, as an argument
+                leaves = [p for p in [parameter_behind(x)] if p is not None]
+            elif i in paths:
+                leaves = paths[i].leaves
+            else:
+                continue
+            for leaf in leaves:
+                reached = any(leaf is p for params in self.parameters for p in params.values())
+                if reached or is_used(leaf):
+                    for ext in self.first_order:
+                        ext.fail(
+                            f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
+                            f"module is also used by a function whose result {call!r} reads. That "
+                            "use is not counted."
+                        )
+
+    def _find_trained(self, call: Call) -> None:
+        with torch.enable_grad():
+            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
+            if self.notes_accumulation:
+                for p in call.trained.values():
+                    if p.grad is not None:  # the pass at hand adds to it later
+                        self.accumulated.setdefault(p, p.grad.any())
+        if len(call.trained) < len(call.params):
+            self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
+
+    def _is_trained(self, p: Parameter) -> bool:
+        """Whether ``p`` gets a gradient, from autograd or from here."""
+        if self._is_accumulated(p):
+            return True
+        spared = self.entry.spared if self.entry is not None else ()
+        if spared and p.requires_grad and p in spared:
+            self.owed.add(p)
+        return bool(self.owed) and p in self.owed
+
+    def _is_accumulated(self, p: Parameter) -> bool:
+        """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
+        if not p.requires_grad:
+            return False
+        if not self.restricted:
+            return True
+        view: Any = p.view_as(p).grad_fn  # in grad mode
+        try:
+            return torch._C._will_engine_execute_node(view.next_functions[0][0])
+        except RuntimeError:  # torch.autograd.grad does not say
+            self.restricted = False
+            return True
+
+    # ------------------------------------------------------------------ after the backward pass
+
+    def _run(self) -> None:
+        self._check_parameters()
+        if self.keeping:
+            self._see_parameters_before(self.calls)
+            self.kept = None
+        if self.deferred:
+            self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
+        for call in self.deferred if self.owed else ():
+            self._accumulate(call)
+        self._mark_first_order()
+        if self.second_order:
+            self._run_second_order()
+        for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
+            self._done(call)
+
+    def _check_parameters(self) -> None:
+        """Warn if parameters have gradients, but none of them a module that was reached."""
+        if self.has_parameters or not self.exts or any(ext.rules for ext in self.exts):
+            return
+        above = [getattr(x, "grad_fn", None) for x in self.above]
+        if not self.configuration.passes.told and tape.has_parameters(above):
+            reached = checks.listed([describe(call.module) for call in self.reached_calls])
+            names = ", ".join(type(ext).__name__ for ext in self.exts)
+            warn(
+                f"{names}: nothing was computed, because no module that has parameters was "
+                f"recorded, only {reached}. {checks.EXTEND_FIRST}",
+                stacklevel=2,
+            )
+
+    def _done(self, call: Call) -> None:
+        hook = self.configuration.extension_hook
+        if hook is not None:
+            with call.bound(check=False, whole=True, now=True) as module:
+                hook(module)
+        if self.configuration.retain_graph:
+            call.forget()
+        else:
+            call.release()
+
+    def _save(self, p: Parameter, ext: Extension, value: Any) -> None:
+        if self.originals:
+            p = self.originals.get(p, p)
+        if self.untrained and p in self.untrained:
+            return
+        if isinstance(value, Tensor):
+            value = value.to(p.dtype)  # the name that it came with is gone, see owned
+            if not value.requires_grad:
+                value = value.detach()
+            value = owned(value)
+        elif isinstance(value, list):
+            value = list(value)
+            value = [owned(_renamed(value.pop(0), p.dtype)) for _ in range(len(value))]
+        if self.configuration.debug:
+            print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
+        self.written.append((p, ext.savefield, id(value)))
+        results.save(p, ext.savefield, value)
+
+    # ------------------------------------------------------------------ first order
+
+    def _run_alone(self, call: Call) -> None:
+        """Run first order at a call that needs no other."""
+        if call in self.keeping:
+            self._see_parameters_before([call])
+        if not (call.is_container or call.is_transparent):
+            call.compute_in_one_precision()
+        exts = self.first_order
+        if self.has_rules or refusal(call, call.trained) is not None:
+            self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
+        elif call.trained:
+            with call.bound(folds=True), Sharing(call):
+                gradient = _gradient_use(call, None)
+                for name, p in call.trained.items():
+                    self._extract(p, [gradient.of(name)], exts)
+
+    def _run_first_order(self, plan: Plan) -> None:
+        if not self.first_order:
+            return
+        separate_samples(plan)
+        for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
+            plan.check_subsampling(subsampling, exts)
+            self._run_at(plan.users, plan.uses, exts, plan, subsampling)
+
+    def _run_at(
+        self,
+        calls: Sequence[Call],
+        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+        exts: Sequence[Extension],
+        plan: Plan | None = None,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        """Extract what is wanted of the parameters that calls use, for some of the samples."""
+        for ext in exts:
+            if ext.rules or not ext.needs:
+                self._run_rules(ext, calls, uses_of)
+        work: list[Work] = []
+        rows: dict[Call, Rows] = {}
+        for p, uses in uses_of.items():
+            known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
+            if known and self._is_supported(known, uses):
+                work.append((p, uses, known))
+                if plan is not None:
+                    plan.check_one_batch(p)
+                    rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
+        for call, of_call in groupby(work, key=_only_call):
+            if call is None:
+                self._extract_all(of_call, rows)
+            else:
+                with call.bound(folds=True), Sharing(call):
+                    own = {call: subsampling} if call.folded else rows
+                    self._extract_all(of_call, own)
+                if len(exts) == len(self.exts):  # nobody else will ask
+                    call.forget_results()
+
+    def _extract_all(self, work: Iterable[Work], rows: Mapping[Call, Rows]) -> None:
+        gradients: dict[Call, Use] = {}
+        for p, uses, exts in work:
+            for call, _ in uses:
+                if call not in gradients:
+                    gradients[call] = _gradient_use(call, rows.get(call))
+            self._extract(p, [gradients[call].of(name) for call, name in uses], exts)
+
+    def _run_rules(
+        self,
+        ext: Extension,
+        calls: Sequence[Call],
+        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+    ) -> None:
+        for call in calls:
+            rule = ext.rule_for(call.module)
+            if rule is None:
+                if call.trained and not ext.needs:
+                    ext.fail(no_rule(call))
+                continue
+            if any(len(uses_of[p]) > 1 for p in call.trained.values()):
+                raise NotImplementedError(
+                    f"{ext.savefield}: the rule for {call!r} cannot be used, because a parameter "
+                    "of the module is used several times. Register derivatives instead "
+                    "(backpack.core.derivatives.register)."
+                )
+            with call.bound(whole=True) as module:
+                rule.run(ext, module, *call_gradients(call), None, self._save)
+
+    def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
+        for call, name in uses:
+            reason = refusal(call, [name])
+            if reason is not None:
+                for ext in exts:
+                    ext.fail(reason)
+                return False
+        return True
+
+    def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[Extension]) -> None:
+        is_holding = memory.recycle(p, exts)
+        wanted = self.wanted
+        if exts is not self.first_order:
+            wanted = {name for ext in exts for name in ext.needs}
+        if self.owed and p in self.owed:
+            products = Products(p, uses, wanted | {"gradient"})
+            self.gradients[p] = products["gradient"]
+        else:
+            products = Products(p, uses, wanted)
+        products.extract(exts, self._save)
+        if is_holding:
+            memory.forget()
+
+    # ------------------------------------------------------------------ second order
+
+    def _run_second_order(self) -> None:
+        set_apart(self.calls, self.second_order)
+        plan = Plan(self.calls)
+        with ExitStack() as stack:
+            for loss in plan.losses:  # everything asks them something
+                stack.enter_context(loss.bound())
+            self._run_propagations(plan)
+
+    def _run_propagations(self, plan: Plan) -> None:
+        self._check_losses(plan)
+        self._check_support(plan)
+        separate_samples(plan)
+        groups = _grouped(
+            self.second_order,
+            lambda ext: (
+                ext.propagation or UserRules(),
+                ext.get_subsampling(),
+                id(ext) if ext.rules else None,
+            ),
+        )
+        for (propagation, subsampling, _), exts in groups:
+            for ext in exts:
+                propagation.check(ext)
+            plan.check_subsampling(subsampling, exts)
+            for p in plan.uses:
+                memory.recycle(p, exts)
+            propagation.run(plan, exts, subsampling, self._save)
+            memory.forget()
+
+    def _check_support(self, plan: Plan) -> None:
+        """Let every extension object to what it does not know before anything is written."""
+        reasons: dict[Call, str | None] = {}
+        for ext in self.second_order:
+            if plan.gap is None and plan.unreached is not None and ext.needs:
+                nested = self.is_nested and not plan.losses
+                ext.fail(NESTED if nested else plan.why_unreached(plan.unreached), ValueError)
+            for call in plan.everything:
+                if ext.rules and ext.rule_for(call.module) is not None:
+                    continue
+                if call not in reasons:
+                    asked = call.trained or call in plan.calls
+                    reasons[call] = refusal(call, call.trained) if asked else None
+                if (reason := reasons[call]) is not None:
+                    ext.fail(reason)
+            if plan.gap is not None:
+                ext.fail(plan.gap, ValueError)
+
+    def _check_losses(self, plan: Plan) -> None:
+        """Warn if ``backward()`` was called on something else than constants times the losses."""
+        for call in plan.losses:
+            if call.shape_out[0].numel() != 1:
+                raise ValueError(
+                    "Second-order quantities need a scalar loss, but the output of "
+                    f"{call!r} is not. Use reduction='mean' or 'sum'."
+                )
+        for call in plan.losses:
+            fed_by = [plan.producers.get(o) for o in call.origins_in if o is not None]
+            if any(producer and producer.call in plan.after_loss for producer in fed_by):
+                raise ValueError(f"{call!r} has the value of another extended loss as its input.")
+        if self.entry is None or not plan.losses:
+            return
+        losses = {o for call in plan.losses for o in call.origins_out}
+        for root in self.entry.roots:
+            change = _nonlinear_node(root, losses)
+            if change is not None:
+                names = ", ".join(describe(call.module) for call in plan.losses)
+                warn(
+                    f"backward() was called on a loss that was modified after {names} ({change}): "
+                    "second-order quantities are those of the extended losses alone, multiplied "
+                    "with the derivative of the modified loss.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def _have_hooks(calls: Iterable[Call]) -> bool:
+    """Whether hooks of the calls' modules or parameters will run in a backward pass."""
+    for call in calls:
+        if call.module._backward_hooks or call.module._backward_pre_hooks:
+            return True
+        for p in call.params.values():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                return True
+    return False
+
+
+def _renamed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a precision, under a new name (which has no base) if it has no graph."""
+    value = value.to(dtype)
+    return value if value.requires_grad else value.detach()
+
+
+def _is_called_from_here() -> bool:
+    """Whether the thread at hand has called the backward pass that runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _reads_gradients(ext: Extension) -> bool:
+    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients()
+
+
+def _only_call(work: Work) -> Call | None:
+    """Return the call that alone uses a parameter, and once."""
+    _, uses, _ = work
+    return uses[0][0] if len(uses) == 1 else None
+
+
+def _gradient_use(call: Call, rows: Rows) -> Use:
+    """Return the gradient at a call as its only column, for any of its parameters."""
+    grads: Sequence[Tensor | None] = call_products.gradients(call)
+    if rows is not None:
+        grads = [None if grad is None else subsample(grad, subsampling=rows) for grad in grads]
+    mats = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+    first = mats[0] if mats[0] is not None else next(mat for mat in mats if mat is not None)
+    whole = call.folded or call.is_usual
+    groups = first.shape[1] // (1 if whole else call.rows_per_sample)
+    # gradients of merged rows add up: there is one loss
+    return Use(call, "", Factor(first, groups, adds_up=True), rows, mats)
+
+
+def _has_rule(ext: Extension, uses: Sequence[tuple[Call, str]]) -> bool:
+    return bool(ext.rules) and any(ext.rule_for(call.module) is not None for call, _ in uses)
+
+
+def _grouped(exts: Sequence[Extension], key: Any) -> list[tuple[Any, list[Any]]]:
+    """Group extensions with equal keys (which need not be hashable)."""
+    groups: list[tuple[Any, list[Any]]] = []
+    for ext in exts:
+        own = key(ext)
+        for other, members in groups:
+            if other == own:
+                members.append(ext)
+                break
+        else:
+            groups.append((own, [ext]))
+    return groups
+
+
+def refusal(call: Call, names: Collection[str]) -> str | None:
+    """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
+    if call.derivatives is None:
+        return no_rule(call, *names)
+    unknown = set(names).difference(call.derivatives.param_names(call.module))
+    if unknown:
+        with call.bound(check=False) as module:  # which may have tied some since
+            unknown.difference_update(call.derivatives.param_names(module))
+    if unknown:
+        return no_rule(call, *[name for name in names if name in unknown])
+    if type(call.derivatives).refusal is BaseDerivatives.refusal:
+        return None
+    with call.bound(check=False) as module:
+        return call.derivatives.refusal(module)
+
+
+def no_rule(call: Call, *names: str) -> str:
+    """Explain that a module (or a parameter of it) is not supported, and what to do."""
+    what = f"the parameters {', '.join(names)} of {call!r}" if names else repr(call)
+    return (
+        f"there is no rule for {what}. Register derivatives for {type(call.module).__qualname__} "
+        "(backpack.core.derivatives.register), or a rule for this extension alone "
+        "(set_module_extension)."
+    )
+
+
+def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
+    """Find an operation between the losses and ``root`` that is not a sum of constant multiples."""
+    if origin(root) in losses or root.grad_fn is None:
+        return None
+    stack, seen = [(root.grad_fn, root.output_nr)], set()
+    while stack:
+        node, slot = stack.pop()
+        marks: Any = node.metadata
+        if node in seen or marks.get(("backpack", slot)) in losses:
+            continue
+        seen.add(node)
+        parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        name = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        product = name in ("Mul", "Div") and len(parents) == 1
+        if name == "Div":  # a constant divided by the loss is no multiple of it
+            product = product and node.next_functions[0][0] is not None
+        if not (product or name in LINEAR_NODES or name.startswith("View")):
+            return node.name()
+        stack += parents
+    return None

@@ -1,0 +1,250 @@
+"""KFRA's propagation: one matrix for the whole batch, averaged over the samples at every module.
+
+For a chain of modules this is ``M_in = E_n[J_nᵀ M_out J_n]``. In a graph with branches the matrix
+has a block for every pair of tensors that are alive; where a module consumes one of the two, its
+block meets the average Jacobian. A parameter is one more input of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.derivatives.basederivatives import BatchAxis
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.engine import call_products
+from backpack.core.engine.plan import Plan
+from backpack.core.engine.sweep import loss_scale
+from backpack.core.record.tape import Call, Origin
+from backpack.core.rows import Rows, one_by_one, row_numbers
+
+Node = Origin | Parameter
+# Applies ``matᵀ J`` for the Jacobian with respect to one node at the given rows, averaged over
+# them: ``[D_out, K] -> [K, D]``.
+Jacobian = Callable[[Tensor, Rows], Tensor]
+
+
+class BatchAveragedSweep:
+    """Carries the batch-averaged GGN of the loss back to the parameters.
+
+    Args:
+        plan: The reached calls.
+        subsampling: Samples they look at.
+
+    Raises:
+        ValueError: If the network mixes samples or reshapes the batch axis.
+    """
+
+    def __init__(self, plan: Plan, subsampling: Sequence[int] | None):
+        """Check that every module acts on each sample alone."""
+        self.plan = plan
+        self.subsampling = subsampling
+        self.blocks: dict[tuple[Node, Node], Tensor] = {}
+        self.groups: dict[Parameter, int] = {}
+        mixing = [f"{call!r} mixes samples" for call in plan.calls if call.mixes_samples]
+        rows = {
+            plan.num_rows(call): f"{call!r} has {plan.num_rows(call)} rows"
+            for call in plan.calls
+            if call.shape_out[0] or call in plan.losses
+        }
+        if mixing or len(rows) > 1:
+            raise ValueError(
+                "The batch-averaged matrix of KFRA needs modules that act on each sample alone and "
+                f"keep the batch axis: {'; '.join(mixing[:1] or rows.values())}. Use KFAC or KFLR "
+                "instead."
+            )
+
+        for uses in plan.uses.values():
+            rules = {call.derivatives for call, _ in uses}
+            if len({rule.kronecker_input_first for rule in rules if rule is not None}) > 1:
+                raise ValueError(
+                    "A parameter is used by modules whose Kronecker factors have a different order "
+                    f"({', '.join(repr(call) for call, _ in uses)}): KFRA has no factors for it. "
+                    "Use KFAC or KFLR instead."
+                )
+
+    def run(self) -> dict[Parameter, Tensor]:
+        """Return for each parameter the first Kronecker factor (or the whole block)."""
+        for call in reversed(self.plan.calls):
+            if call in self.plan.losses:
+                self._start(call)
+            else:
+                self._through(call)
+        found = {p: self._factor(p) for p in self.plan.uses if (p, p) in self.blocks}
+        owners = {factor.untyped_storage().data_ptr(): p for p, factor in found.items()}
+        known = set(owners.values())
+        return {p: factor if p in known else factor.clone() for p, factor in found.items()}
+
+    def _factor(self, p: Parameter) -> Tensor:
+        """Average the blocks of the groups that share a Kronecker factor."""
+        groups = self.groups[p]
+        if groups == 1:
+            return self.blocks[p, p]
+        return (
+            self.blocks[p, p]
+            .reshape(groups, -1, groups, self.blocks[p, p].shape[0] // groups)
+            .diagonal(dim1=0, dim2=2)
+            .mean(-1)
+        )
+
+    def _start(self, call: Call) -> None:
+        rule = call.derivatives
+        assert isinstance(rule, BaseLossDerivatives)
+        with call.bound() as module:
+            if rule.predictions(module) == (0,):
+                prediction = call.origins_in[0]
+                total = rule.sum_hessian(module, None, None, self.subsampling)
+                if prediction in self.plan.producers:
+                    self._add(prediction, prediction, total * loss_scale(call))
+                return
+            mats = rule.sqrt_hessian(module, None, None, self.subsampling)
+        flat = [
+            (origin, mat.reshape(mat.shape[0] * mat.shape[1], -1))
+            for origin, mat in zip(call.origins_in, mats, strict=False)
+            if mat is not None and origin in self.plan.producers
+        ]
+        for a, columns_a in flat:
+            for b, columns_b in flat:
+                self._add(a, b, columns_a.T @ columns_b * loss_scale(call))
+
+    def _add(self, a: Any, b: Any, matrix: Tensor) -> None:
+        self.blocks[a, b] = self.blocks[a, b] + matrix if (a, b) in self.blocks else matrix
+
+    def _through(self, call: Call) -> None:
+        outs = [o for o in call.origins_out if o is not None and (o, o) in self.blocks]
+        if not outs:
+            return
+        own = _joined([_joined([self._block(a, b) for b in outs], 1) for a in outs], 0)
+        used_up = set(outs)
+        others = {b for a, b in self.blocks if a in used_up and b not in used_up}
+        across = {b: _joined([self._block(a, b) for a in outs], 0) for b in others}
+        self.blocks = {k: m for k, m in self.blocks.items() if used_up.isdisjoint(k)}
+        slots = [i for i, o in enumerate(call.origins_out) if o in used_up]
+        twins = self._twins(call)
+        nodes = [(n, j) for n, j in self._nodes(call, slots) if n not in twins]
+        derivatives = call.derivatives
+        assert derivatives is not None
+        with call.bound() as module:
+            rows = one_by_one(self.plan.base, self.subsampling)
+            if derivatives.jacobian_is_constant(module) and (
+                derivatives.kronecker_rows_are_constant or not call.trained
+            ):
+                rows = rows[:1]
+            for other, matrix in across.items():  # E[J]ᵀ M
+                for node, jacobian in nodes:
+                    block = jacobian(matrix, self.subsampling).T
+                    self._add(node, other, block)
+                    self._add(other, node, block.T)
+            inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
+            chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
+            if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+                ((node, _),) = inputs
+                average = derivatives.ea_jac_t_mat_jac_prod(
+                    module, None, None, own, self.subsampling
+                )
+                self._add(node, node, average)
+                nodes = [(n, j) for n, j in nodes if n is not node]
+                inputs = []
+            self._carry(own, nodes, rows, bool(inputs))
+        for twin, p in twins.items():
+            self.blocks[twin, twin], self.groups[twin] = self.blocks[p, p], self.groups[p]
+
+    def _carry(
+        self, own: Tensor, nodes: list[tuple[Node, Jacobian]], rows: Sequence[slice], joint: bool
+    ) -> None:
+        """Add ``E[J_aᵀ M J_b]`` for all pairs of nodes that somebody reads."""
+        for a, jacobian_a in nodes:
+            for b, jacobian_b in nodes:
+                if self._is_needed(a, b, joint):
+                    terms = [jacobian_b(jacobian_a(own, row), row) for row in rows]
+                    self._add(a, b, _average(terms))
+
+    def _twins(self, call: Call) -> dict[Parameter, Parameter]:
+        """Map parameters to the one of the same call that has the same Kronecker factor."""
+        derivatives, trained = call.derivatives, list(call.trained.values())
+        alone = all(len(self.plan.uses[p]) == 1 for p in trained)
+        shared = derivatives is not None and derivatives.kronecker_rows_are_shared
+        return dict.fromkeys(trained[1:], trained[0]) if shared and alone and trained else {}
+
+    def _block(self, a: Node, b: Node) -> Tensor:
+        """Return a block, which is zero if nothing was added to it."""
+        if (a, b) in self.blocks:
+            return self.blocks[a, b]
+        rows, columns = self.blocks[a, a], self.blocks[b, b]
+        return rows.new_zeros(len(rows), len(columns))
+
+    def _is_needed(self, a: Node, b: Node, joint: bool) -> bool:
+        """Whether somebody reads the block: a parameter's own, or one that will be carried on."""
+        if a is b and isinstance(a, Parameter):
+            return True
+        for node in (a, b):
+            if isinstance(node, Parameter) and len(self.plan.uses[node]) == 1:
+                return False
+        both_inputs = not (isinstance(a, Parameter) or isinstance(b, Parameter))
+        return joint or not both_inputs
+
+    def _nodes(self, call: Call, slots: list[int]) -> list[tuple[Node, Jacobian]]:
+        """List what the matrix travels on to: inputs that a call computed, and parameters."""
+        nodes: list[tuple[Node, Jacobian]] = [
+            (origin, self._input_jacobian(call, slots, i))
+            for i, origin in enumerate(call.origins_in)
+            if origin is not None and origin in self.plan.producers
+        ]
+        nodes += [(p, self._param_jacobian(call, slots, name)) for name, p in call.trained.items()]
+        return nodes
+
+    def _columns(
+        self, call: Call, slots: list[int], mat: Tensor, rows: Rows
+    ) -> list[Tensor | None]:
+        """Stack the columns of ``[D_out, K]`` at the outputs in ``slots``, equal for all rows."""
+        count = len(row_numbers(self.plan.base, rows))
+        shapes = [call_products.shape_out(call, i, count) for i in slots]
+        sizes = [prod(shape[1:]) for shape in shapes]
+        parts = mat.T.split(sizes, 1) if len(slots) > 1 else (mat.T,)
+        columns: list[Tensor | None] = [None] * len(call.outputs)
+        for i, part, shape in zip(slots, parts, shapes, strict=True):
+            columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
+        return columns
+
+    def _input_jacobian(self, call: Call, slots: list[int], i: int) -> Jacobian:
+        def apply(mat: Tensor, rows: Rows) -> Tensor:
+            columns = self._columns(call, slots, mat, rows)
+            back = call_products.transposed(call, columns, rows)[i]
+            if back is None:
+                _, *shape = call_products.shape_in(call, i, 1)
+                return mat.new_zeros(mat.shape[1], prod(shape))
+            return _over_rows(back)
+
+        return apply
+
+    def _param_jacobian(self, call: Call, slots: list[int], name: str) -> Jacobian:
+        assert call.derivatives is not None
+        if call.derivatives.kronecker_rows_are_outputs(call):
+            self.groups[call.trained[name]] = 1
+            return lambda mat, rows: mat.T
+
+        def apply(mat: Tensor, rows: Rows) -> Tensor:
+            columns = self._columns(call, slots, mat, rows)
+            kronecker = call_products.param(call, "kronecker_rows", name, columns, rows)
+            self.groups[call.trained[name]] = kronecker.shape[2]
+            return _over_rows(kronecker)
+
+        return apply
+
+
+def _joined(blocks: list[Tensor], axis: int) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
+
+
+def _average(terms: Sequence[Tensor]) -> Tensor:
+    return terms[0] if len(terms) == 1 else sum(terms[1:], terms[0]) / len(terms)
+
+
+def _over_rows(mat: Tensor) -> Tensor:
+    """Average over the rows: ``[V, R, *] -> [V, D]``."""
+    return (mat.squeeze(1) if mat.shape[1] == 1 else mat.mean(1)).reshape(len(mat), -1)

@@ -1,0 +1,139 @@
+"""Mistakes that are checked for before anything is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from itertools import combinations, islice
+from typing import Any
+from warnings import warn
+
+from torch import distributed
+from torch.nn import Module
+
+from backpack.context import CTX, Configuration
+from backpack.core.engine.products import REDUCTIONS
+from backpack.core.engine.propagations import Blocks
+from backpack.core.types import Extension
+
+# Names of all that can be extracted of a parameter.
+EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers
+# How many names a message lists.
+MOST_NAMES = 8
+EXTEND_FIRST = (
+    "Call extend() on the model (second-order extensions need it for the loss, too) before the "
+    "forward pass, and use what it returns. What torch.compile(fullgraph=True) has compiled is not "
+    "recorded."
+)
+NO_SHARDS = (
+    "The parameters of {} are sharded (torch.distributed.fsdp): results would be saved at tensors "
+    "that stand for them while the module runs, and be lost. Use "
+    "torch.nn.parallel.DistributedDataParallel, and extend the model inside."
+)
+
+
+def check_extensions(exts: Sequence[Extension]) -> None:
+    """Refuse extensions that cannot work, or not together.
+
+    Raises:
+        ValueError: If ``needs`` names what there is not, or an extension would overwrite another.
+        NotImplementedError: If an extension does not say what it makes of several ``needs``.
+    """
+    for ext in exts:
+        needs = ext.needs
+        if not EXTRACTED.issuperset(needs):
+            unknown = [name for name in needs if name not in EXTRACTED]
+            raise ValueError(
+                f"{type(ext).__name__} needs {', '.join(unknown)}, which cannot be extracted. The "
+                f"names are {', '.join(sorted(EXTRACTED))}."
+            )
+        if len(needs) > 1 and not ext.overrides_extract:
+            raise NotImplementedError(
+                f"{type(ext).__name__} needs {', '.join(needs)}: write a method 'extract(self, "
+                "products)' that makes one value of them. Else the first alone would be saved."
+            )
+    if len(exts) < 2 or len({ext.savefield for ext in exts}) == len(exts):
+        return
+    for one, other in combinations(exts, 2):
+        if one.savefield == other.savefield and not _are_equal(one, other):
+            raise ValueError(
+                f"{type(one).__name__} and {type(other).__name__} have one savefield, "
+                f"{one.savefield!r}: one would overwrite the results of the other. Use two "
+                "contexts, or set the savefield of one (ext.savefield = ...)."
+            )
+
+
+def _are_equal(one: Extension, other: Extension) -> bool:
+    """Whether two extensions compute the same."""
+    state, other_state = (dict(vars(ext), saved_quantities=None) for ext in (one, other))
+    return one is other or (type(one) is type(other) and state == other_state)
+
+
+def note_passes(inner: Configuration, outer: Configuration) -> None:
+    """Count the backward passes of a context for the one around it, whose extensions they hid."""
+    passes = inner.passes.own + inner.passes.hidden
+    if not (passes and outer.exts):
+        return
+    if outer.savefields <= inner.savefields:
+        outer.passes.own += passes
+    else:
+        outer.passes.hidden += passes
+
+
+def warn_of_nothing(configuration: Configuration, missed: bool) -> None:
+    """Say why the extensions of a context that is left have not run, if backward passes have.
+
+    Args:
+        configuration: That of the context.
+        missed: Whether a backward pass has reached parameters, but no recorded call.
+    """
+    passes = configuration.passes
+    if not configuration.exts or passes.own or passes.told:
+        return
+    names = ", ".join(type(ext).__name__ for ext in configuration.exts)
+    if passes.hidden:
+        warn(
+            f"The extensions of backpack({names}) have not run: each backward() inside was also "
+            "inside of another context, and the innermost one alone is active. Give all "
+            "extensions to one context: `with backpack(A(), B()):`.",
+            stacklevel=3,
+        )
+    elif missed:
+        warn(
+            f"backward() inside of `with backpack({names}):` reached no extended module, so "
+            f"nothing was computed. {EXTEND_FIRST}",
+            stacklevel=3,
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """Put names into one line, the first of them if there are many."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(islice(names, MOST_NAMES)) + (f" and {more} others" if more > 0 else "")
+
+
+def sharded_modules() -> set[Module]:
+    """Find the modules whose parameters others replace while they run (FSDP)."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not (distributed.is_available() and distributed.is_initialized()):
+        return set()
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    roots = [module for module in CTX._extended if isinstance(module, kinds)]
+    return {module for root in roots for module in root.modules()}
+
+
+def check_one_process(what: str) -> None:
+    """Refuse to run on several processes what would be different on each.
+
+    Raises:
+        NotImplementedError: If there are several.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    count = distributed.get_world_size()
+    if count > 1:
+        raise NotImplementedError(
+            f"{what} does not work on several processes yet ({count} of torch.distributed are "
+            "running): each would see its own part of the batch alone, so results (and weights) "
+            "would drift apart. Run it in one process."
+        )

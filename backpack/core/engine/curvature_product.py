@@ -1,0 +1,331 @@
+"""Products with a parameter's block of the GGN, the Hessian, or its positive part, matrix-free.
+
+The R-operator (Pearlmutter 1994; Schraudolph 2002) on the reached calls: push the parameter's
+tangent forward to the loss, apply the loss Hessian, pull the result back; on the way, the Hessian
+adds the second derivative of every nonlinear module times the tangent at its input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.context import without_autocast
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.engine import call_products
+from backpack.core.engine.plan import Feed, Plan
+from backpack.core.engine.sweep import loss_scale
+from backpack.core.engine.watch import unwatched
+from backpack.core.record.tape import Call, Origin, describe
+from backpack.core.rows import Rows, row_numbers
+
+Subsampling = Sequence[int] | None
+# What to make of a module's (diagonal) second derivative; None leaves it out.
+Modify = Callable[[Tensor], Tensor] | None
+
+
+def identity(residual: Tensor) -> Tensor:
+    """Keep the second derivative: the Hessian."""
+    return residual
+
+
+def clip(residual: Tensor) -> Tensor:
+    """Keep its positive part."""
+    return residual.clamp(min=0)
+
+
+class Reached(NamedTuple):
+    """A call that the parameter influences.
+
+    Attributes:
+        call: The call.
+        rows: Rows that the vectors hold.
+        name: Name of the parameter, if the call uses it.
+        fed: The inputs that it influences.
+        inputs: The tangents at all inputs, None for zero.
+    """
+
+    call: Call
+    rows: Rows
+    name: str | None
+    fed: list[Feed]
+    inputs: list[Tensor | None]
+
+
+class CurvatureBlock:
+    """The map ``[V, *p] -> [V, *p]`` that applies a parameter's diagonal block.
+
+    Where a parameter is used several times, or enters its module nonlinearly, the Hessian includes
+    second derivatives with respect to the parameter itself. They are indefinite, so the GGN and the
+    positive-curvature Hessian leave them out.
+
+    Args:
+        plan: Reached calls that outlive the backward pass.
+        parameter: The parameter p.
+        modify: What to make of the modules' second derivatives: None for the GGN, ``identity`` for
+            the Hessian, ``clip`` or ``torch.abs`` for the positive-curvature Hessian.
+        subsampling: Samples whose curvature counts.
+        differentiable: Whether products have a graph.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameter: Parameter,
+        modify: Modify,
+        subsampling: Sequence[int] | None = None,
+        differentiable: bool = False,
+    ):
+        """Remember what the product depends on."""
+        self.plan = plan
+        self.parameter = parameter
+        self.modify = modify
+        self.subsampling = subsampling
+        self.differentiable = differentiable
+        self.read = plan.read
+        self.names = dict(reversed(plan.uses[parameter]))
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Apply the block.
+
+        Args:
+            mat: ``[V, *p]``, or ``[*p]``.
+
+        Returns:
+            Same shape.
+
+        Raises:
+            ValueError: If the shape does not match.
+            RuntimeError: If a parameter was changed since the backward pass.
+        """
+        if self.read.changed(self.read.parameters):
+            raise RuntimeError(
+                "A parameter or buffer was changed (by an optimiser step?) after the backward pass "
+                "that this product belongs to. Evaluate products before changing parameters."
+            )
+        p = self.parameter
+        if mat.shape[1:] == p.shape:
+            return self.product(mat)
+        if mat.shape == p.shape:
+            return self.product(mat.unsqueeze(0)).squeeze(0)
+        raise ValueError(
+            f"Expected vectors of shape {['V', *p.shape]} (or without V), got {list(mat.shape)}."
+        )
+
+    def diagonal(self, per_sample: bool = False, entries_at_once: int = 32) -> Tensor:
+        """Return the block's diagonal from products with the unit vectors.
+
+        Args:
+            per_sample: Return the diagonal of each sample's block.
+            entries_at_once: Number of unit vectors in one product.
+
+        Returns:
+            ``[*p]``, or ``[N, *p]`` for each sample.
+        """
+        p = self.parameter
+        parts = []
+        for start in range(0, p.numel(), entries_at_once):
+            size = min(entries_at_once, p.numel() - start)
+            units = torch.zeros(size, p.numel(), dtype=p.dtype, device=p.device)
+            units[range(size), range(start, start + size)] = 1
+            product = self.product(units.reshape(size, *p.shape), per_sample)
+            flat = product.reshape(*product.shape[: 2 if per_sample else 1], -1)
+            parts.append(torch.stack([flat[v, ..., start + v] for v in range(size)], -1))
+        diagonal = torch.cat(parts, -1)
+        return diagonal.reshape((*diagonal.shape[:-1], *p.shape))
+
+    def product(self, mat: Tensor, per_sample: bool = False) -> Tensor:
+        """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""
+        samples = None if self.plan.mixing else self.subsampling
+        with unwatched(), torch.set_grad_enabled(self.differentiable), without_autocast():
+            reached = self._push_forward(mat, samples)
+            return self._pull_back(mat, reached, per_sample).to(mat.dtype)
+
+    def _push_forward(self, mat: Tensor, samples: Subsampling) -> list[Reached]:
+        """Return the calls that the parameter influences, with the tangents at their inputs."""
+        tangents: dict[Origin, Tensor] = {}
+        reached: list[Reached] = []
+        for passage in self.plan.passages(samples):
+            call, rows, feeds = passage
+            name = self.names.get(call)
+            fed = [feed for feed in feeds if feed.origin in tangents]
+            if name is None and not fed:
+                continue
+            inputs: list[Tensor | None] = [None] * len(call.origins_in)
+            for feed in fed:
+                inputs[feed.slot] = _at_input(feed, tangents[feed.origin])
+            reached.append(Reached(call, rows, name, fed, inputs))
+            if call in self.plan.losses:
+                continue
+            parts = []
+            with call.bound():
+                if fed:
+                    parts.append(call_products.forward(call, inputs, rows))
+                if name is not None:
+                    parts.append(call_products.param_forward(call, name, mat, rows))
+            for origin, *terms in zip(call.origins_out, *parts, strict=True):
+                if origin is not None:
+                    tangents[origin] = reduce(operator.add, terms)
+        return reached
+
+    def _pull_back(self, mat: Tensor, reached: Sequence[Reached], per_sample: bool) -> Tensor:
+        """Apply the curvature of the losses (and modules), and return to the parameter."""
+        arrived: dict[Origin, Tensor] = {}
+        found: list[Tensor] = []  # at the parameter
+        for at in reversed(reached):
+            call, rows = at.call, at.rows
+            columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+            has_arrived = any(c is not None for c in columns)
+            backs: list[Any] = [None] * len(at.inputs)
+            with call.bound():
+                if call in self.plan.losses:
+                    backs = self._loss_product(call, at.inputs, rows)
+                elif at.fed and has_arrived:
+                    backs = call_products.transposed(call, columns, rows)
+                if at.name is not None and has_arrived:
+                    product = call_products.param(
+                        call, "param_mjp", at.name, columns, rows, sum_batch=not per_sample
+                    )
+                    found.append(self._of_samples(product) if per_sample else product)
+                if self.modify is not None and call not in self.plan.losses:
+                    seconds, second = self._second(at, mat, per_sample)
+                    backs = list(map(_sum, backs, seconds))
+                    if second is not None:
+                        found.append(self._of_samples(second) if per_sample else second)
+            for feed in at.fed:
+                back = backs[feed.slot]
+                if back is not None:
+                    back = _at_output(feed, back)
+                    before = arrived.get(feed.origin)
+                    arrived[feed.origin] = back if before is None else before + back
+        if not found:  # the loss does not depend on the parameter
+            count = len(row_numbers(self.plan.base, self.subsampling))
+            return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])
+        return reduce(operator.add, found)
+
+    def _second(
+        self, at: Reached, mat: Tensor, per_sample: bool
+    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+        """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
+        call, name, inputs = at.call, at.name, at.inputs
+        derivatives = call.derivatives
+        none: list[Tensor | None] = [None] * len(inputs)
+        assert derivatives is not None
+        with call.bound() as module:
+            curved = not derivatives.hessian_is_zero(module)
+            diagonal = curved and derivatives.hessian_is_diagonal(module)
+            affine = derivatives.is_linear_in_params(module)
+        if self.modify is not identity:
+            if not (at.fed and curved):
+                return none, None
+            return self._modified(call, inputs, diagonal, at.rows), None
+        if name is not None and (
+            (at.fed and len(self.plan.uses[self.parameter]) > 1) or not affine
+        ):
+            if self.plan.mixing:
+                raise NotImplementedError(
+                    f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
+                    "which is reused or enters nonlinearly, in a network that mixes samples (batch "
+                    "normalisation in training mode)."
+                )
+            backs, products = call_products.second(
+                call, inputs, {name: mat}, at.rows, sum_batch=not per_sample
+            )
+            return backs, products[name]
+        if at.fed and curved:
+            return call_products.second(call, inputs, {}, at.rows)[0], None
+        return none, None
+
+    def _modified(
+        self, call: Call, inputs: list[Tensor | None], diagonal: bool, rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the positive part (say) of the second derivative, for each sample."""
+        assert self.modify is not None and call.derivatives is not None
+        if diagonal:
+            (tangent,) = inputs
+            with call.bound() as module:
+                grads = call_products.gradients(call)
+                residual = call.derivatives.hessian_diagonal(module, None, grads, rows)
+            return [None if tangent is None else self.modify(residual) * tangent]
+        like = next(t for t in inputs if t is not None)
+        count = like.shape[1]
+        varying = [i for i, o in enumerate(call.origins_in) if o in self.plan.producers]
+        shapes = {i: call_products.shape_in(call, i, count) for i in varying}
+        sizes = [prod(shapes[i][1:]) for i in varying]
+
+        def apart(columns: Tensor) -> list[Tensor | None]:  # [V, R, D] at each input
+            parts: list[Tensor | None] = [None] * len(inputs)
+            for i, part in zip(varying, columns.split(sizes, -1), strict=True):
+                parts[i] = part.reshape(len(part), *shapes[i])
+            return parts
+
+        def together(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
+            flat = [
+                like.new_zeros(num_v, count, size) if part is None else part.flatten(2)
+                for part, size in zip((parts[i] for i in varying), sizes, strict=True)
+            ]
+            return torch.cat(flat, -1)
+
+        units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
+        columns = units.unsqueeze(1).expand(-1, count, -1)
+        dense = together(call_products.second(call, apart(columns), {}, rows)[0], sum(sizes))
+        values, vectors = torch.linalg.eigh(dense.movedim(0, -1))  # [R, D, D], one for each row
+        positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
+        return apart(torch.einsum("ncd,vnd->vnc", positive, together(inputs, len(like))))
+
+    def _loss_product(
+        self, call: Call, tangents: list[Tensor | None], rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the Hessian of a loss, or the matrix of its GGN, to tangents at its inputs."""
+        derivatives = call.derivatives
+        assert isinstance(derivatives, BaseLossDerivatives)
+        make = derivatives.make_ggn_mat_prod
+        if self.modify is identity:
+            make = derivatives.make_hessian_mat_prod
+        with call.bound() as module:
+            product = make(module, None, None)(tangents, rows)
+        parts = [product] if isinstance(product, Tensor) else product
+        return [None if part is None else self._counted(call, part) for part in parts]
+
+    def _counted(self, call: Call, product: Tensor) -> Tensor:
+        """Scale the product like the loss; where samples mix, leave out those that do not count."""
+        if self.plan.mixing and self.subsampling is not None:
+            counted = torch.zeros_like(product)
+            kept = list(row_numbers(product.shape[1], self.plan.rows(call, self.subsampling)))
+            counted[:, kept] = product[:, kept]
+            product = counted
+        return product * loss_scale(call)
+
+    def _of_samples(self, product: Tensor) -> Tensor:
+        """Sum ``[V, R, *p]`` over the rows of each sample."""
+        base = len(row_numbers(self.plan.base, self.subsampling))
+        return product.unflatten(1, (base, -1)).sum(2)
+
+
+def _at_input(feed: Feed, tangent: Tensor) -> Tensor:
+    """Bring a tangent at a producer's output to the shape of what it is the input of."""
+    rows, *rest = feed.shape
+    if feed.is_copied and tangent.shape[1] < rows:
+        tangent = tangent[:, :1].expand(-1, rows, *tangent.shape[2:])
+    return tangent.reshape(len(tangent), rows, *rest)
+
+
+def _at_output(feed: Feed, back: Tensor) -> Tensor:
+    """Bring a product at an input to the shape of the producer's output."""
+    rows, *rest = feed.shape_there
+    if feed.is_gathered and back.shape[1] > rows:
+        back = back.unflatten(1, (rows, -1)).sum(2)
+    return back.reshape(len(back), rows, *rest)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

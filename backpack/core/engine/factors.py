@@ -1,0 +1,113 @@
+"""Columns that travel back through the network, and what a reshape does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Size, Tensor
+
+
+def split_columns(mat: Tensor, groups: int, coarser: int) -> Tensor:
+    """Give each of the groups that are merged columns of its own.
+
+    Columns of different groups of rows are independent: column v stands for one vector in each
+    group. Where groups merge, they must not mix, so a column becomes one for each merged group.
+
+    Args:
+        mat: ``[V, R, *]``, R rows in ``groups`` groups.
+        groups: Number of independent groups.
+        coarser: Number of groups afterwards, a divisor of ``groups``.
+
+    Returns:
+        ``[V·r, R, *]`` with ``r = groups / coarser``.
+    """
+    num_v, num_r = mat.shape[:2]
+    r = groups // coarser
+    if r == 1:
+        return mat
+    apart = torch.eye(r, dtype=mat.dtype, device=mat.device)
+    blocks = mat.reshape(num_v, 1, coarser, r, -1) * apart.reshape(1, r, 1, r, 1)
+    return blocks.reshape(num_v * r, num_r, *mat.shape[2:])
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A stack of columns, with ``sum_v w_v s_v s_vᵀ`` the matrix they stand for.
+
+    Attributes:
+        mat: ``[V, R, *shape]``.
+        groups: The R rows belong to this many independent samples (R, unless a reshape between two
+            modules merged rows, or a module mixes the whole batch: then 1).
+        weights: Weight of each column, ``[V, groups]``; None for all 1.
+        adds_up: Where groups merge, the vectors of a column simply add: those of a gradient do, and
+            random vectors of mean zero may, whose cross terms vanish in expectation.
+    """
+
+    mat: Tensor
+    groups: int
+    weights: Tensor | None = None
+    adds_up: bool = False
+
+    def holding(self, mat: Tensor) -> Factor:
+        """Return other columns of the same groups and weights."""
+        return Factor(mat, self.groups, self.weights, self.adds_up)
+
+    def coarsened(self, groups: int) -> Factor:
+        """Merge groups of rows."""
+        if groups == self.groups:
+            return self
+        if self.adds_up:
+            return replace(self, groups=groups)
+        mat = split_columns(self.mat, self.groups, groups)
+        weights = self.weights
+        if weights is not None:
+            weights = weights.reshape(len(weights), groups, -1).transpose(1, 2).reshape(-1, groups)
+        return replace(self, mat=mat, groups=groups, weights=weights)
+
+    def reshaped(self, shape: Sequence[int]) -> Factor:
+        """Reshape to ``[V, *shape]``, shape with its own number of rows.
+
+        Raises:
+            ValueError: If the rows neither split nor merge evenly.
+        """
+        if self.mat.shape[1:] == Size(shape):
+            return self
+        rows = shape[0]
+        if rows % self.groups == 0:
+            factor = self
+        elif self.groups % rows == 0:
+            factor = self.coarsened(rows)
+        else:
+            raise ValueError(
+                f"Cannot follow a reshape of {list(self.mat.shape[1:])} to {list(shape)} between "
+                "two modules: the first (batch) axis of one is not a multiple of the other's."
+            )
+        return factor.holding(factor.mat.reshape(len(factor.mat), *shape))
+
+    def on(self, device: torch.device) -> Factor:
+        """Move to where a tensor was computed."""
+        if self.mat.device == device:
+            return self
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(self, mat=self.mat.to(device), weights=weights)
+
+    def gathered(self, groups: int) -> Factor:
+        """Merge groups of rows and sum the rows of each, for a tensor that all of them share."""
+        factor = self.coarsened(groups)
+        return factor.holding(factor.mat.unflatten(1, (groups, -1)).sum(2))
+
+    def reduced(self) -> Factor:
+        """Return as many columns as a sample has entries: S = Rᵀ Qᵀ has the S Sᵀ of Rᵀ."""
+        num_v, rows, *shape = self.mat.shape
+        stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
+        precision = torch.promote_types(stacked.dtype, torch.float32)
+        triangles = torch.linalg.qr(stacked.to(precision), mode="r").R  # [R, D, D]
+        return self.holding(triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape))
+
+    def __add__(self, other: Factor) -> Factor:
+        """Add what arrives over two branches, column by column."""
+        groups = min(self.groups, other.groups)
+        mine, others = self.coarsened(groups), other.coarsened(groups)
+        return mine.holding(mine.mat + others.mat)

@@ -1,0 +1,102 @@
+"""The hook that records the calls of a module."""
+
+from __future__ import annotations
+
+from warnings import warn
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.module import _global_forward_hooks
+
+from backpack.context import CTX
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.record import tape
+from backpack.core.record.altered import alteration
+from backpack.core.record.compiler import may_leave_graph, set_compiler
+from backpack.core.record.given import MARK, note_given
+from backpack.core.record.tape import describe
+
+# What records of calls tell
+REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPass.entered
+
+
+def extend_one(module: Module, name: str, debug: bool = False) -> None:
+    """Let the calls of one module be recorded, without those of its children.
+
+    Args:
+        module: The module.
+        name: What messages call it.
+        debug: Print what is done.
+    """
+    vars(module)["_backpack_name"] = name
+    if isinstance(module, torch.jit.ScriptModule):
+        warn(
+            f"{describe(module)} was made by torch.jit and cannot be extended: its "
+            "parameters have no quantities. Extend the module that it was made from.",
+            stacklevel=3,
+        )
+        return
+    if debug:
+        print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
+    if getattr(module, "inplace", False) is True:
+        # an in-place change would destroy the input that the derivatives need
+        module.inplace = False  # type: ignore[assignment]
+        if debug:
+            print(f"[backpack] switched off inplace of {name or type(module).__name__}")
+    for key, hook in list(module._forward_hooks.items()):
+        if hook is _record:  # a program has reset the flag
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+    handle = module.register_forward_hook(_record, prepend=True, with_kwargs=True)
+    CTX.add_hook_handle(handle, module)
+    module._backpack_extend = True  # type: ignore[assignment]
+    vars(module)["__prepare_scriptable__"] = _refuse_script
+
+
+def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return None
+    compiler = set_compiler(None)  # by a function of C: others would be compiled
+    try:
+        altered, is_first = None, next(iter(module._forward_hooks.values())) is _record
+        if _global_forward_hooks or not is_first:
+            altered, is_first = alteration(module, args, kwargs, output), False
+        seen = tape.record(module, args, kwargs, output, REACHED, MISSED, altered, is_first)
+        if MARK in vars(module):
+            note_given(module, args, kwargs, output if seen is None else seen, ENTERED)
+        return seen
+    finally:
+        set_compiler(compiler)
+
+
+def _refuse_script() -> None:
+    """Tell what to do: the compiler of torch.jit calls this before it reads our hooks."""
+    raise NotImplementedError(
+        "torch.jit.script cannot compile the hooks of an extended module. Script the model before "
+        "extend(), or after CTX.remove_hooks()."
+    )
+
+
+def _note_inputs(module: Module, args: tuple, kwargs: dict) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return
+    compiler = set_compiler(None)
+    try:
+        tape.note_inputs(args, kwargs)
+    finally:
+        set_compiler(compiler)
+
+
+def follow_inputs(root: Module) -> None:
+    """Let the samples be followed from what a converted model is called with.
+
+    Args:
+        root: A graph of modules.
+    """
+    if _note_inputs not in root._forward_pre_hooks.values():
+        hook = root.register_forward_pre_hook(_note_inputs, prepend=True, with_kwargs=True)
+        CTX.add_hook_handle(hook, root)

@@ -1,0 +1,461 @@
+"""The graph of the calls that a backward pass has reached: who feeds whom, and where it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from math import gcd
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.engine.call_products import shape_in, shape_out
+from backpack.core.engine.lazy import lazy
+from backpack.core.record.tape import (
+    RESHAPES,
+    Call,
+    KeptParameters,
+    Origin,
+    is_converted,
+    parameter_behind,
+    upstream,
+)
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Extension
+from backpack.utils.subsampling import subsample
+
+
+class Producer(NamedTuple):
+    """The call (and the number of its output) that computed a tensor."""
+
+    call: Call
+    slot: int
+
+
+class Feed(NamedTuple):
+    """An input of a call that another one has computed, for a selection of samples.
+
+    Attributes:
+        slot: Number of the input.
+        origin: Identity of the tensor.
+        shape: Its canonical shape as the input.
+        shape_there: Its canonical shape as the output of the other call.
+        is_copied: Whether the tensor has no samples (of parameters), but the input is seen by all.
+        is_gathered: Whether the tensor has no samples, and the other call no rows of its own.
+    """
+
+    slot: int
+    origin: Origin
+    shape: list[int]
+    shape_there: list[int]
+    is_copied: bool
+    is_gathered: bool
+
+
+class Passage(NamedTuple):
+    """A call on the way of vectors through the network, for a selection of samples."""
+
+    call: Call
+    rows: Rows
+    feeds: list[Feed]
+
+
+def set_apart(calls: Iterable[Call], exts: Iterable[Extension]) -> None:
+    """Let calls that only reshape take part in the graph, if an extension has a rule for them.
+
+    They do from the forward pass on if the extension was made before it. Otherwise the output (or
+    the input itself) cannot be told from the input: what has read the tensor since has read the
+    output, if that is a single call.
+
+    Raises:
+        ValueError: If several calls have read the tensor since.
+    """
+    exts = [ext for ext in exts if ext.rules]
+    ordered = sorted(calls, key=attrgetter("index")) if exts else []
+    produced = {o for call in ordered if not call.is_transparent for o in call.origins_out}
+    for number, call in enumerate(ordered):
+        rules = [rule for ext in exts if (rule := ext.rule_for(call.module)) is not None]
+        if not (rules and call.is_transparent) or len(call.origins_out) > 1:
+            continue
+        behind = call.origins_out[0]
+        readers = [other for other in ordered[number + 1 :] if behind in other.origins_in]
+        taking = [o for c in readers if not c.is_transparent for o in c.origins_in if o is behind]
+        if behind is None or behind not in produced or not taking:
+            continue
+        if len(taking) > 1:
+            if all(rule.is_jacobian for rule in rules):  # of the identity: it may be passed over
+                continue
+            raise ValueError(
+                f"{call!r} returns the entries of its input, which several modules read, so that "
+                "it is not known what arrives at its rule. Make the extension before the forward "
+                "pass."
+            )
+        mark = call.set_apart()
+        produced.add(mark)
+        for other in readers:
+            other.read_instead(behind, mark)
+
+
+class Plan:
+    """Reached calls in the order of the forward pass, with the edges between them.
+
+    Attributes:
+        everything: All reached calls.
+        users: Calls whose parameters matter.
+        calls: Calls whose derivatives are needed: no containers, nothing that only reshapes.
+        uses: For each parameter the calls that use it, with its name there.
+    """
+
+    def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
+        """Order the calls and connect them.
+
+        Args:
+            calls: Reached calls.
+            users: Those whose parameters matter. Default: all.
+        """
+        self.everything = sorted(calls, key=attrgetter("index"))
+        self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
+        self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
+        self.users = self.everything if users is None else list(users)
+        for call in self.users:
+            for name, p in call.trained.items():
+                self.uses.setdefault(p, []).append((call, name))
+        for call in self.calls:
+            if call.is_unbatched:
+                call.copies = self.base or 1
+        self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
+        dtypes = {dtype for call in self.calls for dtype in call.dtypes}
+        if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
+            for call in self.calls:
+                call.compute_in(reduce(torch.promote_types, dtypes))
+
+    @lazy
+    def losses(self) -> list[Call]:
+        """The calls that are losses."""
+        return [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
+
+    @lazy
+    def predictions(self) -> dict[Call, tuple[int, ...]]:
+        """For each loss the numbers of the inputs that are predictions."""
+        found = {}
+        for loss in self.losses:
+            assert isinstance(loss.derivatives, BaseLossDerivatives)
+            with loss.bound() as module:
+                found[loss] = loss.derivatives.predictions(module)
+        return found
+
+    @lazy
+    def producers(self) -> dict[Origin, Producer]:
+        """Who computed the tensor of an origin."""
+        return {
+            origin: Producer(call, slot)
+            for call in self.calls
+            for slot, origin in enumerate(call.origins_out)
+            if origin is not None
+        }
+
+    @lazy
+    def going_on(self) -> set[Call]:
+        """Calls that have an input which another one has computed."""
+        return {c for c in self.calls if not self.producers.keys().isdisjoint(c.origins_in)}
+
+    @lazy
+    def size(self) -> int:
+        """Number of entries of all parameters that are used."""
+        return sum([p.numel() for p in self.uses])
+
+    @lazy
+    def bytes(self) -> int:
+        """Bytes of all parameters that are used."""
+        return sum([p.nbytes for p in self.uses])
+
+    @lazy
+    def after_loss(self) -> set[Call]:
+        """The losses themselves, and modules that combine their values."""
+        found = set(self.losses)
+        for call in self.calls:
+            producers = [self.producers.get(o) for o in call.origins_in if o is not None]
+            if any(p and p.call in found for p in producers):
+                found.add(call)
+        return found
+
+    @lazy
+    def base(self) -> int:
+        """Number of samples; the number of rows of every call is a multiple. 0 if there is none."""
+        found = [self.num_samples(call) for call in self.calls if not call.is_unbatched]
+        samples = [count for count in found if count]
+        base = gcd(*samples)
+        # without a common batch, there are neither slices of samples nor subsampling
+        return base if base == min(samples, default=0) else 0
+
+    @lazy
+    def mixing(self) -> bool:
+        """Whether a module mixes the samples of the batch."""
+        return any(call.mixes_samples for call in self.calls)
+
+    @lazy
+    def read(self) -> KeptParameters:
+        """What the parameters and buffers that the calls have read are now."""
+        kept = KeptParameters(copies=False)
+        for call in self.calls:
+            # a module that mixes samples changes its buffers (running statistics) and reads none
+            kept.add(
+                t
+                for tensors in (call.params, *call.read)
+                for t in tensors.values()
+                if t is not None and (isinstance(t, Parameter) or not call.mixes_samples)
+            )
+        return kept
+
+    def check_one_batch(self, p: Parameter) -> None:
+        """Refuse per-sample quantities of a parameter that is used on batches of different sizes.
+
+        Uses on one batch may have different numbers of rows (positions). Batches are told apart by
+        whether a path of modules connects the uses.
+
+        Raises:
+            ValueError: If the batches differ.
+        """
+        if len(self.uses[p]) == 1:
+            return
+        sizes = {self._batches[call][1] for call, _ in self.uses[p]}
+        if len(sizes) > 1:
+            uses = ", ".join(repr(call) for call, _ in self.uses[p])
+            raise ValueError(
+                f"A parameter is used on batches of different sizes ({uses}): samples of one have "
+                "no partner in the other. Use one backward pass for each batch."
+            )
+
+    def check_one_batch_for_all(self) -> None:
+        """Refuse tensors without samples in a backward pass through batches of different sizes.
+
+        Raises:
+            ValueError: If the sizes differ.
+        """
+        sizes = {size: call for call, (_, size) in self._batches.items() if size}
+        if len(sizes) > 1:
+            alone = next(call for call in self.calls if call.is_unbatched)
+            uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
+            raise ValueError(
+                f"{alone!r} has no samples, and is used on batches of different sizes ({uses}): "
+                "samples of one have no partner in the other. Use one backward pass for each batch."
+            )
+
+    @lazy
+    def _batches(self) -> dict[Call, tuple[int, int]]:
+        """Number the connected parts of the network, and find the number of samples of each."""
+        part = {call: i for i, call in enumerate(self.everything)}
+        for call in self.everything:
+            for origin in call.origins_in:
+                producer = None if origin is None else self.producers.get(origin)
+                if producer is not None and call not in self.after_loss - set(self.losses):
+                    joined = {part[call], part[producer.call]}
+                    for other, number in part.items():
+                        if number in joined:
+                            part[other] = min(joined)
+        rows: dict[int, int] = {}
+        for call, number in part.items():
+            if self.num_samples(call) and not call.is_unbatched:
+                rows[number] = gcd(rows.get(number, 0), self.num_samples(call))
+        return {call: (number, rows.get(number, 0)) for call, number in part.items()}
+
+    def snapshot(self, create_graph: bool) -> Plan:
+        """Return a copy whose calls outlive the backward pass."""
+        return Plan(call.snapshot(create_graph) for call in self.calls)
+
+    @staticmethod
+    def num_rows(call: Call) -> int:
+        """Number of rows along the batch axis of a call, 0 if it has none."""
+        if call.is_unbatched:
+            return call.copies
+        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        shape = call.shape_in[0] if is_loss else call.shape_out[0]
+        if shape and call.is_usual:
+            return shape[0]
+        place = call.place_in(0) if is_loss else call.place_out(0)
+        if is_loss and place is None and shape:  # the prediction is data
+            return shape[0]
+        return place.rows(shape) if shape and place is not None else 0
+
+    @classmethod
+    def num_samples(cls, call: Call) -> int:
+        """Number of samples of a call, 0 if it has none; each may have several rows."""
+        rows = cls.num_rows(call)
+        if call.is_unbatched or call.is_usual or not rows:
+            return rows
+        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        place = call.place_in(0) if is_loss else call.place_out(0)
+        return rows if place is None else place.samples
+
+    def rows(self, call: Call, samples: Rows) -> Rows:
+        """Translate a selection of samples to one of the call's rows."""
+        if samples is None:
+            return None
+        ratio = self.num_rows(call) // self.base
+        if ratio == 1:
+            return samples
+        if isinstance(samples, slice):
+            start, stop, _ = samples.indices(self.base)
+            return slice(start * ratio, stop * ratio)
+        return [n * ratio + i for n in samples for i in range(ratio)]
+
+    def shape(self, producer: Producer, samples: Rows) -> list[int]:
+        """Canonical shape of a call's output for a selection of samples."""
+        call, slot = producer
+        if samples is None and call.is_usual:
+            return list(call.shape_out[slot])
+        count = len(row_numbers(self.num_rows(call), self.rows(call, samples)))
+        return shape_out(call, slot, count)
+
+    def passages(self, samples: Sequence[int] | None) -> list[Passage]:
+        """List the calls with what does not depend on the vectors that pass through them."""
+        key = None if samples is None else tuple(samples)
+        if key not in self._passages:
+            self._passages[key] = [self._passage(call, samples) for call in self.calls]
+        return self._passages[key]
+
+    def _passage(self, call: Call, samples: Rows) -> Passage:
+        rows, total = self.rows(call, samples), self.num_rows(call)
+        count = len(row_numbers(total, rows))
+        feeds = []
+        for i, origin in enumerate(call.origins_in):
+            producer = None if origin is None else self.producers.get(origin)
+            whole = call.shape_in[i]
+            if origin is None or producer is None or whole is None:
+                continue
+            place = call.place_in(i)
+            # a function may have more rows than its input
+            own = count if place is None or not whole else count * place.rows(whole) // total
+            shape, there = shape_in(call, i, own), self.shape(producer, samples)
+            gathered = producer.call.is_unbatched
+            feeds.append(Feed(i, origin, shape, there, place is None, gathered))
+        return Passage(call, rows, feeds)
+
+    def check_subsampling(
+        self, subsampling: Sequence[int] | None, exts: Sequence[Extension]
+    ) -> None:
+        """Refuse indices that are not samples of the batch.
+
+        Raises:
+            ValueError: If an index is out of range or there is no common batch axis.
+        """
+        if subsampling is None or not self.calls:
+            return
+        savefields = ", ".join(ext.savefield for ext in exts)
+        if not self.base:
+            raise ValueError(f"{savefields}: subsampling needs one batch axis in all modules.")
+        try:
+            subsample(torch.empty(self.base), 0, subsampling)
+        except ValueError as error:
+            raise ValueError(f"{savefields}: {error}") from error
+
+    @lazy
+    def gap(self) -> str | None:
+        """Describe the first break: a reached call feeds another through what is not a module."""
+        for loss in self.losses:
+            for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
+                if i in self.predictions[loss]:
+                    continue
+                if origin in self.producers or (origin and self._above(x)[0]):
+                    return (
+                        f"input {i} of {loss!r}, no prediction but a target (or a variance), "
+                        "depends on the output of a module, but the curvature is that with "
+                        "respect to the prediction alone. Use detach() if it is meant to be "
+                        "constant."
+                    )
+        consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
+        for consumer in reversed(consumers):
+            for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
+                if not isinstance(x, Tensor) or origin in self.producers:
+                    continue
+                if parameter_behind(x) is not None:
+                    return (
+                        f"{consumer!r} has a parameter as its input. Only parameters that belong "
+                        "to a module with derivatives of its own are supported."
+                    )
+                if origin is None or origin.is_output:  # of a call that no gradient has reached
+                    continue
+                above, leaves = self._above(x)
+                for leaf in leaves:
+                    if isinstance(leaf, Parameter) and leaf in self.uses:
+                        call, name = self.uses[leaf][0]
+                        return (
+                            f"the parameter '{name}' of {call!r} is also used by a function (or a "
+                            f"module that was not extended) whose result {consumer!r} reads."
+                        )
+                if above:
+                    producer = max((self.producers[o].call for o in above), key=lambda c: c.index)
+                    return (
+                        f"the output of {producer!r} reaches {consumer!r} through an operation "
+                        "that is not a module (a function such as torch.add or F.relu, an in-place "
+                        "change, or a module that was not extended): "
+                        f"{', '.join(self._nodes_above(x))}. {self._advice(consumer)}"
+                    )
+        return None
+
+    def _advice(self, consumer: Call) -> str:
+        """Say what to do about a function whose result a call reads."""
+        as_module = "make it a module, which is called in its place (see backpack.custom_module)"
+        if not any(is_converted(call.module) for call in self.calls):
+            return (
+                "If it is in the forward of the model, use extend(model, use_converter=True); "
+                f"else move it there, or {as_module}."
+            )
+        if not is_converted(consumer.module):
+            return (
+                "It is outside of the model whose functions use_converter=True has found: move it "
+                f"into the forward of that model, or {as_module}."
+            )
+        return (
+            "The converter has not seen it: call the model that extend() has returned, or "
+            f"{as_module}."
+        )
+
+    def _nodes_above(self, x: Tensor) -> list[str]:
+        """Name the first nodes of the autograd graph between a tensor and the reached calls."""
+        names: dict[str, None] = {}
+        nodes = [x.grad_fn]
+        while nodes and len(names) < 3:
+            node: Any = nodes.pop(0)
+            marks = () if node is None else node.metadata.values()
+            if node is None or any(isinstance(m, Origin) and m in self.producers for m in marks):
+                continue
+            if type(node).__name__ not in RESHAPES:
+                names[node.name()] = None
+            nodes += [parent for parent, _ in node.next_functions]
+        return list(names)
+
+    def _above(self, x: Tensor) -> tuple[list[Origin], list[Tensor]]:
+        """Find the closest reached calls above a tensor, and the parameters on the way."""
+        return upstream(x, self.producers.__contains__)
+
+    @lazy
+    def unreached(self) -> Call | None:
+        """Find the last call whose output does not enter the prediction of a loss."""
+        fed: set[Origin | None] = set()
+        for call in reversed(self.calls):
+            if call in self.losses:
+                fed.update(call.origins_in[i] for i in self.predictions[call])
+            elif call not in self.after_loss:
+                if not fed.intersection(call.origins_out):
+                    return call
+                fed.update(call.origins_in)
+            fed.discard(None)
+        return None
+
+    def why_unreached(self, call: Call) -> str:
+        """Explain why nothing arrived at a call that the gradient has reached."""
+        if not self.losses:
+            return (
+                f"the output of {call!r} does not end in a supported loss. Second-order quantities "
+                "need a scalar loss that is the output of an extended loss module, such as "
+                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss."
+            )
+        return (
+            f"the output of {call!r} influences what backward() was called on, but not through "
+            f"the extended loss {', '.join(repr(loss) for loss in self.losses)}."
+        )

@@ -1,0 +1,398 @@
+"""What can be extracted of a parameter from the columns that arrive at its modules' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.derivatives import reductions
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.engine import call_products
+from backpack.core.engine.factors import Factor
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows
+from backpack.core.types import Extension, Save
+
+
+# Called with each parameter, extension and value.
+class Use(NamedTuple):
+    """One use of a parameter in a reached call, and the columns at the call's outputs.
+
+    Attributes:
+        call: The call.
+        name: The parameter's name there.
+        factor: Columns at the first output that has any.
+        rows: Rows of the call that the columns hold.
+        mats: Columns at each output, None for zero. Default: that of the only output.
+    """
+
+    call: Call
+    name: str
+    factor: Factor
+    rows: Rows
+    mats: Sequence[Tensor | None] = ()
+
+    def of(self, name: str) -> Use:
+        """Return the use of another parameter of the call, with the same columns."""
+        return Use(self.call, name, self.factor, self.rows, self.mats)
+
+    @property
+    def derivatives(self) -> BaseDerivatives:
+        """Derivatives of the module."""
+        assert self.call.derivatives is not None
+        return self.call.derivatives
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether the call has no samples, and its rule works on one of the copies for each."""
+        return self.call.is_of_copies
+
+    @property
+    def has_kronecker_factors(self) -> bool:
+        """Whether the derivatives know Kronecker factors, not just the block."""
+        if self.is_of_copies:
+            return False
+        with self.call.bound() as module:
+            return self.derivatives.has_kronecker_factors(self.name, module)
+
+    def apply(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of the derivatives for this use."""
+        mats = self.mats or [self.factor.mat]
+        return call_products.param(
+            self.call, method, self.name, mats, self.rows, *arguments, **keywords
+        )
+
+    def input_factors(self, approximation: str | None = None) -> list[Tensor]:
+        """Kronecker factors of the call's input, averages over independent samples."""
+        with self.call.bound() as module:
+            factors = self.derivatives.kronecker_input_factors(
+                self.name, module, self.rows, approximation
+            )
+        rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
+        if approximation is None and rows_per_sample != 1:
+            return [f * rows_per_sample for f in factors]
+        return factors
+
+
+def add(one: Any, other: Any) -> Any:
+    """Add two tensors, or two lists of tensors."""
+    if isinstance(one, list):
+        return [a + b for a, b in zip(one, other, strict=True)]
+    return one + other
+
+
+def _gram_of_rows(rows: Tensor) -> Tensor:
+    """Sum the outer products of rows, averages over the last but one axis: ``[*, G, O]``."""
+    return reductions.gram(rows.flatten(0, 2), rows.shape[2])
+
+
+# A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
+# Beyond, it has one factor for each of its axes.
+WHOLE_BLOCK_ENTRIES = 2**11
+
+
+def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
+    """Turn marginals into Kronecker factors of equal weight.
+
+    ``M_k = sum over v, n of G_(k) G_(k)ᵀ`` (the unfolding of individual products G along axis k) is
+    the partial trace of the block. If the block is a Kronecker product, it is
+    ``M_1 ⊗ … ⊗ M_m / tr^(m-1)``, with ``tr`` the trace of the block; in any case, that has its
+    trace.
+
+    Args:
+        marginals: ``[d_k, d_k]`` for each axis of the parameter that is longer than 1.
+
+    Returns:
+        The factors in the order of the axes.
+    """
+    count = len(marginals)
+    trace = marginals[0].trace()
+    scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
+    return [m / scale ** ((count - 1) / count) for m in marginals]
+
+
+def merge_groups(value: Tensor, axis: int, groups: int, adds_up: bool) -> Tensor:
+    """Merge groups of samples along an axis: add them up, or give each its own columns (axis 0)."""
+    value = value.unflatten(axis, (groups, -1))
+    return value.sum(axis + 1) if adds_up else value.transpose(1, 2).flatten(0, 1)
+
+
+class Reduction(NamedTuple):
+    """How values are put together: those of slices of columns and of samples, and of sources.
+
+    Attributes:
+        sample_axis: Where the samples are, None if they are summed.
+        column_axis: Where the columns are, None if they are summed. Else, samples that merge get
+            columns of their own.
+    """
+
+    sample_axis: int | None = None
+    column_axis: int | None = None
+
+    def joined(self, one: Any, other: Any) -> Any:
+        """Join the values of two sources of columns.
+
+        If one has more samples (positions) than the other, they are merged.
+
+        Raises:
+            ValueError: If the numbers of samples are not multiples.
+        """
+        axis = self.sample_axis
+        if axis is not None:
+            counts = [one.shape[axis], other.shape[axis]]
+            if any(count % min(counts) for count in counts):
+                raise ValueError(f"Losses with different numbers of samples: {counts}.")
+            adds_up = self.column_axis is None
+            one, other = (merge_groups(v, axis, min(counts), adds_up) for v in (one, other))
+        if self.column_axis is None:
+            return add(one, other)
+        return torch.cat([one, other], self.column_axis)
+
+
+# Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
+REDUCTIONS = {
+    "individual": Reduction(sample_axis=1, column_axis=0),  # [V, N, *p]  Jᵀ s
+    "gradient": Reduction(),  # [*p]  sum_vn Jᵀ s
+    "batch_square": Reduction(sample_axis=0),  # [N, *p]  sum_v (Jᵀ s)²
+    "square": Reduction(),  # [*p]  sum_vn (Jᵀ s)²
+    "square_norm": Reduction(sample_axis=0),  # [N]  sum_v |Jᵀ s|²
+    "gram": Reduction(),  # [O, O]  sum_vn of the outer products of Kronecker rows
+    "gram_expand": Reduction(),  # the same, with every position a row of its own
+}
+
+
+class Products:
+    """The products of one parameter with columns, computed on demand and once.
+
+    Uses of a reused or tied parameter are summed before anything nonlinear. With a single use,
+    the derivatives' own reductions avoid the individual products unless someone wants those.
+
+    Attributes:
+        parameter: The parameter.
+        uses: Its uses.
+        wanted: All quantities that will be asked for: a cheaper one follows from a dearer one.
+        terms: If the network mixes samples, the columns of this many terms of the loss travel
+            separately, each through the whole batch: ``V = columns · terms``.
+    """
+
+    def __init__(
+        self,
+        parameter: Parameter,
+        uses: list[Use],
+        wanted: Collection[str] = (),
+        terms: int | None = None,
+    ):
+        """Store what is given; compute nothing."""
+        self.parameter = parameter
+        self.uses = uses
+        self.wanted = wanted
+        self.terms = terms
+        self._values: dict[str, Any] = {}
+        self._taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Compute a quantity (or recall it)."""
+        if name not in self._values and name in reductions.NAMES and self.direct:
+            wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
+            (use,) = self.uses
+            weights = use.factor.weights
+            self._values |= use.apply("param_mjp_reduced", wanted, weights=weights)
+        if name not in self._values:
+            self._values[name] = getattr(self, f"_{name}")()
+        return self._values[name]
+
+    def take(self, name: str) -> Any:
+        """Return a quantity as a tensor that nobody else holds."""
+        value = self[name]
+        if name in self._taken:
+            return [v.clone() for v in value] if isinstance(value, list) else value.clone()
+        self._taken.add(name)
+        return value
+
+    def extract(self, exts: Sequence[Extension], save: Save) -> None:
+        """Save what extensions make of the quantities, which are dropped before.
+
+        So a value that is no view of something else is saved without a copy.
+
+        Args:
+            exts: The extensions.
+            save: Called with the parameter, each extension and its value.
+        """
+        values = list(map(methodcaller("extract", self), exts))
+        self._values.clear()
+        for ext in exts:
+            save(self.parameter, ext, values.pop(0))
+
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        """Set quantities that were put together from slices."""
+        self._values |= values
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples N that are looked at."""
+        return min(use.factor.groups for use in self.uses)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the derivatives can reduce on their own: one use, every row a sample."""
+        use = self.uses[0]
+        alone = len(self.uses) == 1 and self.terms is None and "individual" not in self._values
+        rows_apart = use.factor.groups == use.factor.mat.shape[1]
+        return alone and rows_apart and not (use.call.is_unbatched and use.is_of_copies)
+
+    def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
+        """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
+        fewest = min(use.factor.groups for _, use in values)
+        return reduce(add, [merge_groups(v, 1, fewest, use.factor.adds_up) for v, use in values])
+
+    def _individual(self) -> Tensor:
+        values = []
+        for use in self.uses:
+            rows, groups = use.factor.mat.shape[1], use.factor.groups
+            if groups == 1 and rows > 1:
+                value = use.apply("param_mjp", sum_batch=True).unsqueeze(1)
+            else:
+                value = use.apply("param_mjp", sum_batch=False)
+                if groups != rows:
+                    value = value.unflatten(1, (groups, -1)).sum(2)
+            values.append((value, use))
+        products = self._align(values)
+        if self.terms is not None:
+            products = products.reshape(-1, self.terms, *products.shape[2:])
+        return products
+
+    def _gradient(self) -> Tensor:
+        if "individual" in self._values or "individual" in self.wanted:
+            return self["individual"].sum((0, 1))
+        sums = [use.apply("param_mjp", sum_batch=True).sum(0) for use in self.uses]
+        return reduce(add, sums)
+
+    def _batch_square(self) -> Tensor:
+        return reductions.sum_of_squares(self["individual"], self.uses[0].factor.weights)
+
+    def _square(self) -> Tensor:
+        return self["batch_square"].sum(0)
+
+    def _square_norm(self) -> Tensor:
+        if "batch_square" in self.wanted:
+            squares = self["batch_square"]
+            return squares.reshape(len(squares), -1).sum(1)
+        squares = self["individual"].square()
+        return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
+
+    def kronecker_factors(self, approximation: str | None = None) -> list[Tensor]:
+        """Return the Kronecker factors, in the order of the parameter's axes."""
+        gram = self.take("gram_expand" if approximation == "expand" else "gram")
+        if isinstance(gram, list):
+            return axis_factors(gram)
+        if not self._have_one_structure:
+            return [gram]
+        name = "input_factors" if approximation is None else f"input_factors_{approximation}"
+        inputs = self.take(name)
+        first = self.uses[0].derivatives.kronecker_input_first
+        return [*inputs, gram] if first else [gram, *inputs]
+
+    @property
+    def _have_one_structure(self) -> bool:
+        """Whether all uses agree on the Kronecker factors: not a linear layer and an embedding."""
+        if len(self.uses) == 1:
+            return True
+        facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
+        return len(facts) == 1
+
+    @property
+    def _has_axis_factors(self) -> bool:
+        """Whether the block is too large and no rule knows Kronecker factors of the parameter."""
+        p = self.parameter
+        if p.numel() <= WHOLE_BLOCK_ENTRIES or sum(size > 1 for size in p.shape) < 2:
+            return False
+        return not (self._have_one_structure and self.uses[0].has_kronecker_factors)
+
+    def _block(self) -> Tensor:
+        """Sum the outer products of the individual products: the block itself."""
+        vectors = self["individual"].flatten(0, 1).reshape(-1, self.parameter.numel())
+        return vectors.T @ vectors
+
+    def _marginals(self) -> list[Tensor]:
+        """Sum the outer products of the individual products' unfoldings along each axis."""
+        stacked = self["individual"].flatten(0, 1)
+        axes = [i for i, size in enumerate(stacked.shape) if i > 0 and size > 1]
+        unfolded = [stacked.movedim(axis, 0).flatten(1) for axis in axes]
+        return [u @ u.T for u in unfolded]
+
+    def _gram_expand(self) -> Any:
+        """Sum the outer products of the Kronecker rows, every position and use on its own."""
+        if self._has_axis_factors:
+            return self._marginals()
+        if not self._have_one_structure:
+            return self._block()
+        return self._shared("gram_expand", self._sum_of_grams)
+
+    def _sum_of_grams(self) -> Tensor:
+        each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
+        return reduce(add, map(_gram_of_rows, each))
+
+    def _gram(self) -> Any:
+        """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
+        if self._has_axis_factors:
+            return self._marginals()
+        if not self._have_one_structure:
+            return self._block()
+        return self._shared("gram", self._gram_of_sums)
+
+    def _gram_of_sums(self) -> Tensor:
+        values = []
+        for use in self.uses:
+            value = use.apply("kronecker_rows")
+            groups = use.factor.groups
+            # A network that mixes samples has the factors of a Kronecker product treat the rows of
+            # a column as samples; a full block sums them first, and is exact.
+            as_samples = self.terms is not None and bool(self["input_factors"])
+            if groups != value.shape[1] and not as_samples:
+                value = value.unflatten(1, (groups, -1)).sum(2)
+            values.append((value, use))
+        return _gram_of_rows(values[0][0] if len(values) == 1 else self._align(values))
+
+    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute a quantity that all parameters of a call have in common, or recall it."""
+        use, *others = self.uses
+        in_common = use.derivatives.kronecker_rows_are_shared and self.terms is None
+        shared = use.call.shared
+        if others or shared is None or not in_common or use.is_of_copies:
+            return compute()
+        if name not in shared:
+            shared[name] = compute()
+        elif len(use.call.trained) == 2:  # nobody else will ask
+            return shared.pop(name)
+        return shared[name].clone()
+
+    def _input_factors_expand(self) -> list[Tensor]:
+        return self._input_factors("expand")
+
+    def _input_factors_reduce(self) -> list[Tensor]:
+        return self._input_factors("reduce")
+
+    def _input_factors(self, approximation: str | None = None) -> list[Tensor]:
+        """Sum the Kronecker factors of the inputs over the uses (expand: average over them).
+
+        Raises:
+            NotImplementedError: If the inputs of several uses are to be summed before the product.
+        """
+        each = [use.input_factors(approximation) for use in self.uses]
+        if approximation == "expand":
+            each = [[f / len(each) for f in factors] for factors in each]
+        elif approximation == "reduce" and len(each) > 1 and each[0]:
+            raise NotImplementedError(
+                f"The reduce approximation of a parameter that is used {len(each)} times. Use "
+                "approximation='expand'."
+            )
+        if self.terms is not None:  # undo: the rows are samples
+            rows = self.uses[0].factor.mat.shape[1]
+            each = [[f / rows for f in factors] for factors in each]
+        return [reduce(add, factors) for factors in zip(*each, strict=True)]

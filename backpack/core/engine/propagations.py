@@ -1,0 +1,471 @@
+"""What can be propagated. Extensions with equal propagations share one pass and its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.derivatives.lossbase import (
+    BaseLossDerivatives,
+    Columns,
+    first_of,
+    is_negative,
+)
+from backpack.core.engine import call_products
+from backpack.core.engine.batch_averaged import BatchAveragedSweep
+from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan, Producer
+from backpack.core.engine.products import REDUCTIONS, Products, Use
+from backpack.core.engine.sweep import (
+    LossSource,
+    ResidualSource,
+    Source,
+    Sweep,
+    call_gradients,
+    loss_scale,
+    root_of_scale,
+)
+from backpack.core.record.tape import Call
+from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Extension, Save
+from backpack.utils.subsampling import subsample
+
+Extensions = Sequence[Extension]
+Subsampling = Sequence[int] | None
+
+
+class Propagation:
+    """What travels back from the loss. Subclasses are values: equal ones are shared.
+
+    Attributes:
+        offers: Names of what can be extracted.
+    """
+
+    offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
+
+    def reads_gradients(self) -> bool:
+        """Return whether it depends on gradients other than those of the losses."""
+        return True
+
+    def check(self, ext: Extension) -> None:
+        """Refuse an extension that needs something else.
+
+        Raises:
+            ValueError: If that is so.
+        """
+        others = set(ext.needs) - self.offers
+        if others:
+            raise ValueError(
+                f"{ext!r} needs {', '.join(sorted(others))}, which {type(self).__name__} does not "
+                f"offer. It offers {', '.join(sorted(self.offers))}."
+            )
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Propagate over the reached calls and save what the extensions extract."""
+        raise NotImplementedError
+
+
+LossFactor = Callable[[Rows], tuple[Columns, Tensor | None]]
+
+
+def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
+    """Return the factor that a user registered for this loss, if there is one."""
+    for ext in exts:
+        rule = ext.rule_for(call.module)
+        if rule is not None:
+
+            def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Any:
+                with call.bound(whole=True) as module:
+                    return rule.backpropagate(ext, module, *call_gradients(call), None), None
+
+            return factor
+    return None
+
+
+def loss_rule(call: Call) -> BaseLossDerivatives:
+    """Return the derivatives of a loss."""
+    assert isinstance(call.derivatives, BaseLossDerivatives)
+    return call.derivatives
+
+
+def scaled(columns: Columns, scale: Tensor | None) -> Columns:
+    """Multiply columns at the prediction, or at every prediction; None for 1."""
+    if scale is None:
+        return columns
+    if isinstance(columns, Tensor):
+        return columns * scale
+    return tuple(None if mat is None else mat * scale for mat in columns)
+
+
+def refuse_rules(exts: Extensions) -> None:
+    """Refuse rules of users for propagations that are no stack of columns.
+
+    Raises:
+        NotImplementedError: If an extension has one.
+    """
+    for ext in exts:
+        if ext.rules:
+            raise NotImplementedError(
+                f"{ext!r} cannot use a rule of your own for "
+                f"{', '.join(cls.__name__ for cls in ext.rules)}. Register derivatives instead "
+                "(backpack.core.derivatives.register): every extension then works."
+            )
+
+
+def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> list[Use]:
+    """Return the uses of a parameter, for quantities that do not come from columns."""
+    return [
+        Use(call, name, Factor(p.new_empty(1).expand(1, count), count), rows)
+        for call, name in plan.uses[p]
+        for rows in [plan.rows(call, subsampling)]
+        for count in [len(row_numbers(plan.num_rows(call), rows))]
+    ]
+
+
+@dataclass(frozen=True)
+class ExactFactor(Propagation):
+    """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``JᵀS``."""
+        sweep = Sweep(plan, exts, subsampling, save)
+        sweep.run([self._source(call, sweep) for call in plan.losses])
+
+    def _source(self, call: Call, sweep: Sweep) -> Source:
+        scale = root_of_scale(call, sweep.savefields)
+        # if nobody sees the columns, and one less saves more than it takes to find the others
+        thin = sweep.sliced and "individual" not in sweep.wanted and sweep.is_long
+
+        def factor(rows: Rows) -> tuple[Columns, None]:
+            with call.bound() as module:
+                rule = loss_rule(call)
+                columns = (rule.thin_factor if thin else rule.sqrt_hessian)(
+                    module, None, None, rows
+                )
+            return scaled(columns, scale), None
+
+        return LossSource(call, user_loss_rule(call, sweep.exts) or factor)
+
+
+@dataclass(frozen=True)
+class SampledFactor(Propagation):
+    """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
+    mc_samples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number of samples."""
+        if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
+            raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``JᵀS``."""
+        sweep = Sweep(plan, exts, subsampling, save)
+        sweep.run([self._source(call, sweep) for call in plan.losses])
+
+    def _source(self, call: Call, sweep: Sweep) -> Source:
+        scale = root_of_scale(call, sweep.savefields)
+        rule = user_loss_rule(call, sweep.exts)
+        if rule is not None:
+            return LossSource(call, rule, sampled=True)
+        with call.bound() as module:
+            drawn = loss_rule(call).sqrt_hessian_sampled(module, None, None, self.mc_samples)
+        drawn = drawn if scale is None else drawn * scale
+
+        def factor(rows: Rows) -> tuple[Columns, None]:
+            return subsample(drawn, 1, rows), None
+
+        return LossSource(call, factor, sampled=True)
+
+
+def is_curved(call: Call) -> bool:
+    """Whether the output of a call is no (piecewise) affine function of its input."""
+    assert call.derivatives is not None
+    if not any(shape.numel() for shape in call.shape_out):
+        return False
+    with call.bound() as module:
+        return not call.derivatives.hessian_is_zero(module)
+
+
+def couples_samples(call: Call) -> bool:
+    """Whether a loss is no sum over the samples."""
+    with call.bound() as module:
+        return loss_rule(call).couples_samples(module)
+
+
+def refuse_coupled(plan: Plan, ext: Extension) -> None:
+    """Refuse the Hessian of single samples if a loss is no sum over the samples.
+
+    Raises:
+        NotImplementedError: If that is so.
+    """
+    for call in plan.losses:
+        if couples_samples(call):
+            raise NotImplementedError(
+                f"{ext.savefield}: samples have no Hessian of their own, because {call!r} is no "
+                "sum over the samples. Use DiagHessian or HMP without subsampling."
+            )
+
+
+@dataclass(frozen=True)
+class HessianFactors(Propagation):
+    """Signed factors of the Hessian.
+
+    The Hessian is the GGN of the loss plus a signed GGN for every nonlinear module, whose second
+    derivative (weighted with the gradient) stands in for the loss Hessian.
+    """
+
+    offers = frozenset({"square", "batch_square"})
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep from the loss and from every nonlinear module."""
+        refuse_rules(exts)
+        joint = plan.mixing or any(couples_samples(call) for call in plan.losses)
+        reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
+        known = [c for c in plan.calls if c.derivatives is not None and c not in plan.after_loss]
+        curved = set(filter(is_curved, known))
+        reused |= dict.fromkeys(self._below_dense(plan, curved))
+        self._by_products(plan, list(reused), exts, subsampling, save)
+        if len(reused) == len(plan.uses):
+            return
+
+        sweep = Sweep(plan, exts, subsampling, save, left_out=reused)
+        sources: list[Source] = [self._loss_source(call, sweep) for call in plan.losses]
+        for call in reversed(plan.calls):
+            derivatives = call.derivatives
+            if call in plan.after_loss or derivatives is None:
+                continue
+            if call in curved and derivatives.hessian_is_diagonal(call.module):
+                sources.append(ResidualSource(call))
+        sweep.run(sources)
+
+    @staticmethod
+    def _below_dense(plan: Plan, curved: set[Call]) -> list[Parameter]:
+        """List parameters that enter nonlinearly, or feed a module of dense second derivative."""
+        found: list[Parameter] = []
+        above: set[Any] = set()
+        for call in reversed(plan.calls):
+            derivatives = call.derivatives
+            if call in plan.after_loss or derivatives is None:
+                continue
+            below = not above.isdisjoint(call.origins_out)
+            if below or not derivatives.is_linear_in_params(call.module):
+                found += call.trained.values()
+            dense = call in curved and not derivatives.hessian_is_diagonal(call.module)
+            if below or dense:
+                above.update(o for o in call.origins_in if o is not None)
+        return found
+
+    @staticmethod
+    def _loss_source(call: Call, sweep: Sweep) -> Source:
+        scale, rule = loss_scale(call), loss_rule(call)
+        options = {"thin": False} if rule.is_ours and not sweep.is_long else {}
+
+        def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
+            with call.bound() as module:
+                columns, weights = rule.hessian_factor(module, None, None, rows, **options)
+            if is_negative(scale):
+                mat = first_of(columns)
+                weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
+            return scaled(columns, scale.abs().sqrt()), weights
+
+        return LossSource(call, factor)
+
+    @staticmethod
+    def _by_products(
+        plan: Plan,
+        parameters: Sequence[Any],
+        exts: Extensions,
+        subsampling: Subsampling,
+        save: Save,
+    ) -> None:
+        """Diagonals from products with unit vectors.
+
+        Exact where columns do not suffice: the second derivative with respect to two uses of one
+        parameter, and networks that mix samples.
+        """
+        for p in parameters:
+            block = CurvatureBlock(plan, p, identity, subsampling, torch.is_grad_enabled())
+            for ext in exts:
+                per_sample = "batch_square" in ext.needs
+                if per_sample or subsampling is not None:
+                    refuse_coupled(plan, ext)
+                if per_sample and plan.mixing:
+                    ext.fail(
+                        "a sample has no Hessian of its own in a network that mixes samples (batch "
+                        "normalisation in training mode). Use DiagHessian, or eval()."
+                    )
+                    continue
+                products = Products(p, uses_without_columns(plan, p, subsampling), ext.needs)
+                products.set_values(
+                    {name: block.diagonal(name == "batch_square") for name in ext.needs}
+                )
+                products.extract([ext], save)
+
+
+@dataclass(frozen=True)
+class BatchAveraged(Propagation):
+    """One matrix for the whole batch, averaged over the samples after every module."""
+
+    offers = frozenset({"gram"})
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``E[Jᵀ M J]``."""
+        refuse_rules(exts)
+        sweep = BatchAveragedSweep(plan, subsampling)
+        for call in plan.losses:
+            root_of_scale(call, ", ".join(ext.savefield for ext in exts))
+        for p, matrix in sweep.run().items():
+            products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
+            products.set_values({"gram": matrix})
+            with products.uses[0].call.bound():
+                products.extract(exts, save)
+
+
+@dataclass(frozen=True)
+class Blocks(Propagation):
+    """Nothing is propagated now: products with curvature blocks are evaluated on demand."""
+
+    offers = frozenset({"product"})
+    modify: Modify
+
+    def reads_gradients(self) -> bool:
+        """Return whether second derivatives of modules take part."""
+        return self.modify is not None
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Save for each parameter the product with its block."""
+        refuse_rules(exts)
+        for call in plan.calls:
+            if self.modify in (None, identity) or not call.mixes_samples or not is_curved(call):
+                continue
+            for ext in exts:
+                ext.fail(
+                    f"the second derivative of {call!r} is one for all samples, whose positive "
+                    "part is not computed. Use eval() if this is batch normalisation."
+                )
+        for call in plan.losses:  # an error now rather than at the first product
+            rows = plan.rows(call, None if plan.mixing else subsampling)
+            with call.bound() as module:
+                if self.modify is identity:
+                    loss_rule(call).check_call(module)
+                else:
+                    loss_rule(call).check_convex(module, rows)
+        if self.modify is identity and subsampling is not None:
+            for ext in exts:
+                refuse_coupled(plan, ext)
+        create_graph = torch.is_grad_enabled()
+        kept = plan.snapshot(create_graph)
+        for p in kept.uses:
+            for ext in exts:
+                save(p, ext, CurvatureBlock(kept, p, self.modify, subsampling, create_graph))
+
+
+class UserRules(Propagation):
+    """Whatever the user-written module extensions of one extension propagate.
+
+    A tensor ``[V, N, *out]`` (N samples, or those of the subsampling) travels like the columns of
+    other extensions: rules see it with the shape of their module's output. Anything else reaches
+    the next rule as it is.
+    """
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Run the rules from the loss to the inputs; sums over branches are the extension's."""
+        (ext,) = exts
+        ext.saved_quantities.clear()
+        try:
+            for call in reversed(plan.calls):
+                self._through(plan, call, ext, subsampling, save)
+        finally:
+            ext.saved_quantities.clear()
+
+    def _through(
+        self,
+        plan: Plan,
+        call: Call,
+        ext: Extension,
+        subsampling: Subsampling,
+        save: Save,
+    ) -> None:
+        quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
+        if rule is not None:
+            with call.bound(whole=True) as module:
+                gradients = call_gradients(call)
+                back = rule.run(ext, module, *gradients, quantity, save, call.goes_on)
+            backs = back if isinstance(back, tuple) and len(call.origins_in) > 1 else (back,)
+        elif call.repeats is not None:
+            backs = (*[None] * call.repeats, quantity)
+        else:
+            ext.fail(
+                f"there is no rule for {call!r}. Register one with "
+                f"set_module_extension({type(call.module).__name__}, …)."
+            )
+            return
+        for i, (origin, value) in enumerate(zip(call.origins_in, backs, strict=False)):
+            producer = None if origin is None else plan.producers.get(origin)
+            if producer is not None and value is not None:
+                ext.saved_quantities.save_quantity(
+                    origin,
+                    self._at_producer(plan, call, i, producer, value, subsampling),
+                    ext.accumulate_backpropagated_quantities,
+                )
+
+    @staticmethod
+    def _arrived(plan: Plan, call: Call, ext: Extension, subsampling: Subsampling) -> Any:
+        """Take what arrived at a call: for several outputs, unless the first alone, a tuple."""
+        found: list[Any] = []
+        for slot, origin in enumerate(call.origins_out):
+            value = None if origin is None else ext.saved_quantities.retrieve_quantity(origin)
+            shape = plan.shape(Producer(call, slot), subsampling)
+            if isinstance(value, Tensor) and _are_columns(value, shape):
+                value = call_products.shown(call, slot, value, plan.rows(call, subsampling))
+            found.append(value)
+        return found[0] if all(value is None for value in found[1:]) else tuple(found)
+
+    @staticmethod
+    def _at_producer(
+        plan: Plan,
+        call: Call,
+        i: int,
+        producer: Producer,
+        value: Any,
+        subsampling: Subsampling,
+    ) -> Any:
+        """Give columns at input ``i`` of a call the shape of the output that is its input."""
+        rows = plan.rows(call, subsampling)
+        if not call.is_direct and isinstance(value, Tensor):
+            count = len(row_numbers(plan.num_rows(call), rows))
+            shape = call_products.shape_in(call, i, count)
+            if value.dim() == 1 + len(shape) and value.shape[1:].numel() == prod(shape):
+                value = call_products.read_back(call, i, value, rows)
+        shape = plan.shape(producer, subsampling)
+        return value.reshape(-1, *shape) if _are_columns(value, shape) else value
+
+
+def _are_columns(value: Any, shape: Sequence[int]) -> bool:
+    """Whether something is ``[V, N, *]`` with the entries of a canonical shape ``[N, *]``."""
+    if not isinstance(value, Tensor) or value.dim() < 2 or not shape:
+        return False
+    return value.shape[1] == shape[0] and value.shape[1:].numel() == prod(shape)
+
+
+POSITIVE_PART: dict[str, Callable[[Tensor], Tensor]] = {"clip": clip, "abs": torch.abs}

@@ -1,0 +1,114 @@
+"""Results are attributes of parameters: which ones, how to collect them, and how to remove them."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+
+class Attributes(dict[str, Any]):
+    """The attributes of a parameter (its ``__dict__``), with a note of which are results.
+
+    PyTorch pickles all attributes of a parameter. Results are left out.
+
+    Attributes:
+        results: Names of results, in the order in which they were saved first.
+    """
+
+    __slots__ = ("results",)
+
+    def __init__(self, attributes: dict[str, Any]):
+        """Take over attributes that are no results."""
+        super().__init__(attributes)
+        self.results: dict[str, None] = {}
+
+    def others(self) -> dict[str, Any]:
+        """Return the attributes that are no results."""
+        return {name: value for name, value in self.items() if name not in self.results}
+
+    def __reduce__(self) -> Any:
+        """Pickle what torch would if there were no results."""
+        return OrderedDict, (self.others(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
+        """Copy everything."""
+        result = Attributes(copy.deepcopy(dict(self), memo))
+        result.results = self.results.copy()
+        return result
+
+
+def save(p: Parameter, name: str, value: Any) -> None:
+    """Make a result an attribute of a parameter."""
+    if not isinstance(vars(p), Attributes):
+        p.__dict__ = Attributes(vars(p))
+    vars(p).results[name] = None  # type: ignore[attr-defined]
+    setattr(p, name, value)
+
+
+def _results(p: Parameter) -> dict[str, Any]:
+    """Return the results that a parameter has now."""
+    own = vars(p)
+    names = own.results if isinstance(own, Attributes) else ()
+    return {name: own[name] for name in names if name in own}
+
+
+def quantities(model: Module, *names: str) -> dict[str, Tensor]:
+    """Collect the results of all parameters of a model, such as for ``safetensors``.
+
+    Results that are functions, such as those of ``GGNMP``, are left out. So are parameters without
+    the result.
+
+    Args:
+        model: Any module.
+        *names: Savefields. Default: all that there are.
+
+    Returns:
+        Contiguous tensors without a graph. For one savefield, a tensor has the name of its
+        parameter in ``model.named_parameters()`` (``"0.weight"``); for several, or all, with the
+        savefield behind it (``"0.weight.grad_batch"``). Factors of a list are numbered:
+        ``"0.weight.0"``, ``"0.weight.kfac.0"``.
+
+    Raises:
+        ValueError: If no parameter has results of one of the names.
+    """
+    found = {key: _results(p) for key, p in model.named_parameters()}
+    known = dict.fromkeys(name for results in found.values() for name in results)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"No parameter of {type(model).__name__} has results named "
+            f"{', '.join(map(str, unknown))}: there are {', '.join(known) or 'none'}. Call "
+            "backward() inside `with backpack(...)` first, and give savefields, such as "
+            "'grad_batch'."
+        )
+    tensors: dict[str, Tensor] = {}
+    for key, results in found.items():
+        for name in names or results:
+            value = results.get(name)
+            whole = key if len(names) == 1 else f"{key}.{name}"
+            if isinstance(value, list | tuple):
+                parts = {f"{whole}.{i}": part for i, part in enumerate(value)}
+            else:
+                parts = {whole: value}
+            for label, part in parts.items():
+                if isinstance(part, Tensor):
+                    tensors[label] = part.detach().contiguous()
+    return tensors
+
+
+def clear(model: Module) -> None:
+    """Remove the results from all parameters of a model.
+
+    What forward passes have stored is kept: :func:`backpack.memory_cleanup` drops that.
+
+    Args:
+        model: Any module.
+    """
+    for p in model.parameters():
+        own = vars(p)
+        if isinstance(own, Attributes):
+            p.__dict__ = own.others()

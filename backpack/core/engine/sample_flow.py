@@ -1,0 +1,403 @@
+"""Whether the samples stay apart, and first, in functions between modules that are not recorded.
+
+In a model that was not converted, a first-order extension takes the rows of each layer for the
+samples. The autograd graph between a call that a backward pass has reached and those above it says
+whether that is so: a cotangent at the rows of some samples gives a gradient at those rows alone.
+The nodes are called for that one by one. The engine would run hooks, and reach recorded calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Module, Parameter
+
+from backpack.core.derivatives.basederivatives import BatchAxis
+from backpack.core.derivatives.elementwise_losses import (
+    ElementwiseLossDerivatives as Elementwise,
+)
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.record.given import Given
+from backpack.core.record.tape import RESHAPES, Call, Origin, describe, is_output
+
+# How many rows of a loss are looked at.
+ROWS = 6
+
+
+class Path(NamedTuple):
+    """The graph between a tensor and what recorded calls have returned.
+
+    Attributes:
+        start: The node that has computed the tensor, and which of its outputs that is.
+        nodes: The nodes between, that one included.
+        sources: The nodes, and which of their outputs, that calls have returned, with their marks.
+        leaves: Tensors without a history, such as parameters.
+    """
+
+    start: tuple[Any, int]
+    nodes: list[Any]
+    sources: dict[tuple[Any, int], Origin]
+    leaves: list[Tensor]
+
+
+def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
+    """Search the graph above a tensor, up to the outputs of recorded calls.
+
+    Args:
+        node: The node that has computed the input of a call.
+        slot: Which of its outputs that is.
+        own: The mark of the tensor, if the call has returned it as it was.
+    """
+    path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            path.leaves.append(node.variable)
+            continue
+        is_source = False
+        for key, mark in node.metadata.items():
+            if isinstance(mark, Origin) and mark.is_output and mark is not own:
+                path.sources[node, key[1]] = mark
+                is_source = True
+        if not is_source:
+            path.nodes.append(node)
+            stack += [parent for parent, _ in node.next_functions]
+    return path
+
+
+class SampleFlow:
+    """What the calls of one backward pass say about the samples, from the loss upwards.
+
+    Attributes:
+        mixing: Functions that mix samples, or move them from the first axis.
+        sizes: Layers whose samples are not as many as those of the model, or of layers behind.
+    """
+
+    # What was found out of the functions before a module, by their structure.
+    _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, bool]]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        """Nothing was reached."""
+        self.mixing: dict[str, None] = {}
+        self.sizes: dict[str, None] = {}
+        # the call with parameters that comes next, and its number of samples
+        self.next: dict[Origin | None, tuple[Call, int]] = {}
+        self.given: dict[Given, None] = {}
+        self.layers: dict[int, list[Module]] = {}  # by their number of samples
+        self.axes = {0}  # along which they are
+
+    def enter(self, given: Given) -> None:
+        """Take note of what a model was called with, before its calls are visited."""
+        self.given[given] = None
+
+    def visit(self, call: Call, paths: dict[int, Path]) -> None:
+        """Look at a call, after all those that read its outputs.
+
+        Args:
+            call: The call.
+            paths: What is above those inputs that functions have computed.
+        """
+        if call.is_container or call.is_followed:
+            return
+        is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        after = None
+        for mark in call.origins_out:
+            if mark in self.next:
+                after = self.next[mark]
+        if call.trained and not is_loss and not call.is_unbatched:
+            own = _samples_of(call)
+            self.axes.add(_axis(call, 0, out=True))
+            self.layers.setdefault(own, []).append(call.module)
+            if after is not None and after[1] != own and not _are_tied(call, after[0]):
+                self._note_size(call, own, *after)
+            after = call, own
+        for i, mark in enumerate(call.origins_in):
+            if mark is None:
+                if not is_loss:
+                    self._check_data(call, i)
+                continue
+            path = paths.get(i)
+            marks = [mark] if path is None else path.sources.values()
+            if after is not None and not is_loss:
+                for source in marks:
+                    self.next.setdefault(source, after)
+            if path is not None:
+                self._check(call, i, path, is_loss)
+            elif is_loss and _is_known(mark):
+                self._check_loss(call, i, mark)
+
+    def compare(self) -> None:
+        """Compare the samples of layers with those of the models that they are part of."""
+        sizes = {given: given.sizes(self.axes) for given in self.given}
+        for own, layers in self.layers.items():
+            if all(own in known for known in sizes.values()):
+                continue
+            for layer in layers:
+                around = [given for given in sizes if layer in set(given.module.modules())]
+                if around and not any(own in sizes[given] for given in around):
+                    model, counts = around[0].module, sorted(sizes[around[0]])
+                    data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
+                    self.sizes[f"{describe(layer)} has {own}, {data}"] = None
+
+    def _check_data(self, call: Call, i: int) -> None:
+        """Notice that the memory of data says that the samples are elsewhere."""
+        x = call.inputs[i]
+        if not (self.given and isinstance(x, Tensor) and x.dim()) or isinstance(x, Parameter):
+            return
+        layout = call.layouts_in[i]
+        if layout is not None and not layout.is_batched:  # such as what a parametrisation reads
+            return
+        axis = _axis(call, i)
+        if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
+            self.mixing[f"functions of the data before {describe(call.module)}"] = None
+
+    def _check_loss(self, call: Call, i: int, mark: Origin) -> None:
+        """Notice samples that a reshape has brought together in one row of a loss."""
+        shape, axis = call.shape_in[i], _axis(call, i)
+        if not shape or axis >= len(shape) or isinstance(call.derivatives, Elementwise):
+            return
+        before, samples = _before(mark), _samples(mark)
+        if axis == 0:
+            are_apart = shape[0] % (before * samples) == 0
+        else:
+            are_apart = (prod(shape[:axis]), shape[axis]) == (before, samples)
+        if not are_apart:
+            name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
+            self.mixing[name] = None
+
+    def _note_size(self, call: Call, own: int, reader: Call, rows: int) -> None:
+        self.sizes[f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"] = None
+
+    # ------------------------------------------------------------------ functions
+
+    def _check(self, call: Call, i: int, path: Path, is_loss: bool) -> None:
+        shape = _shape(*path.start).shape
+        if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
+            return
+        sources = {key: mark for key, mark in path.sources.items() if _is_known(mark)}
+        if not is_loss:  # other numbers of rows are noted where there are parameters
+            rows = shape[_axis(call, i)]
+            sources = {key: mark for key, mark in sources.items() if _samples(mark) == rows > 1}
+        if not sources or any(map(_is_foreign, path.nodes)):
+            return
+        known = self._known.setdefault(call.module, {})
+        key = (is_loss, _structure(path, sources))
+        apart = known.get(key)
+        if apart is None:
+            apart = self._are_apart(call, i, path, sources, is_loss)
+            if apart is None:
+                return
+            known[key] = apart
+        if not apart:
+            names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
+            self.mixing[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
+
+    def _are_apart(
+        self,
+        call: Call,
+        i: int,
+        path: Path,
+        sources: dict[tuple[Any, int], Origin],
+        is_loss: bool,
+    ) -> bool | None:
+        """Whether rows depend on a sample each, and which: None if that cannot be found out."""
+        if not all(map(_is_unpacked, path.nodes)):
+            return None
+        x, axis, found = _shape(*path.start), _axis(call, i), None
+        selections = _single_rows if is_loss else _halves
+        for rows in selections(x.shape[axis], x.device):
+            try:
+                grads = _vjp(path, _cotangent(x, axis, rows))
+                touched = [_touched(grads.get(key), mark) for key, mark in sources.items()]
+            except RuntimeError:  # an operation that needs the engine
+                return None
+            for samples in touched:
+                if samples is None:
+                    continue
+                found = True
+                if int(samples.sum()) > 1 if is_loss else bool((samples & ~rows).any()):
+                    return False
+        return found
+
+
+def _is_foreign(node: Any) -> bool:
+    """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
+    return isinstance(node, BackwardCFunction) and not is_output(node)
+
+
+def _are_tied(one: Call, other: Call) -> bool:
+    """Whether two calls use the same parameters: their gradients are brought together."""
+    return any(p is q for p in one.trained.values() for q in other.trained.values())
+
+
+def _axis(call: Call, i: int, out: bool = False) -> int:
+    """Return the axis of an input, or an output, along which its rule has the samples."""
+    rule = call.derivatives
+    if rule is None or rule.batch_axis is not BatchAxis.FIXED:
+        return 0
+    return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
+
+
+def _samples_of(call: Call) -> int:
+    """Return how many samples a layer takes its output to have."""
+    layout, shape = call.layouts_out[0], call.shape_out[0]
+    if layout is not None and layout.is_batched:
+        return layout.samples
+    return shape[_axis(call, 0, out=True)] if shape else 1
+
+
+def _is_known(mark: Origin) -> bool:
+    return mark.layout is not None and mark.layout.is_batched
+
+
+def _samples(mark: Origin) -> int:
+    assert mark.layout is not None
+    return mark.layout.samples
+
+
+def _shape(node: Any, slot: int) -> Any:
+    """Return the shape, precision and device of what a node has computed."""
+    return node._input_metadata[slot]
+
+
+def _cotangent(x: Any, axis: int, rows: Tensor) -> Tensor:
+    """Return a tensor whose entries differ along each axis, zero in all but some rows of one."""
+    entries = rows.to(x.dtype).reshape(-1, *(1,) * (len(x.shape) - axis - 1))
+    for i, size in enumerate(x.shape):
+        wave = torch.arange(size, device=x.device).mul(0.7391 + i).sin().add(1.5).to(x.dtype)
+        entries = entries * wave.reshape(-1, *(1,) * (len(x.shape) - i - 1))
+    return entries
+
+
+def _halves(count: int, device: torch.device) -> list[Tensor]:
+    """Return selections of rows such that of each two one is in, the other not."""
+    numbers = torch.arange(count, device=device)
+    bits = [(numbers >> bit) & 1 == 1 for bit in range((count - 1).bit_length())]
+    return [*bits, *[~bit for bit in bits]]
+
+
+def _single_rows(count: int, device: torch.device) -> list[Tensor]:
+    """Return selections of one row each, of rows that are spread evenly."""
+    chosen = sorted({round(k * (count - 1) / (ROWS - 1)) for k in range(ROWS)})
+    numbers = torch.arange(count, device=device)
+    return [numbers == row for row in chosen]
+
+
+def _touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
+    """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
+    if grad is None:
+        return None
+    assert mark.layout is not None
+    sizes = grad.abs().nan_to_num(nan=0, posinf=0)
+    sizes = sizes.reshape(mark.layout.before, mark.layout.samples, -1).amax((0, 2))
+    largest = sizes.max()
+    return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
+
+
+def _vjp(path: Path, cotangent: Tensor) -> dict[tuple[Any, int], Tensor]:
+    """Multiply a cotangent at the end of a path with the transposed Jacobian of its functions."""
+    inside = set(path.nodes)
+    waiting = dict.fromkeys(path.nodes, 0)
+    for node in path.nodes:
+        for parent, _ in node.next_functions:
+            if parent in inside:
+                waiting[parent] += 1
+    arrived: dict[Any, list[Tensor | None]] = {}
+    found: dict[tuple[Any, int], Tensor] = {}
+
+    def arrive(node: Any, slot: int, grad: Tensor) -> None:
+        known = _shape(node, slot)
+        grad = grad.sum_to_size(known.shape).to(known.dtype)
+        if node in inside:
+            there = arrived.setdefault(node, [None] * len(node._input_metadata))
+            other = there[slot]
+            there[slot] = grad if other is None else other + grad
+        elif (node, slot) in path.sources:
+            found[node, slot] = found[node, slot] + grad if (node, slot) in found else grad
+
+    with torch.no_grad():
+        arrive(*path.start, cotangent)
+        ready = [path.start[0]]
+        while ready:
+            node = ready.pop()
+            grads = arrived.pop(node, None)
+            out: Any = (None,) * len(node.next_functions)
+            if grads is not None:
+                out = grads[0] if is_output(node) else node(*grads)
+            for (parent, slot), grad in zip(
+                node.next_functions, out if isinstance(out, tuple) else (out,), strict=True
+            ):
+                if parent is None:
+                    continue
+                if grad is not None:
+                    arrive(parent, slot, grad)
+                if parent in inside:
+                    waiting[parent] -= 1
+                    if not waiting[parent]:
+                        ready.append(parent)
+    return found
+
+
+@cache
+def _saved_names(node_type: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what a node has stored: of options, and of tensors (before unpacking)."""
+    names = dir(node_type)
+    tensors = tuple(name for name in names if name.startswith("_raw_saved_"))
+    options = tuple(n for n in names if n.startswith("_saved_") and f"_raw{n}" not in names)
+    return options, tensors
+
+
+def _names(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    cls: Any = type(node)
+    return _saved_names(cls)
+
+
+def _is_unpacked(node: Any) -> bool:
+    """Whether a node has its tensors itself: no hook computes or fetches them (checkpoints do)."""
+    try:
+        saved = [getattr(node, name) for name in _names(node)[1]]
+        each = [one for s in saved for one in (s if isinstance(s, Sequence) else [s])]
+        return all(one.unpack_hook is None for one in each)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
+    """Describe functions and shapes; equal sizes have equal numbers, whatever they are."""
+    numbers: dict[int, int] = {}
+    index = {key: i for i, key in enumerate([*path.nodes, *path.sources])}
+
+    def named(sizes: Any) -> Hashable:
+        if isinstance(sizes, int):
+            return numbers.setdefault(sizes, len(numbers))
+        return tuple(map(named, sizes)) if isinstance(sizes, Sequence) else None
+
+    entries = []
+    for node in path.nodes:
+        options = []
+        for name in _names(node)[0]:
+            value = getattr(node, name)
+            if not isinstance(value, float):  # factors and probabilities
+                is_size = "size" in name or "numel" in name
+                options.append(named(value) if is_size else repr(value))
+        shapes = tuple([named(tuple(known.shape)) for known in node._input_metadata])
+        links = tuple([index.get(link[0], index.get(link, -1)) for link in node.next_functions])
+        slots = tuple([slot for _, slot in node.next_functions])
+        entries.append((type(node).__name__, tuple(options), shapes, links, slots))
+    at = tuple([(named(_samples(mark)), _before(mark)) for mark in sources.values()])
+    return tuple(entries), at
+
+
+def _before(mark: Origin) -> int:
+    assert mark.layout is not None
+    return mark.layout.before

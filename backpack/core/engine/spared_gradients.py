@@ -1,0 +1,277 @@
+"""Gradients of the batch that autograd need not compute: individual gradients add up to them.
+
+For those who ask for it, ``backpack(..., sum_individual_gradients=True)``. The gradient of a
+convolution's weight takes about a third of a backward pass. Where individual gradients pass by
+anyway, it is their sum. Autograd is then asked for the gradients of all other leaves
+(``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's kernel
+computes the gradients of all its parameters with that of its input. It is spared where the input
+needs none, or where a :class:`~backpack.core.record.kernels.Substitute` computes that from what
+individual gradients need as well.
+
+A parameter takes part if one known module alone uses it. There are no hooks of parameters that
+could miss a gradient, no hooks of the module (or of its nodes in the graph) that change what it
+returns or what arrives, no functions written in Python that could run a backward pass of their own,
+and no distributed wrappers. What is not known: hooks that are put on a node while the backward pass
+runs. Data that are not finite may give other entries that are not finite.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+
+from backpack.context import Configuration, disable
+from backpack.core.record import tape
+from backpack.core.record.kernels import Substitute
+from backpack.core.record.tape import Call, Origin, is_output
+
+# Multiplications of all gradients together from which on it pays to look at the graph.
+WORTHWHILE = 2**24
+# Functions that stand between a parameter and the one that computes with it.
+REARRANGEMENTS = tape.RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
+# Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
+PRECISIONS = (torch.float32, torch.float64)
+
+
+def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
+    """Find parameters whose individual gradients are computed, and whose gradient is dear.
+
+    Args:
+        configuration: What is active.
+
+    Returns:
+        The parameters of each recorded call. Empty if it does not pay, or was not asked for.
+    """
+    if not configuration.sum_individual_gradients or torch.is_anomaly_enabled():
+        return {}
+    exts = configuration.exts
+    first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
+    wanted = {name for ext in first_order for name in ext.needs}
+    found: dict[Call, list[Parameter]] = {}
+    for call in tape.all_live_calls() if wanted else ():
+        if call.params and call.derivatives is not None:
+            names = call.derivatives.costly_gradients(call, wanted)
+            parameters = [p for name, p in call.params.items() if name in names]
+            if parameters:
+                found[call] = parameters
+    if not found or _work(found) < WORTHWHILE:  # short steps need not know more
+        return {}
+    if not disable.should_store_io() or any(ext.get_subsampling() for ext in first_order):
+        return {}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return {}
+    users = tape.Users()
+    known = {
+        call: parameters
+        for call, parameters in found.items()
+        if users.is_alone(call)
+        and _is_known(call, parameters)
+        and all(ext.rule_for(call.module) is None for ext in first_order)
+    }
+    if _work(known) < WORTHWHILE:
+        return {}
+    return {call: set(parameters) for call, parameters in known.items()}
+
+
+def _work(found: dict[Call, list[Parameter]]) -> int:
+    """Count the multiplications that the gradients take."""
+    work = 0
+    for call, parameters in found.items():
+        positions = call.shape_out[0].numel() // max(1, len(parameters[0]))
+        work += positions * sum([p.numel() for p in parameters])
+    return work
+
+
+def _is_known(call: Call, parameters: list[Parameter]) -> bool:
+    """Whether a call's gradients are the sums of individual gradients, and nothing else."""
+    return (
+        call.misplaced is None
+        and call.was_first
+        and _computes_what_torch_does(call.module)
+        and not (call.module._backward_hooks or call.module._backward_pre_hooks)
+        and not (call.is_unbatched or call.unbatched_inputs)
+        and len(call.dtypes) == 1
+        and all(map(_is_ordinary, parameters))
+    )
+
+
+def _computes_what_torch_does(module: Module) -> bool:
+    """Whether nobody has replaced what a module computes, in its class or for it alone."""
+    for name in ("forward", "_conv_forward"):
+        method: Any = getattr(type(module), name, None)
+        if name in vars(module):
+            return False
+        if method is not None and not _is_known_function(method):
+            return False
+    return True
+
+
+def _is_known_function(function: Any) -> bool:
+    # not its __module__, which functools.wraps copies
+    where = getattr(function, "__globals__", {}).get("__name__", "")
+    return where.startswith(("torch.nn.modules.", "backpack."))
+
+
+def _is_ordinary(p: Any) -> bool:
+    """Whether a parameter and its gradient are tensors like any other."""
+    grad = p.grad
+    return (
+        type(p) is Parameter
+        and p.dtype in PRECISIONS
+        and getattr(p, "grad_dtype", p.dtype) == p.dtype
+        and (grad is None or (grad.layout is torch.strided and not grad.requires_grad))
+    )
+
+
+class Spared(NamedTuple):
+    """What autograd is spared, and what is left to do."""
+
+    parameters: set[Parameter]  # whose gradients it need not compute
+    asked: list[Tensor | GradientEdge]  # all other leaves of the graph, and its first functions
+    substitutes: list[Substitute]  # for its kernels
+
+
+NOTHING = Spared(set(), [], [])
+
+
+def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Spared:
+    """Choose the parameters whose gradients autograd need not compute.
+
+    All functions of the graph have to run all the same: calls are reached, and what autograd has
+    stored is freed. So the first ones, which lead to no other leaf, are asked for themselves. They
+    run, and compute no gradient, since none of their inputs needs one.
+
+    Args:
+        roots: What ``backward()`` is called on.
+        candidates: See :func:`costly`.
+
+    Returns:
+        :data:`NOTHING` if none are spared.
+    """
+    if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
+        return NOTHING  # a leaf gets a gradient of its own
+    order, users = _upstream_first(roots)
+    if any(isinstance(node, BackwardCFunction) and not is_output(node) for node in order):
+        return NOTHING  # may run a backward pass of its own, which knows nothing of this one
+    leaves = {node: node.variable for node in order if hasattr(node, "variable")}
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves.values()):
+        return NOTHING  # may look at the gradients of others
+    calls = {mark: call for call in candidates for mark in call.origins_out}
+    computed_by = {node: {calls.get(mark) for mark in marks} for node, marks in _marked(order)}
+    # the call that every path from the roots to a node enters last
+    owner: dict[Any, Any] = {None: None}
+    for node in reversed(order):
+        found = computed_by.get(node) or {owner[user] for user in users[node]}
+        owner[node] = next(iter(found)) if len(found) == 1 else None
+    spared = {
+        p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
+    }
+    nodes_of: dict[Any, list[Any]] = defaultdict(list)
+    outputs_of: dict[Any, list[Any]] = defaultdict(list)  # nodes that record() has added
+    for node in order:
+        nodes_of[owner[node]].append(node)
+    for node in filter(is_output, order):
+        outputs_of[owner[node.next_functions[0][0]]].append(node)
+    substitutes: list[Substitute] = []
+    for call, parameters in candidates.items():
+        assert call.derivatives is not None
+        if any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
+            spared -= parameters
+            continue
+        own = call.derivatives.substitutes(call, nodes_of[call], spared)
+        if own is None:
+            spared -= parameters
+        else:
+            substitutes += own
+    asked: list[Tensor | GradientEdge] = []
+    running: set[Any] = set()
+    bare: set[Any] = set()  # leads to nothing but entries of what is spared
+    for node in order:
+        parents = [parent for parent, _ in node.next_functions]
+        if node in leaves:
+            leaf = leaves[node]
+            if leaf in spared:
+                bare.add(node)
+            elif leaf.requires_grad:
+                asked.append(leaf)
+                running.add(node)
+        elif not running.isdisjoint(parents):
+            running.add(node)
+        elif not bare.isdisjoint(parents):
+            if type(node).__name__ in REARRANGEMENTS:
+                bare.add(node)
+            else:
+                asked.append(GradientEdge(node, 0))
+                running.add(node)
+    return Spared(spared, asked, substitutes) if spared else NOTHING
+
+
+def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """List the nodes of a graph, each after those that it leads to, and who leads to each.
+
+    Nobody (None) leads to the roots.
+    """
+    order: list[Any] = []
+    users: dict[Any, list[Any]] = defaultdict(list)
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = []
+    for root in roots:
+        users[root.grad_fn].append(None)
+        stack.append((root.grad_fn, False))
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            for parent, _ in node.next_functions:
+                users[parent].append(node)
+                stack.append((parent, False))
+    return order, users
+
+
+def _is_hooked(node: Any) -> bool:
+    """Whether a node of the graph has hooks that are not ours.
+
+    Torch does not list them, but all hooks of a node (of one kind) are in one dictionary, and a new
+    hook's handle knows it.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle: RemovableHandle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks and not all(map(tape.is_own, hooks.values())):
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    """Change nothing."""
+
+
+def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
+    """Find the nodes that compute what a call has returned (or read)."""
+    for node in nodes:
+        marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
+        if marks:
+            yield node, marks
+
+
+def accumulate(p: Parameter, gradient: Tensor) -> None:
+    """Add a gradient to ``p.grad`` as autograd does: in place, with the strides of ``p``."""
+    gradient = gradient.to(p.dtype)
+    if p.grad is not None:
+        p.grad += gradient
+    elif gradient.stride() == p.stride():
+        p.grad = gradient.detach()
+    else:
+        p.grad = torch.empty_like(p).copy_(gradient)

@@ -1,0 +1,952 @@
+"""The end-of-backward pass: fetch what arrived, extract at the parameters, propagate to the inputs.
+
+A :class:`Source` emits columns somewhere in the network (at a loss, or at a nonlinear module for
+the Hessian). The :class:`Sweep` carries them back through all reached calls, newest first, in
+slices of samples (and, for a single sample, of columns), so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.context import disable
+from backpack.core import memory
+from backpack.core.derivatives import reductions
+from backpack.core.derivatives.by_autograd import close
+from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
+from backpack.core.engine import call_products
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan, Producer
+from backpack.core.engine.products import REDUCTIONS, Products, Reduction, Use, add
+from backpack.core.record.tape import Call, Origin, Sharing, describe, flatten_outputs
+from backpack.core.rows import Rows, row_numbers, take_rows
+from backpack.core.types import Extension, Save
+
+# On a CPU, a slice is several times faster if it stays in the caches, and if the allocator keeps
+# its memory (fresh memory costs page faults). Elsewhere, many small operations are slow.
+BYTES_PER_CORE = 2**22
+BYTES_OF_HEAP = 2**24
+BYTES_ELSEWHERE = 2**28
+# Bytes of the parameters from which on a sweep saves memory: on a CPU, its slices are half as
+# large, and what many slices have freed is returned between them. Small networks would notice.
+LARGE_NETWORK = 2**25
+# Multiplications of a column from which on it pays to save one.
+LONG_SWEEP = 2**22
+
+
+class slice_bytes:
+    """Context manager: about how many bytes a slice of propagated columns may take.
+
+    Args:
+        limit: Bytes of the largest tensor that travels through the network. Default at start: on
+            a CPU 4 MiB for each thread, at most 16 MiB, and half of it but not less than 4 MiB for
+            large networks; elsewhere 256 MiB.
+    """
+
+    limit: int | None = None
+
+    def __init__(self, limit: int):
+        """Remember the limit."""
+        self._limit = limit
+
+    @classmethod
+    def on(cls, device: torch.device, is_large: bool) -> int:
+        """Return the limit on a device, for a network that is large or not."""
+        if cls.limit is not None:
+            return cls.limit
+        if device.type != "cpu":
+            return BYTES_ELSEWHERE
+        limit = min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
+        return max(BYTES_PER_CORE, limit // 2) if is_large else limit
+
+    def __enter__(self) -> None:
+        """Set the limit."""
+        self._outer = slice_bytes.limit
+        slice_bytes.limit = self._limit
+
+    def __exit__(self, *exception: object) -> None:
+        """Restore the limit."""
+        slice_bytes.limit = self._outer
+
+
+class Source(Protocol):
+    """Where columns start."""
+
+    call: Call
+
+    def num_columns(self, rows: Rows) -> int:
+        """Number of columns V; may compute those of ``rows``."""
+
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
+        """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
+
+
+@dataclass
+class LossSource:
+    """The signed factor of a loss Hessian, scaled by what the loss was multiplied with.
+
+    Attributes:
+        call: The loss.
+        factor: Computes the columns, ``[V, rows, *d]`` at the prediction or a tuple with an entry
+            for each input, and their weights ``[V, rows]`` (None for all 1).
+        sampled: Whether the columns are random.
+    """
+
+    call: Call
+    factor: Callable[[Rows], tuple[Columns, Tensor | None]]
+    sampled: bool = False
+    _last: tuple[Rows, tuple[Columns, Tensor | None]] | None = field(default=None, init=False)
+
+    def num_columns(self, rows: Rows) -> int:
+        """Number of columns."""
+        columns, _ = self._emit(rows)
+        return len(first_of(columns))
+
+    def _emit(self, rows: Rows) -> tuple[Columns, Tensor | None]:
+        if self._last is None or self._last[0] != rows:
+            self._last = rows, self.factor(rows)
+        return self._last[1]
+
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
+        """Emit a slice of the columns."""
+        columns, weights = self._emit(rows)
+        weights = None if weights is None else weights[part]
+        mats = [columns] if isinstance(columns, Tensor) else columns
+        return [
+            None if mat is None else Factor(mat[part], mat.shape[1], weights, self.sampled)
+            for mat in mats
+        ]
+
+
+@dataclass
+class ResidualSource:
+    """The diagonal second derivative r of a nonlinear module: columns ``e_i`` of weight ``r_i``."""
+
+    call: Call
+
+    def num_columns(self, rows: Rows) -> int:
+        """One column for each entry of a sample's input."""
+        return prod(call_products.shape_in(self.call, 0, 1))
+
+    def diagonal(self, rows: Rows) -> Tensor:
+        """Return r, ``[rows, *in]``."""
+        assert self.call.derivatives is not None
+        with self.call.bound() as module:
+            grads = call_products.gradients(self.call)
+            return self.call.derivatives.hessian_diagonal(module, None, grads, rows)
+
+    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
+        """Emit a slice of the columns."""
+        residual = self.diagonal(rows)
+        flat = residual.reshape(len(residual), -1)
+        count, size = flat.shape
+        # the unit vectors, last one first, the same for all samples, in the memory of two of them
+        one = flat.new_zeros(2 * size - 1)
+        one[size - 1] = 1
+        units = one.as_strided((size, count, size), (1, 0, 1))[part]
+        return [Factor(units.reshape(-1, *residual.shape), count, weights=flat.flip(1)[:, part].T)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice: which samples and columns, of how many. Empty ranges: everything at once."""
+
+    samples: range = range(0)
+    of_samples: range = range(0)
+    columns: range = range(0)
+    of_columns: range = range(0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is no slice but everything."""
+        return self.samples == self.of_samples and self.columns == self.of_columns
+
+    def split(self, samples: int, columns: int) -> list[Part]:
+        """Split in slices of about so many samples and columns."""
+        if samples >= len(self.samples) and columns >= len(self.columns):
+            return [self]
+        return [
+            replace(self, samples=ns, columns=vs)
+            for ns in _chunks(self.samples, samples)
+            for vs in _chunks(self.columns, columns)
+        ]
+
+
+def _chunks(numbers: range, size: int) -> list[range]:
+    """Split in chunks of nearly equal length."""
+    count = -(-len(numbers) // size)
+    bounds = [i * len(numbers) // count for i in range(count + 1)]
+    return [numbers[a:b] for a, b in pairwise(bounds)]
+
+
+def _narrow(tensor: Tensor, axis: int, numbers: range, of: range) -> Tensor:
+    """Restrict an axis, whose length is a multiple of that of ``of``, to some of ``of``."""
+    if numbers == of:
+        return tensor
+    ratio = tensor.shape[axis] // len(of)
+    return tensor.narrow(axis, (numbers.start - of.start) * ratio, len(numbers) * ratio)
+
+
+@dataclass
+class State:
+    """What travels: the columns that have arrived, and uses that wait for others.
+
+    Attributes:
+        part: Which samples and columns.
+        arrived: Columns at tensors.
+        pending: Uses of parameters that are used several times.
+    """
+
+    part: Part
+    arrived: dict[Origin, Factor] = field(default_factory=dict)
+    pending: dict[Parameter, list[Use]] = field(default_factory=dict)
+
+    def restricted(self, part: Part, rows: Callable[[Call], Rows]) -> State:
+        """Return a slice; ``rows`` says which rows of a call belong to it."""
+
+        def cut(tensor: Any) -> Any:
+            if tensor is None:
+                return None
+            tensor = _narrow(tensor, 0, part.columns, self.part.columns)
+            return _narrow(tensor, 1, part.samples, self.part.samples)
+
+        def cut_factor(factor: Factor) -> Factor:
+            groups = factor.groups * len(part.samples) // len(self.part.samples)
+            return replace(factor, mat=cut(factor.mat), groups=groups, weights=cut(factor.weights))
+
+        def cut_use(use: Use) -> Use:
+            mats = [cut(mat) for mat in use.mats]
+            return use._replace(factor=cut_factor(use.factor), rows=rows(use.call), mats=mats)
+
+        arrived = {origin: cut_factor(factor) for origin, factor in self.arrived.items()}
+        pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
+        return State(part, arrived, pending)
+
+
+class Gathered:
+    """A quantity of all samples and columns, put together from slices: each is written once.
+
+    Args:
+        reduction: How slices are put together.
+        before: The quantity of other sources of columns, None if there are none.
+    """
+
+    def __init__(self, reduction: Reduction, before: Any = None):
+        """Start with what other sources have."""
+        self.reduction = reduction
+        self.before = before
+        self.continues = False
+        self.value: Any = None
+
+    def add(self, value: Any, part: Part) -> None:
+        """Add the quantity of a slice."""
+        places = [
+            (self.reduction.sample_axis, part.samples, part.of_samples),
+            (self.reduction.column_axis, part.columns, part.of_columns),
+        ]
+        axes = [(axis, some, all_) for axis, some, all_ in places if axis is not None]
+        if part.is_whole or isinstance(value, list):
+            self.value = value if self.value is None else add(self.value, value)
+            return
+        is_first = self.value is None
+        if is_first:
+            self._allocate(value, axes)
+        view = self.value
+        for axis, some, all_ in axes:
+            view = _narrow(view, axis, some, all_)
+        if self.reduction.sample_axis is not None:  # nothing was written to these samples yet
+            is_first = self.reduction.column_axis is not None or not part.columns.start
+        if is_first and not self.continues:
+            view.copy_(value)
+        else:
+            view += value
+
+    def _allocate(self, value: Tensor, axes: Sequence[tuple[int, range, range]]) -> None:
+        """Find memory for all slices: that of the other sources, where values are summed."""
+        shape = list(value.shape)
+        for axis, some, all_ in axes:
+            shape[axis] = shape[axis] // len(some) * len(all_)
+        self.continues = self._can_add_in_place(shape)
+        if self.continues:
+            self.value, self.before = self.before, None
+        else:
+            self.value = memory.empty(shape, value)
+
+    def _can_add_in_place(self, shape: Sequence[int]) -> bool:
+        summed, before = self.reduction.column_axis is None, self.before
+        same = isinstance(before, Tensor) and list(before.shape) == list(shape)
+        return summed and same and not before.requires_grad
+
+    def total(self) -> Any:
+        """Return the quantity of all sources so far."""
+        if self.before is None:
+            return self.value
+        value = self.value
+        if isinstance(value, Tensor) and self._can_add_in_place(value.shape):
+            return self.before.add_(value)
+        return self.reduction.joined(self.before, value)
+
+
+class Diagonal(NamedTuple):
+    """What sources have added up to at the output of a call.
+
+    Attributes:
+        values: ``[R, *out]``.
+        samples: The samples that the rows belong to.
+    """
+
+    values: Tensor
+    samples: range
+
+
+Receive = Callable[[Products, Part], None]
+
+
+def loss_scale(call: Call) -> Tensor:
+    """Return the constant that the loss was multiplied with before ``backward()``: ``[]``."""
+    (scale,) = call.g_out
+    assert scale is not None
+    return scale.reshape(())
+
+
+def root_of_scale(call: Call, savefields: str) -> Tensor | None:
+    """Return the square root of the constant factor of a loss; None for 1.
+
+    Raises:
+        ValueError: If it is negative: there is no real square root of the curvature.
+    """
+    return root_of_factor(loss_scale(call), call.module, savefields)
+
+
+def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | None:
+    """Return the square root of what a loss was multiplied with; None for 1.
+
+    Raises:
+        ValueError: If it is negative: there is no real square root of the curvature.
+    """
+    if is_negative(scale):
+        raise ValueError(
+            f"{savefields}: the loss {describe(loss)} was multiplied with a negative "
+            f"number ({float(scale):g}). Its curvature has no square root."
+        )
+    if not (scale.is_meta or scale.requires_grad) and scale.item() == 1:
+        return None
+    return scale.sqrt()
+
+
+class Sweep:
+    """Carries the columns of sources back, and extracts what a group of extensions wants.
+
+    Args:
+        plan: The reached calls.
+        exts: Extensions that share the propagation.
+        subsampling: Samples they look at.
+        save: Called with each parameter, extension and value.
+        left_out: Parameters of which nothing is to be extracted.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        exts: Sequence[Extension],
+        subsampling: Sequence[int] | None,
+        save: Save,
+        left_out: Collection[Parameter] = (),
+    ):
+        """Read what the extensions want."""
+        self.plan = plan
+        self.exts = exts
+        self.subsampling = subsampling
+        self.save = save
+        self.left_out = left_out
+        self.wanted = frozenset(name for ext in exts for name in ext.needs)
+        self.savefields = ", ".join(ext.savefield for ext in exts)
+        # user-written rules see the whole batch at once
+        self.sliced = not any(ext.rules for ext in exts)
+        self.mixing = plan.mixing and self.sliced
+        self.is_large = plan.bytes >= LARGE_NETWORK
+        self.is_long = plan.base * plan.size >= LONG_SWEEP
+        self.collects = False  # whether several sources add up in diagonals at calls' outputs
+        self.diagonals: dict[Call, Diagonal] = {}
+        self.done: Call | None = None  # where the source at hand has left its diagonal
+        self.is_tight = False  # whether what a source emits is more than a slice holds, too
+        self.limit = slice_bytes.on(plan.calls[0].outputs[0].device, self.is_large)
+        # how many rows of a call belong to one independent sample, and what user rules returned
+        self.rows_per_sample: dict[Call, int] = {}
+        self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
+
+    def run(self, sources: Sequence[Source]) -> None:
+        """Sweep from every source, put the slices together, and save."""
+        totals = self._totals(sources)
+        for p in list(totals):
+            products = Products(
+                p, self._whole_uses(p), self.wanted, 1 if self.plan.mixing else None
+            )
+            products.set_values(totals.pop(p))  # nobody else has them, see ownership
+            products.extract(self.exts, self.save)
+        for p, ext in list(self.rule_values):
+            self.save(p, ext, self.rule_values.pop((p, ext)))
+
+    def _totals(self, sources: Sequence[Source]) -> dict[Parameter, dict[str, Any]]:
+        """Sweep from every source, and put the slices together; save what came in one piece."""
+        totals: dict[Parameter, dict[str, Any]] = {}
+        only_squares = self.wanted <= {"square", "batch_square"}
+        plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
+        self.collects = len(sources) > 1 and only_squares and plain
+        for source in sources:
+            of_source: dict[Parameter, dict[str, Gathered]] = {}
+
+            def gather(products: Products, part: Part, into: Any = of_source) -> None:
+                p = products.parameter
+                if p in self.left_out:
+                    return
+                if part.is_whole and len(sources) == 1 and not self.plan.mixing:
+                    products.extract(self.exts, self.save)
+                    return
+                if p not in into:
+                    if p in totals and _are_per_sample(self.wanted):
+                        self.plan.check_one_batch(p)
+                    before = totals.get(p, {})
+                    into[p] = {
+                        name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.wanted
+                    }
+                for name, gathered in into[p].items():
+                    gathered.add(products[name], part)
+
+            self._sweep(source, gather)
+            for p, whole in of_source.items():
+                totals[p] = {name: gathered.total() for name, gathered in whole.items()}
+        for call in self.diagonals:
+            self._add_squares(call, totals)
+        return totals
+
+    def _whole_uses(self, p: Parameter) -> list[Use]:
+        """List the uses of a parameter with columns that have a shape but take no memory."""
+        uses = []
+        for call, name in self.plan.uses[p]:
+            rows = self.plan.rows(call, None if self.plan.mixing else self.subsampling)
+            count = len(row_numbers(self.plan.num_rows(call), rows))
+            shape_only = call.outputs[0].new_empty(1).expand(1, count)
+            groups = count // self.rows_per_sample.get(call, 1)
+            rows = self.plan.rows(call, self.subsampling)
+            uses.append(Use(call, name, Factor(shape_only, groups), rows))
+        return uses
+
+    # ------------------------------------------------------------------ slices
+
+    def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
+        """Return the entries of a call's largest tensor, of all samples."""
+        largest = max((s.numel() for s in shapes if s is not None), default=1)
+        return largest * (call.copies if call.is_unbatched else 1)
+
+    def _first_parts(self, source: Source) -> list[Part]:
+        """Slice what a source emits (where samples mix: what travels)."""
+        plan = self.plan
+        if not self.sliced:
+            return [Part()]
+        call, limit = source.call, self.limit
+        size = call.outputs[0].element_size()
+        whole = self._entries(call, call.shape_in)
+        # no more columns than entries, as a rule: all at once, or one row to count them
+        few = size * whole * (whole // max(1, plan.base)) <= limit
+        num_v = source.num_columns(plan.rows(call, self.subsampling) if few else slice(0, 1))
+        if self.mixing:
+            calls = [c for c in plan.calls if c is call or c not in plan.losses]
+            per_column = size * max(self._entries(c, c.shape_in + c.shape_out) for c in calls)
+        else:
+            per_column = -(-size * whole // max(1, plan.base))
+        samples = max(1, limit // (per_column * num_v))
+        columns = max(1, limit // per_column) if samples == 1 else num_v
+        count = len(row_numbers(plan.base, self.subsampling)) if plan.base else 1
+        return Part(range(count), range(count), range(num_v), range(num_v)).split(samples, columns)
+
+    def _samples(self, part: Part) -> Rows:
+        """Return the samples of a slice."""
+        if part.samples == part.of_samples:
+            return self.subsampling
+        rows = row_numbers(self.plan.base, self.subsampling)
+        return take_rows(rows, slice(part.samples.start, part.samples.stop))
+
+    def _slices(self, state: State, call: Call) -> list[State]:
+        """Slice what has arrived; before that, replace it by fewer columns: slices cannot be."""
+        slices = self._split(state, call)
+        if len(slices) == 1 or len(state.arrived) > 1 or state.pending:
+            return slices
+        ((origin, factor),) = state.arrived.items()
+        fewer = self._reduced(state, factor)
+        if fewer is factor:
+            return slices
+        state.arrived[origin] = fewer
+        return self._split(state, call)
+
+    def _split(self, state: State, call: Call) -> list[State]:
+        """Slice what has arrived so that a call's columns at its input are small."""
+        if not self.sliced or self.mixing or call not in self.plan.going_on:
+            return [state]
+        outs = [state.arrived[o] for o in call.origins_out if o in state.arrived]
+        if not outs:
+            return [state]
+        ins = [
+            shape
+            for shape, o in zip(call.shape_in, call.origins_in, strict=True)
+            if o in self.plan.producers
+        ]
+        num_v = max([factor.mat.shape[0] for factor in outs])
+        size = outs[0].mat.element_size()
+        per_column = max(1, -(-size * self._entries(call, ins) // max(1, self.plan.base)))
+        samples = max(1, self.limit // (per_column * num_v))
+        columns = len(state.part.columns)
+        if samples == 1:
+            columns = max(1, columns * self.limit // (per_column * num_v))
+        elif samples >= len(state.part.samples):
+            return [state]
+        parts = state.part.split(samples, columns)
+        if parts == [state.part]:
+            return [state]
+
+        def rows(part: Part) -> Callable[[Call], Rows]:
+            return lambda other: self.plan.rows(other, self._samples(part))
+
+        return [state.restricted(part, rows(part)) for part in parts]
+
+    def _start(self, source: Source, part: Part) -> list[Factor | None]:
+        samples = self._samples(part)
+        rows = self.plan.rows(source.call, samples)
+        columns = part.columns
+        factors = source.columns(
+            rows, slice(columns.start, columns.stop) if columns else slice(None)
+        )
+        if not self.mixing:
+            return factors
+        terms = len(row_numbers(self.plan.base, samples))
+        return [
+            None if factor is None else self._spread(source.call, i, factor, rows, terms)
+            for i, factor in enumerate(factors)
+        ]
+
+    def _spread(self, call: Call, i: int, factor: Factor, rows: Rows, terms: int) -> Factor:
+        """Give every term of the loss columns of its own, which are zero in the other rows."""
+        shape = call_products.shape_in(call, i, self.plan.num_rows(call))
+        columns = factor.coarsened(terms).mat.unflatten(1, (terms, -1))
+        spread = columns.new_zeros(columns.shape[0], terms, *shape)
+        numbers = torch.tensor(row_numbers(shape[0], rows)).reshape(terms, -1)
+        spread[:, torch.arange(terms)[:, None], numbers] = columns
+        return Factor(spread.flatten(0, 1), 1)
+
+    # ------------------------------------------------------------------ one sweep
+
+    def _sweep(self, source: Source, receive: Receive) -> None:
+        """Carry columns back; hand over the products of each parameter they reach, in slices."""
+        calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
+        self.done = None
+        if isinstance(source, ResidualSource):
+            self.done = self._collect_residual(source)
+            if self.done is not None and self.done not in self.plan.going_on:
+                return
+        parts = self._first_parts(source)
+        self.is_tight = len(parts) > 1 and self.is_large
+        for part in parts:
+            state = State(part)
+            starts = self._start(source, part)
+            deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
+            self._carry(state, calls, receive)
+
+    # ------------------------------------------------------------------ diagonals
+
+    # Where each entry of ∂y/∂p is 0, 1 or an entry of the input, sum_i d_i (∂y_i/∂p)² is linear in
+    # d and takes one product. d is what the second derivative of the module behind y adds; that of
+    # columns, sum_v w_v s_v², if no entry of p reaches more than one y_i of a sample.
+
+    def _has_squares(self, call: Call) -> bool:
+        """Whether ``sum_i d_i (∂y_i/∂p)²`` is at hand for what several sources emit."""
+        if not (self.collects and call.trained and call.derivatives) or call.is_unbatched:
+            return False
+        alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
+        return call.derivatives.squares_with_input and alone
+
+    def _collect_residual(self, source: ResidualSource) -> Call | None:
+        """Collect the diagonal that a source emits, and return the call it is at the output of."""
+        origin = source.call.origins_in[0]
+        producer = None if origin is None else self.plan.producers.get(origin)
+        if producer is None or not self._has_squares(producer.call):
+            return None
+        if self.plan.num_rows(producer.call) != self.plan.num_rows(source.call):
+            return None
+        count = len(row_numbers(self.plan.base, self.subsampling))
+        residual = source.diagonal(self.plan.rows(source.call, self.subsampling))
+        shape = self.plan.shape(producer, self.subsampling)
+        self._collect(producer.call, residual.reshape(shape), Part(range(count), range(count)))
+        return producer.call
+
+    def _collect_columns(self, use: Use, part: Part) -> bool:
+        """Collect the squares of columns at a call's output; False if they do not suffice."""
+        call, factor = use.call, use.factor
+        if not self._has_squares(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
+            return False
+        assert call.derivatives is not None
+        if not call.derivatives.reaches_one_output(call):
+            return False
+        self._collect(call, reductions.sum_of_squares(factor.mat, factor.weights), part)
+        return True
+
+    def _collect(self, call: Call, diagonal: Tensor, part: Part) -> None:
+        if call not in self.diagonals:
+            shape = self.plan.shape(Producer(call, 0), self.subsampling)
+            like = call.outputs[0]
+            zeros = torch.zeros(shape, dtype=diagonal.dtype, device=like.device)
+            self.diagonals[call] = Diagonal(zeros, part.of_samples)
+        view = _narrow(self.diagonals[call].values, 0, part.samples, part.of_samples)
+        view += diagonal.to(view.device)
+
+    def _add_squares(self, call: Call, totals: dict[Parameter, dict[str, Any]]) -> None:
+        """Add what the diagonal at a call's output makes of its parameters."""
+        each = "batch_square" in self.wanted
+        values, samples = self.diagonals[call]
+        parts = [Part(samples, samples)]
+        if each and any(p in totals for p in call.trained.values()):  # there is memory to add to
+            per_sample = max(1, *(p.nbytes for p in call.trained.values()))
+            size = max(1, self.limit // per_sample)
+            parts = [Part(some, samples) for some in _chunks(samples, size)]
+        for name, p in call.trained.items():
+            if p in self.left_out:
+                continue
+            before = totals.get(p, {})
+            whole = {n: Gathered(REDUCTIONS[n], before.get(n)) for n in self.wanted}
+            for part in parts:
+                diagonal = _narrow(values, 0, part.samples, samples)
+                rows = self.plan.rows(call, self._samples(part))
+                use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
+                square = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
+                if each:
+                    whole["batch_square"].add(square, part)
+                if "square" in self.wanted:
+                    whole["square"].add(square.sum(0) if each else square, part)
+            totals[p] = {n: gathered.total() for n, gathered in whole.items()}
+
+    def _travelling(self, state: State) -> Rows:
+        """Return the samples whose rows travel."""
+        return None if self.plan.mixing else self._samples(state.part)
+
+    def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
+        """Carry columns back through calls. Slices become thinner where tensors become larger."""
+        for i, call in enumerate(calls):
+            slices = self._slices(state, call)
+            if len(slices) > 1:
+                while slices:  # a slice is freed before the next one travels
+                    if self.is_tight:
+                        memory.give_back()
+                    self._carry(slices.pop(0), calls[i:], receive)
+                return
+            self._through(state, call, receive)
+        for p, uses in state.pending.items():
+            receive(Products(p, uses, self.wanted, self._terms(state)), state.part)
+
+    def _terms(self, state: State) -> int | None:
+        """Return how many terms of the loss have columns of their own."""
+        return len(state.part.samples) if self.mixing else None
+
+    def _through(self, state: State, call: Call, receive: Receive) -> None:
+        """Hand over the products of a call's parameters, and carry columns to its inputs."""
+        found = fetch(call, state.arrived)
+        if found is None:
+            return
+        factor, mats = found
+        del found  # columns are freed once they have travelled on
+        travelling, arrived = self._travelling(state), state.arrived
+        rows = None if travelling is None else self.plan.rows(call, travelling)
+        ratio = factor.mat.shape[1] // factor.groups
+        self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
+        if not self.sliced and self._run_user_rules(call, factor, mats, arrived, travelling):
+            return
+        if call.derivatives is None:
+            return  # a module without any rule was reported before
+        goes_on = call in self.plan.going_on
+        if not (goes_on or call.trained):
+            return
+        with call.bound():
+            use = Use(call, "", factor, rows, mats)
+            if call is not self.done and not self._collect_columns(use, state.part):
+                self._hand_over(state, use, receive)
+            if not goes_on:
+                return
+            if len(mats) == 1 and not arrived and not state.pending:
+                factor = self._reduced(state, factor)
+                mats = [factor.mat]
+            backs = self._transposed(call, mats, rows)
+        backs_held = [None if m is None else factor.holding(m) for m in backs]
+        deliver(self.plan, call, backs_held, arrived, travelling)
+
+    def _hand_over(self, state: State, use: Use, receive: Receive) -> None:
+        """Hand over the products of a call's parameters; keep those with other uses to come."""
+        with Sharing(use.call):
+            for name, p in use.call.trained.items():
+                own = use.of(name)
+                if len(self.plan.uses[p]) == 1:
+                    receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
+                else:
+                    state.pending.setdefault(p, []).append(own)
+
+    def _reduced(self, state: State, factor: Factor) -> Factor:
+        """Replace all that has arrived by fewer columns for the same matrices, if that pays."""
+        if not self._is_reducible(state, factor):
+            return factor
+        everything = range(prod(factor.mat.shape[2:]))
+        state.part = replace(state.part, columns=everything, of_columns=everything)
+        return factor.reduced()
+
+    def _is_reducible(self, state: State, factor: Factor) -> bool:
+        """Whether fewer columns stand for the same matrices, and nobody sees the columns.
+
+        With V columns of D entries, the triangles take as many operations as V columns in a linear
+        layer of D outputs: that pays if a third of the columns is saved from there on.
+        """
+        num_v, rows, *shape = factor.mat.shape
+        return (
+            2 * num_v > 3 * prod(shape)
+            and self.sliced
+            and not self.mixing
+            and "individual" not in self.wanted
+            and factor.weights is None
+            and not factor.adds_up
+            and factor.groups == rows
+            and state.part.columns == state.part.of_columns
+            and not torch.is_grad_enabled()
+        )
+
+    def _transposed(
+        self, call: Call, mats: Sequence[Tensor | None], rows: Rows
+    ) -> list[Tensor | None]:
+        """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
+        known = [m for m in mats if m is not None]
+        alike = known[0].shape[1] > 1 and not any(m.stride(1) for m in known)
+        assert call.derivatives is not None
+        if alike and call.is_plain and not call.mixes_samples:
+            with call.bound() as module:
+                alike = call.derivatives.jacobian_is_constant(module)
+            if alike:
+                first = take_rows(row_numbers(self.plan.num_rows(call), rows), slice(0, 1))
+                one = [None if m is None else m[:, :1] for m in mats]
+                backs = call_products.transposed(call, one, first)
+                count = known[0].shape[1]
+                return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
+        return call_products.transposed(call, mats, rows)
+
+    def _run_user_rules(
+        self,
+        call: Call,
+        factor: Factor,
+        mats: Sequence[Tensor | None],
+        arrived: dict[Origin, Factor],
+        samples: Rows,
+    ) -> bool:
+        """Run the rule that a user registered for this module; False if there is none."""
+        for ext in self.exts:
+            rule = ext.rule_for(call.module)
+            if rule is not None:
+                rows = self.plan.rows(call, samples)
+                shown = [
+                    None if mat is None else call_products.shown(call, i, mat, rows)
+                    for i, mat in enumerate(mats)
+                ]
+                given = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
+                with call.bound(whole=True) as module:
+                    back = rule.run(
+                        ext,
+                        module,
+                        *call_gradients(call),
+                        given,
+                        self._add_rule_value,
+                        call.goes_on,
+                    )
+                parts = back if isinstance(back, tuple) else (back,)
+                try:
+                    backs = [
+                        None if m is None else call_products.read_back(call, i, m, rows)
+                        for i, m in enumerate(parts)
+                    ]
+                    factors = [None if m is None else factor.holding(m) for m in backs]
+                    deliver(self.plan, call, factors, arrived, samples)
+                except (ValueError, RuntimeError, IndexError) as error:
+                    shapes = [list(m.shape) for m in parts if isinstance(m, Tensor)]
+                    raise ValueError(
+                        f"{ext.savefield}: the rule of {type(rule).__name__} for {call!r} passes "
+                        f"on {shapes}. Expected is ['V', *input] for each input, with the samples "
+                        f"of the extension. ({error})"
+                    ) from error
+                return True
+        return False
+
+    def _add_rule_value(self, p: Parameter, ext: Extension, value: Any) -> None:
+        """Sum what a user's rule returns over the losses and over the uses of a parameter."""
+        if len(self.plan.uses.get(p, ())) > 1:
+            raise NotImplementedError(
+                f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
+                "several times. Register derivatives instead "
+                "(backpack.core.derivatives.register)."
+            )
+        if (p, ext) in self.rule_values:
+            value = ext.accumulate_backpropagated_quantities(self.rule_values[p, ext], value)
+        self.rule_values[p, ext] = value
+
+
+def deliver(
+    plan: Plan,
+    call: Call,
+    factors: Sequence[Factor | None],
+    arrived: dict[Origin, Factor],
+    samples: Rows,
+) -> None:
+    """Add columns at a call's inputs to what their producers have so far."""
+    for origin, factor in zip(call.origins_in, factors, strict=False):
+        producer = None if origin is None else plan.producers.get(origin)
+        if origin is None or producer is None or factor is None:
+            continue
+        shape = plan.shape(producer, samples)
+        if producer.call.is_unbatched and factor.mat.shape[1] > shape[0]:
+            factor = factor.gathered(shape[0])
+        output = producer.call.outputs[producer.slot]
+        factor = factor.reshaped(shape).on(output.device)
+        arrived[origin] = arrived[origin] + factor if origin in arrived else factor
+
+
+def separate_samples(plan: Plan) -> None:
+    """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
+
+    Only calls that combine such a tensor with one that has samples, and calls above them, take
+    part.
+    """
+    if not any(call.is_unbatched for call in plan.calls):
+        return
+    plan.check_one_batch_for_all()
+    arrived: dict[Origin, Factor] = {}
+    apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
+    for call in reversed(plan.calls):
+        if call in plan.losses or call.derivatives is None:
+            continue
+        if call.is_unbatched:
+            found = fetch(call, arrived)
+            call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
+            for total, each in zip(call.g_out, call.g_samples, strict=True):
+                if total is not None and (
+                    each is None
+                    or not (
+                        close(each.sum(0), total, call.rounding)
+                        or _cancels(plan, call, each.sum(0) - total)
+                    )
+                ):
+                    raise ValueError(
+                        f"{call!r} has no samples, and reaches the loss on a way on which those of "
+                        "the loss cannot be told apart (not through a module that combines it with "
+                        "data). Combine it with data in a module, such as SumModule."
+                    )
+        grads = call_products.gradients(call)
+        if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
+            continue
+        mats = [None if g is None else g.unsqueeze(0) for g in grads]
+        backs = call_products.transposed(call, mats, None)
+        factors = [
+            Factor(back, back.shape[1], adds_up=True)
+            if back is not None and origin in apart
+            else None
+            for origin, back in zip(call.origins_in, backs, strict=True)
+        ]
+        deliver(plan, call, factors, arrived, None)
+
+
+def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
+    """Whether a difference of gradients is the rounding of larger ones, which have cancelled."""
+    size, seen, stack = 0.0, set(call.origins_out) - {None}, [call]
+    while stack:
+        own = set(stack.pop().origins_out) - {None}
+        for reader in plan.calls:
+            if own.isdisjoint(reader.origins_in):
+                continue
+            if reader.is_unbatched:
+                stack += [] if seen.issuperset(reader.origins_out) else [reader]
+                seen |= set(reader.origins_out)
+            size += sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
+    return float(difference.abs().max()) <= 10 * call.rounding * size
+
+
+def _only(mats: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if mat is None else mat.squeeze(0) for mat in mats]
+
+
+def fetch(call: Call, arrived: dict[Origin, Factor]) -> tuple[Factor, list[Tensor | None]] | None:
+    """Take what arrived at a call's outputs: columns at one of them, and at each."""
+    if len(call.origins_out) == 1 and call.is_usual:
+        (origin,) = call.origins_out
+        factor = None if origin is None else arrived.pop(origin, None)
+        return None if factor is None else (factor, [factor.mat])
+    found = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+    known = [f for f in found if f is not None]
+    if not known:
+        return None
+    groups = min(f.groups for f in known)
+    if call.mixes_rows:
+        for i, f in enumerate(found):
+            place = None if f is None else call.place_out(i)
+            if f is not None and place is not None:
+                rows = place.rows_per_sample(call.shape_out[i])
+                groups = min(groups, f.mat.shape[1] // rows)
+    aligned = [None if f is None else f.coarsened(groups) for f in found]
+    first = next(f for f in aligned if f is not None)
+    return first, [None if f is None else f.mat for f in aligned]
+
+
+def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return ``g_inp`` and ``g_out`` for user-written rules."""
+    return InputGradients(call), tuple(call.g_out)  # type: ignore[return-value]
+
+
+class InputGradients(Sequence[Any]):
+    """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
+
+    def __init__(self, call: Call):
+        """Remember the call."""
+        self._call = call
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return len(self._call.inputs)
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the gradient with respect to input ``i``, None if it needs none."""
+        return self._gradients[i]
+
+    @cached_property
+    def _gradients(self) -> tuple[Any, ...]:
+        call = self._call
+        needed = [i for i, o in enumerate(call.origins_in) if o is not None]
+        if not needed:
+            return (None,) * len(self)
+        grad = call.g_out[0]
+        known = call.derivatives is not None and call.is_plain and len(call.outputs) == 1
+        if known and call.shape_out[0] and grad is not None:
+            grads = call_products.transposed(call, [grad.unsqueeze(0)], None)
+            return tuple(
+                g.squeeze(0) if g is not None and i in needed else None for i, g in enumerate(grads)
+            )
+        with torch.enable_grad(), disable():
+            xs = [x.detach() if isinstance(x, Tensor) else x for x in call.whole_inputs()]
+            for i in needed:
+                xs[i].requires_grad_()
+            outputs = flatten_outputs(call.forward(xs))
+            pairs = [(y, g) for y, g in zip(outputs, call.g_out, strict=True) if g is not None]
+            ys, gs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
+        by_index = dict(zip(needed, found, strict=True))
+        return tuple(by_index.get(i) for i in range(len(xs)))
+
+
+def _are_per_sample(names: Iterable[str]) -> bool:
+    return any(REDUCTIONS[name].sample_axis is not None for name in names)

@@ -1,0 +1,149 @@
+"""What ``backward()`` is called on, and what it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch.nn import Parameter
+
+from backpack.context import CTX, STATE, disable, update
+from backpack.core.engine import spared_gradients
+from backpack.core.record import kernels
+from backpack.core.record.tape import Call, has_parameters
+
+
+class Entry:
+    """One call of ``backward()``, until it returns.
+
+    Args:
+        roots: What it was called on.
+
+    Attributes:
+        nodes: Where it starts in the graph.
+        spared: Parameters whose gradients autograd was not asked for, and that still need one.
+        task: Autograd's number of the backward pass, once it has started.
+    """
+
+    def __init__(self, roots: tuple[Any, ...]):
+        """Wait for the start."""
+        self.roots = roots
+        self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
+        self.spared: set[Parameter] = set()
+        self.task: int | None = None
+
+    def start(self, _: Any = None) -> None:
+        """Note that the first node runs, before passes inside of this one start."""
+        if self.task is None:
+            self.task = torch._C._current_graph_task_id()
+
+    def is_of(self, task: int) -> bool:
+        """Whether it has started a backward pass."""
+        if self.task is None and torch._C._current_autograd_node() in self.nodes:
+            self.start()  # our hook of a node comes after those of its call
+        return self.task == task
+
+
+class WatchBackward(overrides.TorchFunctionMode):
+    """Notes which tensors ``backward()`` is called on, and spares it what is computed anyway.
+
+    The first lets the engine notice a modified loss, for the second see
+    :mod:`backpack.core.engine.spared_gradients`.
+
+    Args:
+        completed: Called when autograd will bring nothing more to a call, where that is known.
+        spares: Whether it is spared anything. A short step does not pay for looking at the graph.
+
+    Attributes:
+        missed: Whether a ``backward()`` has reached parameters, but no recorded call.
+    """
+
+    _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+    def __init__(self, completed: Callable[[Call], None], spares: bool):
+        """Watch nothing yet."""
+        super().__init__()
+        self.completed = completed
+        self.spares = spares
+        self.missed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``."""
+        kwargs = kwargs or {}
+        if func not in self._ENTRIES:
+            return func(*args, **kwargs)
+        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        outer = STATE.get().entry
+        if outer is not None and outer.task is None and _same(outer.roots, roots):
+            return func(*args, **kwargs)  # the mode of an inner context has seen the same call
+        entry = Entry(roots)
+        hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
+        update(entry=entry)
+        try:
+            if func is torch.autograd.grad:
+                return func(*args, **kwargs)
+            configuration = CTX.configuration
+            before = configuration.passes.own
+            result = self._backward(func, entry, args, kwargs)
+            if configuration.exts and configuration.passes.own == before:
+                self.missed |= disable.should_store_io() and has_parameters(entry.nodes)
+            return result
+        finally:
+            update(entry=outer)
+            for hook in hooks:
+                hook.remove()
+
+    def _backward(self, func: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
+        roots = entry.roots
+        candidates = spared_gradients.costly(CTX.configuration) if self.spares else {}
+        if not candidates:
+            return func(*args, **kwargs)
+        call = signature(func).bind(*args, **kwargs)
+        if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
+            return func(*args, **kwargs)
+        spared, asked, substitutes = spared_gradients.spare(roots, candidates)
+        if not spared:
+            return func(*args, **kwargs)
+        call.arguments["inputs"] = asked
+        entry.spared = spared
+        with kernels.in_use(substitutes, roots, self.completed):
+            result = func(*call.args, **call.kwargs)
+        if spared:  # what is accumulated is taken out
+            shapes = [list(p.shape) for p in spared]
+            raise RuntimeError(
+                f"The gradients of parameters of shapes {shapes} are missing: no gradient has "
+                "arrived at the modules that use them. A hook of any parameter, such as "
+                "p.register_hook(lambda grad: None), makes autograd compute them; please report "
+                "this."
+            )
+        return result
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return list(map(id, one)) == list(map(id, other))
+
+
+class _Away:
+    """Takes a mode off, and puts it on again."""
+
+    __slots__ = ("mode",)
+
+    def __init__(self, mode: WatchBackward):
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.mode.__exit__(None, None, None)
+
+    def __exit__(self, *exception: object) -> None:
+        self.mode.__enter__()
+
+
+def unwatched() -> AbstractContextManager[Any]:
+    """Work where no backward pass starts: a mode sees every function of tensors, and takes time."""
+    mode = overrides._get_current_function_mode()
+    return _Away(mode) if isinstance(mode, WatchBackward) else nullcontext()

@@ -1,0 +1,1 @@
+"""What the forward pass records: calls, where the samples are, and the rules of modules."""

@@ -1,0 +1,59 @@
+"""Hooks that run before ours, and may have changed what a module returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.context import disable
+from backpack.core.record.registry import derivatives_of_call
+from backpack.core.record.tape import flatten_outputs
+
+ADVICE = "Register that hook on the module itself, before extend or without prepend=True."
+CHANGED = f"returned what a forward hook that runs before backpack's has changed. {ADVICE}"
+RANDOM = f"is random, and a forward hook runs before backpack's, which may change it. {ADVICE}"
+
+
+def alteration(
+    module: Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> str | None:
+    """Run a module again to see whether hooks have changed what it returned.
+
+    Args:
+        module: The module that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What the hooks have made of what it returned.
+
+    Returns:
+        What to tell about the module, or None.
+    """
+    seen = flatten_outputs(output)
+    if not torch.is_grad_enabled() or derivatives_of_call(module, seen) is None:
+        return None
+    buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    state = torch.get_rng_state()
+    try:
+        for own, values in buffers:  # which the module may write to
+            own.update({name: b if b is None else b.clone() for name, b in values.items()})
+        with disable(), torch.no_grad(), torch._C.DisableTorchFunction():
+            computed = flatten_outputs(module.forward(*args, **kwargs))
+        is_random = not torch.equal(state, torch.get_rng_state())
+    finally:
+        torch.set_rng_state(state)
+        for own, values in buffers:
+            own.update(values)
+    if is_random:
+        return RANDOM
+    is_same = len(seen) == len(computed) and all(map(_agree, seen, computed))
+    return None if is_same else CHANGED
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    # the same kernels on the same numbers, but threads may add them up in another order
+    rounding = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rounding, rounding, True)

@@ -1,0 +1,41 @@
+"""Recording inside of what ``torch.compile`` compiles, and what others trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Sets what compiles the functions that this thread calls, None for nothing, and returns what did.
+set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+
+
+def is_traced() -> bool:
+    """Whether what runs is written down to be run elsewhere: no backward pass follows here.
+
+    By ``torch.jit.trace``, ``torch.export`` or ``make_fx``.
+    """
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return True
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    return has_modes and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def may_leave_graph() -> bool:
+    """Whether torch.compile may leave its graph: not with ``fullgraph=True``, nor for an export.
+
+    The function that asks calls ``torch._dynamo.skip_frame()`` itself: it then runs as it is.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx()
+    return not (tracer.one_graph or tracer.error_on_graph_break)
+
+
+# as torch.compiler.assume_constant_result does, without its import of the compiler: the function is
+# called while torch.compile traces
+may_leave_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]

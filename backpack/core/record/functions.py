@@ -1,0 +1,1020 @@
+"""Which module stands for which function: the table of the converter.
+
+To teach the converter a function, add a row to ``TABLE``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.fx.node import Node, map_arg
+from torch.nn import Module
+from torch.nn import functional as F
+
+from backpack.custom_module import permanent_dropout as permanent
+from backpack.custom_module.attention import ScaledDotProductAttention
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.custom_module.stochastic_depth import StochasticDepth
+
+# What is known about a value before it is there: one of these, or a tuple of kinds.
+Kind = Any
+TENSOR: Final = "tensor"
+TENSORS: Final = "tensors"  # a sequence of them, of unknown length
+VALUE: Final = "value"  # number, shape, dtype, ...
+PACKED: Final = "packed"  # PackedSequence
+UNKNOWN: Final = "unknown"
+
+# What a function does with the entries of its tensors.
+ENTRIES: Final = "entries"  # each entry of the result depends on those at its place, broadcast
+MOVES: Final = "moves"  # each entry of the result is one of the first argument's, or a constant
+RESHAPES: Final = "reshapes"  # the result has the first argument's entries, in their order
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A module, and what to call it with: nodes, numbers, and other applications."""
+
+    module: Module
+    inputs: tuple[Any, ...]
+
+
+class TrainingFlag(int):
+    """What modules have as ``training`` while they are traced.
+
+    It is recognised as an argument of functions, and reports when somebody asks for its value.
+    """
+
+    asked: Callable[[], None]
+
+    def __bool__(self) -> bool:
+        """Report that the forward pass depends on the mode, and return the mode."""
+        self.asked()
+        return int(self) != 0
+
+    def __eq__(self, other: object) -> bool:
+        """Compare, which is asking, too."""
+        return bool(self) == other
+
+    __hash__ = int.__hash__
+
+    def __repr__(self) -> str:
+        """Return the mode."""
+        return repr(int(self) != 0)
+
+
+# --- What is known about arguments ----------------------------------------------------------------
+
+
+def kind(argument: Any) -> Kind:
+    """Return what is known about an argument of a call."""
+    if isinstance(argument, Node):
+        return argument.meta.get("backpack_kind", UNKNOWN)
+    if isinstance(argument, Slot):
+        return TENSOR
+    if isinstance(argument, (tuple, list)):
+        kinds = tuple(kind(item) for item in argument)
+        return VALUE if all(k == VALUE for k in kinds) else kinds
+    return VALUE
+
+
+def is_number(argument: Any) -> bool:
+    """Return whether an argument is a real number that is known already."""
+    return isinstance(argument, (int, float)) and not isinstance(argument, bool)
+
+
+def is_static(*arguments: Any) -> bool:
+    """Return whether arguments are known already: neither nodes, nor slots, nor tensors."""
+    unknown: list[Any] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, (Node, Slot, torch.Tensor)):
+            unknown.append(leaf)
+
+    map_leaves(look, arguments)
+    return not unknown
+
+
+# --- Conversions: from the arguments of a function to an application, None for "as a function" ----
+
+
+def layer(make: Callable[..., Module | None]) -> Callable[..., Apply | None]:
+    """A layer: the first argument is the tensor, the others are the module's options."""
+    options = inspect.signature(make)
+
+    def convert(input: Any, *args: Any, **kwargs: Any) -> Apply | None:
+        if not is_static(args, kwargs):
+            return None
+        bound = options.bind(*args, **kwargs)
+        module = make(*bound.args, **bound.kwargs)
+        return None if module is None else Apply(module, (input,))
+
+    return convert
+
+
+def loss(make: Callable[..., Module]) -> Callable[..., Apply | None]:
+    """A loss: input and target are tensors, the others are the module's options."""
+
+    def convert(input: Any, target: Any, **options: Any) -> Apply | None:
+        options = {name: value for name, value in options.items() if value is not None}
+        inspect.signature(make).bind(**options)
+        return Apply(make(**options), (input, target)) if is_static(options) else None
+
+    return convert
+
+
+def class_scores(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``[N, C, *d]`` for an input ``[N, I]`` and a weight ``[C, *d, I]``."""
+    scores = torch.tensordot(input, weight, dims=([-1], [-1]))
+    return scores if bias is None else scores + bias
+
+
+def linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    options: Any = None,  # how to do it in parts
+    ignore_index: Any = None,
+    **others: Any,
+) -> Apply | None:
+    """Cross entropy of a linear layer: as two modules."""
+    if not is_static(ignore_index, others):
+        return None
+    tensors = [x for x in (input, linear_weight, linear_bias) if x is not None]
+    layer = FunctionModule(class_scores, [Slot(i) for i in range(len(tensors))])
+    lossfunc = nn.CrossEntropyLoss(
+        ignore_index=-100 if ignore_index is None else ignore_index, **others
+    )
+    return Apply(lossfunc, (Apply(layer, tuple(tensors)), target))
+
+
+def scaled(input: Any, factor: float) -> Any:
+    """Multiply something with a number."""
+    if is_number(input):
+        return input * factor
+    return input if factor == 1 else Apply(ScaleModule(factor), (input,))
+
+
+def add(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
+    """``input + alpha * other``."""
+    return Apply(SumModule(), (input, scaled(other, alpha))) if is_number(alpha) else None
+
+
+def subtract(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
+    """``input - alpha * other``."""
+    return Apply(SumModule(), (input, scaled(other, -alpha))) if is_number(alpha) else None
+
+
+def subtract_from(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
+    """``other - alpha * input``."""
+    return subtract(other, input, alpha=alpha)
+
+
+def multiply(input: Any, other: Any) -> Apply:
+    """``input * other``."""
+    if is_number(other):
+        return Apply(ScaleModule(other), (input,))
+    if is_number(input):
+        return Apply(ScaleModule(input), (other,))
+    return Apply(MulModule(), (input, other))
+
+
+def divide(input: Any, other: Any, *, rounding_mode: Any = None) -> Apply | None:
+    """``input / other``."""
+    if rounding_mode is not None or not is_number(other) or other == 0:
+        return None
+    return Apply(ScaleModule(1 / other), (input,))
+
+
+def negate(input: Any) -> Apply:
+    """``-input``."""
+    return Apply(ScaleModule(-1), (input,))
+
+
+def permute(input: Any, *axes: Any, dims: Any = None) -> Apply | None:
+    """Axes one by one, or as a sequence."""
+    if dims is None:
+        dims = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+    if not isinstance(dims, (tuple, list)) or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return Apply(Permute(*dims), (input,))
+
+
+def transpose(input: Any, dim0: Any, dim1: Any) -> Apply | None:
+    """Exchange of two axes."""
+    if not (isinstance(dim0, int) and isinstance(dim1, int)):
+        return None
+    return Apply(Permute(dim0, dim1, init_transpose=True), (input,))
+
+
+def swapaxes(input: Any, axis0: Any, axis1: Any) -> Apply | None:
+    """Exchange of two axes, under other names."""
+    return transpose(input, axis0, axis1)
+
+
+def flatten(start_dim: int = 0, end_dim: int = -1) -> Module | None:
+    """Flatten axes after the batch axis."""
+    if not all(isinstance(dim, int) for dim in (start_dim, end_dim)) or start_dim < 1:
+        return None
+    return nn.Flatten(start_dim, end_dim)
+
+
+def unflatten(dim: int, sizes: Any) -> Module | None:
+    """Split an axis after the batch axis."""
+    sizes = tuple(sizes)
+    known = isinstance(dim, int) and dim >= 1 and all(isinstance(s, int) and s > 0 for s in sizes)
+    return nn.Unflatten(dim, sizes) if known else None
+
+
+def getitem(input: Any, index: Any) -> Apply | None:
+    """An element of a tuple, or a part of a tensor."""
+    plain = isinstance(index, int) and not isinstance(index, bool)
+    what = kind(input)
+    if plain and what != TENSOR:
+        return Apply(ReduceTuple(index), (input,))
+    indices = index if isinstance(index, tuple) else (index,)
+
+    def is_basic(one: Any) -> bool:
+        integer = isinstance(one, int) and not isinstance(one, bool)
+        return one is None or one is ... or integer or (isinstance(one, slice) and is_static(one))
+
+    is_tensor = what == TENSOR or isinstance(index, tuple)
+    if not (is_tensor and indices and all(map(is_basic, indices))):
+        return None
+    return Apply(Slicing(indices), (input,))
+
+
+def attribute(input: Any, name: str) -> Apply | None:
+    """``mT`` of a tensor, ``values`` or ``indices`` of a named tuple."""
+    if name == "mT":
+        return transpose(input, -2, -1)
+    if name in ("values", "indices") and kind(input) == TENSORS:
+        return Apply(ReduceTuple(0 if name == "values" else 1), (input,))
+    return None
+
+
+def pad(pad: Any, mode: str = "constant", value: float | None = None) -> Module | None:
+    """Padding by known numbers."""
+    return Pad(pad, mode, 0.0 if value is None else value)
+
+
+def softmax(make: Callable[..., Module]) -> Callable[..., Module | None]:
+    """Softmax and the like, in the dtype of the input."""
+
+    def options(dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Module | None:
+        return make(dim) if dtype is None and isinstance(_stacklevel, int) else None
+
+    return options
+
+
+def layer_norm(
+    normalized_shape: Any, weight: None = None, bias: None = None, eps: float = 1e-5
+) -> Module:
+    """Layer normalisation without parameters: those would be no known numbers."""
+    return nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
+
+
+def rms_norm(normalized_shape: Any, weight: None = None, eps: float | None = None) -> Module:
+    """RMS normalisation without parameters."""
+    return nn.RMSNorm(normalized_shape, eps, elementwise_affine=False)
+
+
+def max_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
+    """Maximum pooling: module and function have their options in different orders."""
+
+    def options(
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Module | None:
+        if return_indices:
+            return None
+        return make(kernel_size, stride or None, padding, dilation, ceil_mode=ceil_mode)
+
+    return options
+
+
+def random_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
+    """Fractional pooling, unless the indices or the random numbers are asked for or given."""
+
+    def options(
+        kernel_size: Any,
+        output_size: Any = None,
+        output_ratio: Any = None,
+        return_indices: bool = False,
+        _random_samples: Any = None,
+    ) -> Module | None:
+        known = not return_indices and _random_samples is None
+        return make(kernel_size, output_size, output_ratio) if known else None
+
+    return options
+
+
+def upsample(
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: Any = None,
+    recompute_scale_factor: Any = None,
+    antialias: bool = False,
+) -> Module | None:
+    """Interpolation without antialiasing."""
+    if antialias:
+        return None
+    return nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
+
+
+def switched(
+    training: Any, make: Callable[[], Module], always: Callable[[], Module | None]
+) -> Module | None:
+    """Return a module for a training flag: the module's own, or a constant."""
+    if isinstance(training, TrainingFlag):
+        return make()
+    return always() if training else nn.Identity()
+
+
+def dropout(
+    make: Callable[..., Module], always: Callable[..., Module], default: bool = True
+) -> Callable[..., Module | None]:
+    """Dropout that follows the training mode, is always on, or always off."""
+
+    def options(p: float = 0.5, training: Any = default) -> Module | None:
+        return switched(training, lambda: make(p), lambda: always(p))
+
+    return options
+
+
+def plain_dropout(p: float, train: Any) -> Module | None:
+    """Dropout under the other name of its flag."""
+    return dropout(nn.Dropout, permanent.PermanentDropout)(p, train)
+
+
+def random_leaky_relu(
+    lower: float = 1 / 8, upper: float = 1 / 3, training: Any = False
+) -> Module | None:
+    """Leaky ReLU with random slopes, or with their mean."""
+    if not isinstance(training, TrainingFlag) and not training:
+        return nn.LeakyReLU((lower + upper) / 2)
+    return switched(training, lambda: nn.RReLU(lower, upper), lambda: None)
+
+
+def stochastic_depth(p: float, mode: str, training: Any = True) -> Module | None:
+    """Dropout of samples that follows the training mode, or is always off."""
+    return switched(training, lambda: StochasticDepth(p, mode), lambda: None)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Apply | None:
+    """Scaled dot-product attention without dropout, which the function has in any mode."""
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    if not is_static(options) or isinstance(dropout_p, TrainingFlag) or dropout_p:
+        return None
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    module = ScaledDotProductAttention(
+        is_causal=bool(is_causal), scale=scale, enable_gqa=bool(enable_gqa)
+    )
+    return Apply(module, inputs)
+
+
+# --- Kinds of results -----------------------------------------------------------------------------
+
+ATTRIBUTES_TENSOR = {"T", "H", "mT", "mH", "real", "imag", "data", "grad", "values", "indices"}
+ATTRIBUTES_VALUE = {
+    *("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse"),
+    *("itemsize", "nbytes", "is_leaf", "names", "is_quantized", "is_meta", "is_cpu", "is_mps"),
+}
+
+
+def attribute_kind(input: Any, name: str) -> Kind:
+    """Return what an attribute is."""
+    return TENSOR if name in ATTRIBUTES_TENSOR else VALUE if name in ATTRIBUTES_VALUE else UNKNOWN
+
+
+def item_kind(input: Any, index: Any) -> Kind:
+    """Return what ``input[index]`` is."""
+    what = kind(input)
+    if what == TENSORS:
+        return TENSOR if isinstance(index, int) else TENSORS
+    if what == PACKED:
+        return UNKNOWN
+    if isinstance(what, tuple):
+        try:
+            return what[index]
+        except (IndexError, TypeError):
+            return UNKNOWN
+    return TENSOR if what == UNKNOWN and isinstance(index, tuple) else what
+
+
+def reduction_kind(input: Any, *args: Any, **kwargs: Any) -> Kind:
+    """``max(x)`` and ``max(x, y)`` are tensors, ``max(x, dim)`` comes with the indices."""
+    has_axis = "dim" in kwargs or (args and kind(args[0]) == VALUE)
+    return TENSORS if has_axis else TENSOR
+
+
+def where_kind(*args: Any, **kwargs: Any) -> Kind:
+    """``where(condition)`` are indices along each axis."""
+    return TENSORS if len(args) + len(kwargs) == 1 else TENSOR
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """How to convert calls of some functions.
+
+    Attributes:
+        functions: Their names: ``torch.relu``, ``F.relu`` (of ``torch.nn.functional``), ``.relu``
+            (method of a tensor), ``operator.add``. In-place forms need not be listed. Names that
+            torch does not have are ignored.
+        convert: From the arguments to an :class:`Apply`; if there is none, or if it returns None,
+            or if the arguments do not fit its signature, the function becomes a ``FunctionModule``.
+        result: Kind of the result, or a function of the arguments that returns it.
+        is_view: Whether the result may share its memory with the first argument.
+        keep: Whether to keep calls whose result is not used.
+        treatment: :data:`ENTRIES`, :data:`MOVES`, :data:`RESHAPES`, or None for anything else.
+    """
+
+    functions: str
+    convert: Callable[..., Apply | None] | None = None
+    result: Kind | Callable[..., Kind] = TENSOR
+    is_view: bool = False
+    keep: bool = False
+    treatment: str | None = None
+
+
+TABLE: tuple[Row, ...] = (
+    # arithmetic
+    Row("operator.add torch.add .add", add, treatment=ENTRIES),
+    Row("operator.sub torch.sub torch.subtract .sub .subtract", subtract, treatment=ENTRIES),
+    Row("torch.rsub", subtract_from, treatment=ENTRIES),
+    Row("operator.mul torch.mul torch.multiply .mul .multiply", multiply, treatment=ENTRIES),
+    Row(
+        "torch.div operator.truediv torch.divide torch.true_divide .div .divide .true_divide",
+        divide,
+        treatment=ENTRIES,
+    ),
+    Row("operator.neg torch.neg torch.negative .neg .negative", negate, treatment=ENTRIES),
+    Row("operator.pos torch.positive .positive", is_view=True, treatment=ENTRIES),
+    Row("torch.pow operator.pow .pow torch.float_power .float_power", treatment=ENTRIES),
+    Row("torch.matmul operator.matmul .matmul"),
+    Row("torch.mm .mm"),
+    Row("torch.bmm .bmm"),
+    Row("torch.mv .mv"),
+    Row("torch.dot .dot torch.vdot .vdot torch.inner .inner"),
+    Row("torch.outer .outer torch.ger .ger"),
+    Row("torch.einsum"),
+    Row("torch.tensordot"),
+    Row("torch.kron .kron"),
+    Row("torch.addmm .addmm"),
+    Row("torch.addbmm .addbmm"),
+    Row("torch.baddbmm .baddbmm"),
+    Row("torch.addmv .addmv"),
+    Row("torch.addcmul .addcmul", treatment=ENTRIES),
+    Row("torch.addcdiv .addcdiv", treatment=ENTRIES),
+    Row("torch.lerp .lerp", treatment=ENTRIES),
+    # axes, shapes and selections
+    Row("torch.flatten .flatten", layer(flatten), is_view=True, treatment=RESHAPES),
+    Row("torch.unflatten .unflatten", layer(unflatten), is_view=True, treatment=RESHAPES),
+    Row("torch.permute .permute", permute, is_view=True, treatment=MOVES),
+    Row(
+        "torch.transpose torch.swapdims .transpose .swapdims",
+        transpose,
+        is_view=True,
+        treatment=MOVES,
+    ),
+    Row("torch.swapaxes .swapaxes", swapaxes, is_view=True, treatment=MOVES),
+    Row("torch.adjoint .adjoint", is_view=True, treatment=MOVES),
+    Row("torch.t .t", is_view=True, treatment=MOVES),
+    Row("torch.movedim torch.moveaxis .movedim .moveaxis", is_view=True, treatment=MOVES),
+    Row("operator.getitem", getitem, item_kind, is_view=True, treatment=MOVES),
+    Row("builtins.getattr", attribute, attribute_kind, is_view=True),
+    Row(".view", is_view=True, treatment=RESHAPES),
+    Row(".view_as .reshape_as", is_view=True, treatment=RESHAPES),
+    Row("torch.reshape .reshape", is_view=True, treatment=RESHAPES),
+    Row("torch.ravel .ravel", is_view=True, treatment=RESHAPES),
+    Row("torch.squeeze .squeeze", is_view=True, treatment=RESHAPES),
+    Row("torch.unsqueeze .unsqueeze", is_view=True, treatment=RESHAPES),
+    Row("torch.narrow .narrow", is_view=True, treatment=MOVES),
+    Row("torch.select .select", is_view=True, treatment=MOVES),
+    Row(".expand", is_view=True, treatment=MOVES),
+    Row(".expand_as", is_view=True, treatment=MOVES),
+    Row("torch.broadcast_to .broadcast_to", is_view=True, treatment=MOVES),
+    Row("torch.diagonal .diagonal", is_view=True, treatment=MOVES),
+    Row("torch.as_strided .as_strided", is_view=True),
+    Row(".unfold", is_view=True, treatment=MOVES),
+    Row(
+        "torch.split .split torch.split_with_sizes .split_with_sizes",
+        None,
+        TENSORS,
+        is_view=True,
+        treatment=MOVES,
+    ),
+    Row(
+        "torch.chunk .chunk torch.tensor_split .tensor_split",
+        None,
+        TENSORS,
+        is_view=True,
+        treatment=MOVES,
+    ),
+    Row(
+        "torch.hsplit .hsplit torch.vsplit .vsplit torch.dsplit",
+        None,
+        TENSORS,
+        is_view=True,
+        treatment=MOVES,
+    ),
+    Row("torch.unbind .unbind", None, TENSORS, is_view=True, treatment=MOVES),
+    Row("torch.broadcast_tensors torch.meshgrid", None, TENSORS, is_view=True),
+    Row("torch.cat torch.concat torch.concatenate", treatment=MOVES),
+    Row(
+        "torch.stack torch.hstack torch.vstack torch.dstack torch.column_stack torch.row_stack",
+        treatment=MOVES,
+    ),
+    Row(".repeat torch.tile .tile", treatment=MOVES),
+    Row("torch.repeat_interleave .repeat_interleave", treatment=MOVES),
+    Row("torch.roll .roll", treatment=MOVES),
+    Row(
+        "torch.flip .flip torch.fliplr .fliplr torch.flipud .flipud torch.rot90 .rot90",
+        treatment=MOVES,
+    ),
+    Row("torch.tril .tril torch.triu .triu", treatment=ENTRIES),
+    Row("torch.diag .diag torch.diag_embed .diag_embed torch.diagflat .diagflat"),
+    Row("torch.index_select .index_select", treatment=MOVES),
+    Row(
+        "torch.gather .gather torch.take .take torch.take_along_dim .take_along_dim",
+        treatment=MOVES,
+    ),
+    Row(
+        "torch.scatter .scatter torch.scatter_add .scatter_add .scatter_reduce "
+        "torch.masked_scatter .masked_scatter"
+    ),
+    Row("torch.index_add .index_add .index_copy .index_fill torch.index_put .index_put"),
+    Row("torch.slice_scatter .slice_scatter torch.select_scatter .select_scatter"),
+    Row("torch.masked_fill .masked_fill", treatment=ENTRIES),
+    Row("torch.masked_select .masked_select torch.nonzero .nonzero torch.argwhere .argwhere"),
+    Row("torch.where .where", None, where_kind, treatment=ENTRIES),
+    Row("F.pad torch._C._nn.pad", layer(pad)),
+    # the same values, elsewhere or as another type
+    Row(".contiguous", is_view=True, treatment=ENTRIES),
+    Row("torch.clone .clone", treatment=ENTRIES),
+    Row(
+        ".to .type .type_as .float .double .half .bfloat16 .long .int .bool",
+        is_view=True,
+        treatment=ENTRIES,
+    ),
+    Row(".cpu .cuda", is_view=True, treatment=ENTRIES),
+    Row("torch.detach .detach", is_view=True, treatment=ENTRIES),
+    # functions of each entry
+    Row("torch.abs torch.absolute operator.abs .abs .absolute", treatment=ENTRIES),
+    Row("torch.sign .sign torch.sgn .sgn", treatment=ENTRIES),
+    Row("torch.reciprocal .reciprocal", treatment=ENTRIES),
+    Row("torch.square .square", treatment=ENTRIES),
+    Row("torch.sqrt .sqrt", treatment=ENTRIES),
+    Row("torch.rsqrt .rsqrt", treatment=ENTRIES),
+    Row("torch.exp .exp torch.exp2 .exp2 torch.expm1 .expm1", treatment=ENTRIES),
+    Row("torch.log .log torch.log2 .log2 torch.log10 .log10 torch.log1p .log1p", treatment=ENTRIES),
+    Row(
+        "torch.sin .sin torch.cos .cos torch.tan .tan torch.sinh .sinh torch.cosh .cosh",
+        treatment=ENTRIES,
+    ),
+    Row("torch.asin .asin torch.acos .acos torch.atan .atan torch.atan2 .atan2", treatment=ENTRIES),
+    Row("torch.erf .erf torch.erfc .erfc torch.sinc .sinc torch.logit .logit", treatment=ENTRIES),
+    Row("torch.xlogy .xlogy torch.logaddexp .logaddexp torch.hypot .hypot", treatment=ENTRIES),
+    Row("torch.clamp torch.clip .clamp .clip", treatment=ENTRIES),
+    Row("torch.clamp_min .clamp_min", treatment=ENTRIES),
+    Row("torch.clamp_max .clamp_max", treatment=ENTRIES),
+    Row("torch.maximum .maximum torch.fmax .fmax", treatment=ENTRIES),
+    Row("torch.minimum .minimum torch.fmin .fmin", treatment=ENTRIES),
+    Row(
+        "torch.round .round torch.floor .floor torch.ceil .ceil torch.trunc .trunc torch.frac",
+        treatment=ENTRIES,
+    ),
+    Row("torch.floor_divide operator.floordiv .floor_divide", treatment=ENTRIES),
+    Row("torch.remainder operator.mod .remainder torch.fmod .fmod", treatment=ENTRIES),
+    Row("torch.nan_to_num .nan_to_num", treatment=ENTRIES),
+    Row(
+        "operator.eq torch.eq .eq operator.ne torch.ne .ne torch.isclose .isclose",
+        treatment=ENTRIES,
+    ),
+    Row("operator.lt torch.lt .lt operator.le torch.le .le", treatment=ENTRIES),
+    Row("operator.gt torch.gt .gt operator.ge torch.ge .ge", treatment=ENTRIES),
+    Row("torch.isnan .isnan torch.isinf .isinf torch.isfinite .isfinite", treatment=ENTRIES),
+    Row(
+        "torch.logical_and .logical_and operator.and_ torch.bitwise_and .bitwise_and",
+        treatment=ENTRIES,
+    ),
+    Row(
+        "torch.logical_or .logical_or operator.or_ torch.bitwise_or .bitwise_or", treatment=ENTRIES
+    ),
+    Row(
+        "torch.logical_not .logical_not operator.invert torch.bitwise_not .bitwise_not",
+        treatment=ENTRIES,
+    ),
+    Row(
+        "torch.logical_xor .logical_xor operator.xor torch.bitwise_xor .bitwise_xor",
+        treatment=ENTRIES,
+    ),
+    # reductions
+    Row("torch.sum .sum torch.nansum .nansum"),
+    Row("torch.mean .mean torch.nanmean .nanmean"),
+    Row("torch.prod .prod"),
+    Row("torch.var .var torch.std .std"),
+    Row("torch.var_mean torch.std_mean torch.aminmax .aminmax", None, TENSORS),
+    Row("torch.norm .norm torch.linalg.norm torch.linalg.vector_norm torch.linalg.matrix_norm"),
+    Row("torch.logsumexp .logsumexp"),
+    Row("torch.cumsum .cumsum torch.cumprod .cumprod torch.logcumsumexp .logcumsumexp"),
+    Row("torch.amax .amax torch.amin .amin"),
+    Row("torch.max .max torch.min .min torch.median .median", None, reduction_kind),
+    Row(
+        "torch.sort .sort torch.topk .topk torch.kthvalue .kthvalue torch.mode .mode", None, TENSORS
+    ),
+    Row("torch.cummax .cummax torch.cummin .cummin", None, TENSORS),
+    Row("torch.argmax .argmax torch.argmin .argmin torch.argsort .argsort"),
+    Row("torch.any .any torch.all .all torch.count_nonzero .count_nonzero"),
+    Row("torch.trace .trace"),
+    Row("torch.cdist torch.dist .dist F.pdist"),
+    # activations
+    Row("F.relu torch.relu .relu", layer(nn.ReLU), treatment=ENTRIES),
+    Row("F.relu6", layer(nn.ReLU6), treatment=ENTRIES),
+    Row("F.leaky_relu", layer(nn.LeakyReLU), treatment=ENTRIES),
+    Row("F.rrelu torch.rrelu", layer(random_leaky_relu), treatment=ENTRIES),
+    Row("F.elu", layer(nn.ELU), treatment=ENTRIES),
+    Row("F.selu torch.selu", layer(nn.SELU), treatment=ENTRIES),
+    Row("F.celu torch.celu", layer(nn.CELU), treatment=ENTRIES),
+    Row("F.gelu", layer(nn.GELU), treatment=ENTRIES),
+    Row("F.silu", layer(nn.SiLU), treatment=ENTRIES),
+    Row("F.mish", layer(nn.Mish), treatment=ENTRIES),
+    Row("F.glu", layer(nn.GLU)),
+    Row(
+        "F.sigmoid torch.sigmoid torch.special.expit .sigmoid", layer(nn.Sigmoid), treatment=ENTRIES
+    ),
+    Row("F.logsigmoid", layer(nn.LogSigmoid), treatment=ENTRIES),
+    Row("F.hardsigmoid", layer(nn.Hardsigmoid), treatment=ENTRIES),
+    Row("F.hardswish", layer(nn.Hardswish), treatment=ENTRIES),
+    Row("F.hardtanh", layer(nn.Hardtanh), treatment=ENTRIES),
+    Row("F.tanh torch.tanh .tanh", layer(nn.Tanh), treatment=ENTRIES),
+    Row("F.tanhshrink", layer(nn.Tanhshrink), treatment=ENTRIES),
+    Row("F.hardshrink torch.hardshrink .hardshrink", layer(nn.Hardshrink), treatment=ENTRIES),
+    Row("F.softshrink", layer(nn.Softshrink), treatment=ENTRIES),
+    Row("F.softplus", layer(nn.Softplus), treatment=ENTRIES),
+    Row("F.softsign", layer(nn.Softsign), treatment=ENTRIES),
+    Row("F.threshold torch.threshold", layer(nn.Threshold), treatment=ENTRIES),
+    Row("F.prelu torch.prelu .prelu"),
+    Row("F.softmax torch.softmax .softmax torch.special.softmax", layer(softmax(nn.Softmax))),
+    Row("F.softmin", layer(softmax(nn.Softmin))),
+    Row(
+        "F.log_softmax torch.log_softmax .log_softmax torch.special.log_softmax",
+        layer(softmax(nn.LogSoftmax)),
+    ),
+    Row("F.gumbel_softmax", keep=True),
+    # dropout
+    Row("F.dropout", layer(dropout(nn.Dropout, permanent.PermanentDropout)), is_view=True),
+    Row("F.dropout1d", layer(dropout(nn.Dropout1d, permanent.PermanentDropout1d)), is_view=True),
+    Row("F.dropout2d", layer(dropout(nn.Dropout2d, permanent.PermanentDropout2d)), is_view=True),
+    Row("F.dropout3d", layer(dropout(nn.Dropout3d, permanent.PermanentDropout3d)), is_view=True),
+    Row(
+        "F.alpha_dropout",
+        layer(dropout(nn.AlphaDropout, permanent.PermanentAlphaDropout, default=False)),
+        is_view=True,
+    ),
+    Row(
+        "F.feature_alpha_dropout",
+        layer(
+            dropout(nn.FeatureAlphaDropout, permanent.PermanentFeatureAlphaDropout, default=False)
+        ),
+        is_view=True,
+    ),
+    Row("torch.dropout", layer(plain_dropout), is_view=True),
+    Row("torchvision.ops.stochastic_depth.stochastic_depth", layer(stochastic_depth), is_view=True),
+    # pooling and resizing
+    Row("F.max_pool1d torch.max_pool1d", layer(max_pool(nn.MaxPool1d))),
+    Row("F.max_pool2d torch.max_pool2d", layer(max_pool(nn.MaxPool2d))),
+    Row("F.max_pool3d torch.max_pool3d", layer(max_pool(nn.MaxPool3d))),
+    Row("F.avg_pool1d torch.avg_pool1d", layer(nn.AvgPool1d)),
+    Row("F.avg_pool2d", layer(nn.AvgPool2d)),
+    Row("F.avg_pool3d", layer(nn.AvgPool3d)),
+    Row("F.lp_pool1d", layer(nn.LPPool1d)),
+    Row("F.lp_pool2d", layer(nn.LPPool2d)),
+    Row("F.lp_pool3d", layer(nn.LPPool3d)),
+    Row("F.adaptive_avg_pool1d torch.adaptive_avg_pool1d", layer(nn.AdaptiveAvgPool1d)),
+    Row("F.adaptive_avg_pool2d", layer(nn.AdaptiveAvgPool2d)),
+    Row("F.adaptive_avg_pool3d", layer(nn.AdaptiveAvgPool3d)),
+    Row("F.adaptive_max_pool1d", layer(nn.AdaptiveMaxPool1d)),
+    Row("F.adaptive_max_pool2d", layer(nn.AdaptiveMaxPool2d)),
+    Row("F.adaptive_max_pool3d", layer(nn.AdaptiveMaxPool3d)),
+    Row("F.fractional_max_pool2d", layer(random_pool(nn.FractionalMaxPool2d))),
+    Row("F.fractional_max_pool3d", layer(random_pool(nn.FractionalMaxPool3d))),
+    Row(
+        "F.max_pool1d_with_indices F.max_pool2d_with_indices F.max_pool3d_with_indices "
+        "F.adaptive_max_pool1d_with_indices F.adaptive_max_pool2d_with_indices "
+        "F.adaptive_max_pool3d_with_indices F.fractional_max_pool2d_with_indices "
+        "F.fractional_max_pool3d_with_indices",
+        result=TENSORS,
+        keep=True,
+    ),
+    Row("F.max_unpool1d F.max_unpool2d F.max_unpool3d"),
+    Row("F.interpolate", layer(upsample)),
+    Row("F.pixel_shuffle torch.pixel_shuffle", layer(nn.PixelShuffle), treatment=MOVES),
+    Row("F.pixel_unshuffle torch.pixel_unshuffle", layer(nn.PixelUnshuffle), treatment=MOVES),
+    Row("F.channel_shuffle torch.channel_shuffle", layer(nn.ChannelShuffle), treatment=MOVES),
+    Row("F.unfold", layer(nn.Unfold)),
+    Row("F.fold", layer(nn.Fold)),
+    Row("F.grid_sample F.affine_grid"),
+    # layers with their parameters as arguments
+    Row("F.linear"),
+    Row("F.bilinear torch.bilinear"),
+    Row("F.conv1d torch.conv1d"),
+    Row("F.conv2d torch.conv2d"),
+    Row("F.conv3d torch.conv3d"),
+    Row("F.conv_transpose1d torch.conv_transpose1d"),
+    Row("F.conv_transpose2d torch.conv_transpose2d"),
+    Row("F.conv_transpose3d torch.conv_transpose3d"),
+    Row("F.embedding torch.embedding"),
+    Row("F.embedding_bag"),
+    Row("F.one_hot"),
+    Row("F.batch_norm torch.batch_norm", keep=True),
+    Row("F.instance_norm torch.instance_norm", keep=True),
+    Row("F.layer_norm torch.layer_norm", layer(layer_norm)),
+    Row("F.group_norm torch.group_norm"),
+    Row("F.rms_norm torch.rms_norm", layer(rms_norm)),
+    Row("F.local_response_norm", layer(nn.LocalResponseNorm)),
+    Row("F.normalize"),
+    Row("F.cosine_similarity torch.cosine_similarity"),
+    Row("F.pairwise_distance torch.pairwise_distance"),
+    Row("F.scaled_dot_product_attention", attention, keep=True),
+    Row("F.multi_head_attention_forward", None, (TENSOR, TENSOR), keep=True),
+    # losses
+    Row("F.mse_loss", loss(nn.MSELoss)),
+    Row("F.l1_loss", loss(nn.L1Loss)),
+    Row("F.smooth_l1_loss", loss(nn.SmoothL1Loss)),
+    Row("F.huber_loss", loss(nn.HuberLoss)),
+    Row("F.cross_entropy", loss(nn.CrossEntropyLoss)),
+    Row("F.linear_cross_entropy", linear_cross_entropy),
+    Row("F.nll_loss", loss(nn.NLLLoss)),
+    Row("F.kl_div", loss(nn.KLDivLoss)),
+    Row("F.binary_cross_entropy", loss(nn.BCELoss)),
+    Row("F.binary_cross_entropy_with_logits", loss(nn.BCEWithLogitsLoss)),
+    Row("F.soft_margin_loss", loss(nn.SoftMarginLoss)),
+    # tensors without a gradient
+    Row("torch.zeros_like torch.ones_like torch.full_like torch.empty_like"),
+    Row(".new_zeros .new_ones .new_full .new_empty .new_tensor"),
+    Row("torch.zeros torch.ones torch.full torch.empty torch.eye"),
+    Row("torch.arange torch.linspace torch.tensor torch.as_tensor"),
+    Row("torch.rand torch.randn torch.randint torch.randperm torch.normal", keep=True),
+    Row("torch.rand_like torch.randn_like torch.randint_like", keep=True),
+    Row("torch.bernoulli .bernoulli torch.multinomial .multinomial", keep=True),
+    # numbers, shapes and the like
+    Row(".size .dim .ndimension .numel .nelement torch.numel .stride .element_size", None, VALUE),
+    Row(".is_floating_point torch.is_floating_point .is_complex .get_device", None, VALUE),
+    Row(".is_contiguous .storage_offset .item .tolist torch.is_tensor", None, VALUE),
+    Row("torch.result_type torch.promote_types torch.broadcast_shapes torch.finfo", None, VALUE),
+    Row("math.*", None, VALUE),
+    Row("torch._assert", None, VALUE, keep=True),
+    Row("torch.fx._symbolic_trace._assert_is_none", None, VALUE, keep=True),
+    Row("torch.nn.utils.rnn.pack_padded_sequence", None, PACKED),
+    Row("torch.nn.utils.rnn.pad_packed_sequence", None, (TENSOR, TENSOR)),
+)
+
+
+# --- Look-up --------------------------------------------------------------------------------------
+
+NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
+# Methods that overwrite their tensor, whatever the method without the underscore does.
+FILLS = {
+    *("copy_", "fill_", "zero_", "fill_diagonal_", "bernoulli_", "cauchy_", "exponential_"),
+    *("geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+}
+# Methods with an underscore that change no entries.
+NOT_IN_PLACE = {"requires_grad_", "share_memory_"}
+
+
+SYNONYMS = {
+    **{"truediv": "div", "divide": "div", "true_divide": "div", "floordiv": "floor_divide"},
+    **{"mod": "remainder", "multiply": "mul", "subtract": "sub", "negative": "neg"},
+    **{"absolute": "abs", "clip": "clamp", "concat": "cat", "concatenate": "cat"},
+    **{"swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim"},
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """What is known about the target of a call.
+
+    Attributes:
+        target: The function, or the name of the method, that does not change its input.
+        row: The row of the table, None for an unknown function.
+        in_place: Whether the call changes its first argument.
+        on_clone: Whether the target is an in-place method that needs a clone to work on.
+    """
+
+    target: Callable[..., Any] | str
+    row: Row | None
+    in_place: bool = False
+    on_clone: bool = False
+
+
+@dataclass
+class _Index:
+    """The table by function objects, by names of methods, and by names of other libraries."""
+
+    functions: dict[Any, Function] = field(default_factory=dict)
+    methods: dict[str, Row] = field(default_factory=dict)
+    elsewhere: dict[str, Row] = field(default_factory=dict)
+
+    def add(self, name: str, row: Row) -> None:
+        """Add one of the names of a row."""
+        if name.startswith("."):
+            self.methods[name[1:]] = row
+        elif name == "math.*":
+            for function in vars(math).values():
+                if callable(function):
+                    self.functions[function] = Function(function, row)
+        elif name.startswith("torchvision."):
+            self.elsewhere[name] = row
+        else:
+            self._add_function(name, row)
+
+    def _add_function(self, name: str, row: Row) -> None:
+        first, *path, last = name.split(".")
+        namespace: Any = NAMESPACES.get(first, torch)
+        for part in path:
+            namespace = getattr(namespace, part, None)
+        function = getattr(namespace, last, None)
+        if function is None:
+            return
+        self.functions[function] = Function(function, row)
+        in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
+        changing = getattr(namespace, in_place, None)
+        if changing is not None:
+            self.functions[changing] = Function(function, row, in_place=True)
+
+
+INDEX = _Index()
+for _row in TABLE:
+    for _name in _row.functions.split():
+        INDEX.add(_name, _row)
+
+
+def set_item(input: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """Return a copy of ``input`` after ``input[index] = value``."""
+    result = input.clone()
+    result[index] = value
+    return result
+
+
+def change_clone(method: str, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a clone of ``input`` after calling an in-place method of it."""
+    return getattr(input.clone(), method)(*args, **kwargs)
+
+
+def treatment(function: Callable[..., Any] | str) -> str | None:
+    """Return what a function (or the method of that name) does with entries, if that is known."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    if not isinstance(function, str):
+        if function in INDEX.functions:
+            row = INDEX.functions[function].row
+            return None if row is None else row.treatment
+        if name == "__get__":  # of an attribute
+            attribute = getattr(function, "__self__", None)
+            is_transposed = getattr(attribute, "__name__", "") in ("T", "mT", "H", "mH")
+            return MOVES if is_transposed else None
+        if getattr(torch.Tensor, name, None) is not function:
+            return None
+    method = INDEX.methods.get(name)
+    return None if method is None else method.treatment
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, first entry
+
+
+def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Return a view of a tensor."""
+    shape, strides, start = geometry
+    return base.as_strided(shape, strides, base.storage_offset() + start)
+
+
+def change_view(
+    function: Callable[..., torch.Tensor] | str,
+    base: torch.Tensor,
+    geometry: Geometry,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return a clone of ``base`` after a view of it has become ``function(view, …)``."""
+    result = base.clone()
+    view = part_of(result, geometry)
+    if isinstance(function, str):  # a method that changes it
+        getattr(view, function)(*args, **kwargs)
+    else:
+        view.copy_(function(view, *args, **kwargs))
+    return result
+
+
+SET_ITEM = Row("operator.setitem")
+FILL = Row(" ".join(f".{name}" for name in FILLS))
+
+
+def look_up(node: Node) -> Function:
+    """Find out what a node calls.
+
+    Args:
+        node: A ``call_function`` or a ``call_method``.
+
+    Returns:
+        The function without a side effect on its arguments, and its row.
+    """
+    target: Any = node.target
+    if isinstance(target, str):
+        return _look_up_method(target)
+    if target is operator.setitem:
+        return Function(set_item, SET_ITEM, in_place=True)
+    if target in INDEX.functions:
+        found = INDEX.functions[target]
+    else:
+        qualified = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+        found = Function(target, INDEX.elsewhere.get(qualified))
+        is_structure = isinstance(target, type) and hasattr(target, "_fields")
+        if is_structure:  # a named tuple
+            found = Function(target, Row("", result=UNKNOWN))
+    if node.kwargs.get("inplace"):
+        return Function(found.target, found.row, in_place=True)
+    return found
+
+
+def _look_up_method(name: str) -> Function:
+    plain = name.rstrip("_")
+    if name in INDEX.methods or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
+        return Function(name, INDEX.methods.get(name))
+    if hasattr(torch.Tensor, plain) and name not in FILLS:
+        return Function(plain, INDEX.methods.get(plain), in_place=True)
+    return Function(name, FILL if name in FILLS else None, in_place=True, on_clone=True)
+
+
+def kind_of_call(node: Node) -> Kind:
+    """Return what is known about the result of a function.
+
+    Args:
+        node: A ``call_function`` or a ``call_method``.
+    """
+    function = look_up(node)
+    if on_values(node):
+        return VALUE
+    if function.row is None:
+        return UNKNOWN
+    if not callable(function.row.result):
+        return function.row.result
+    try:
+        return function.row.result(*node.args, **node.kwargs)
+    except TypeError:  # unusual arguments
+        return UNKNOWN
+
+
+def on_values(node: Node) -> bool:
+    """Return whether a call is arithmetic with numbers, shapes and the like."""
+    module = getattr(node.target, "__module__", None)
+    is_plain = node.op == "call_method" or module in ("_operator", "math", "builtins")
+    return is_plain and all(kind(a) == VALUE for a in (*node.args, *node.kwargs.values()))
+
+
+def name_of(function: Function) -> str:
+    """Return the short name of a function, one for all its synonyms."""
+    target = function.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "function")
+    return SYNONYMS.get(name, name).strip("_")
+
+
+def nodes_in(*arguments: Any) -> list[Node]:
+    """Return the nodes in nested arguments, each once."""
+    found: dict[Node, None] = {}
+    map_arg(arguments, lambda node: found.setdefault(node))
+    return list(found)

@@ -1,0 +1,154 @@
+"""What a model is called with, to be compared with what its layers read.
+
+A model that was not converted says nothing of the functions in its ``forward``, and data has no
+graph. But where a layer takes the rows of its input for the samples, and those have another number
+than the samples of the model, or other places in memory, the functions before it have moved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.context import disable
+from backpack.core.record.compiler import is_traced
+from backpack.core.record.registry import derivatives_of, is_leaf
+from backpack.core.record.tape import flatten_outputs, listen
+
+# Attribute of a model whose inputs are compared with those of its layers.
+MARK = "_backpack_model"
+
+
+class Strided:
+    """Where the entries of a tensor are, without keeping it.
+
+    Attributes:
+        is_dense: Whether it is contiguous.
+        pointer: Address of the first entry.
+        shape: Its shape.
+        stride: Its strides.
+    """
+
+    __slots__ = ("is_dense", "item", "offset", "pointer", "shape", "stride")
+
+    def __init__(self, x: Tensor):
+        """Look at a tensor."""
+        self.pointer, self.offset, self.item = x.data_ptr(), x.storage_offset(), x.element_size()
+        self.shape, self.stride, self.is_dense = x.shape, x.stride(), x.is_contiguous()
+
+    def has_rows(self, x: Tensor) -> bool:
+        """Whether a tensor has the same entries in each row."""
+        if self.pointer != x.data_ptr():
+            return False
+        if self.is_dense and x.is_contiguous():
+            return self.shape[0] == x.shape[0] and self.shape.numel() == x.numel()
+        return self.shape == x.shape and self.stride == x.stride()
+
+    @property
+    def memory(self) -> int:
+        """Where the memory begins that views share."""
+        return self.pointer - self.item * int(self.offset)
+
+    def step(self, axis: int) -> int:
+        """Number of bytes between entries along an axis."""
+        return self.item * int(self.stride[axis])
+
+    def is_outermost(self, axis: int) -> bool:
+        """Whether no other axis of the same size has larger steps."""
+        size, step = self.shape[axis], self.stride[axis]
+        axes = zip(self.shape, self.stride, strict=True)
+        return size < 2 or all(n != size or other <= step for n, other in axes)
+
+
+@dataclass(eq=False)
+class Given:
+    """One call of a model that consists of layers.
+
+    Attributes:
+        module: The model.
+        tensors: Its arguments, and entries of dictionaries: their first axis has the samples.
+    """
+
+    module: Module
+    tensors: list[Strided]
+
+    def sizes(self, axes: set[int]) -> set[int]:
+        """Return how many samples there may be, if they are along one of some axes."""
+        return {x.shape[i] for x in self.tensors for i in axes if i < len(x.shape)}
+
+    def is_moved(self, x: Tensor, axis: int, is_computed: bool) -> bool:
+        """Whether the memory of a tensor tells that its samples are not along an axis.
+
+        Functions of single entries keep the order of the axes in memory, as views do.
+
+        Args:
+            x: What a layer reads that no other has computed.
+            axis: Where the layer takes the samples to be. The model may have them there, too.
+            is_computed: Whether it may have been computed from what the model was called with.
+        """
+        if axis == 0:
+            for known in self.tensors:
+                if known.has_rows(x):
+                    return False
+        mine, axes = Strided(x), {0, axis}
+        if mine.shape[axis] < 2 or mine.shape[axis] not in self.sizes(axes):  # known by that
+            return False
+        same = [known for known in self.tensors if known.memory == mine.memory]
+        if same:
+            steps = [known.step(i) for known in same for i in axes if i < len(known.shape)]
+            return mine.step(axis) not in steps
+        if not is_computed or axis or mine.is_outermost(0):
+            return False
+        return all(known.is_outermost(0) for known in self.tensors)
+
+
+def mark_model(module: Module, is_one: bool = True) -> None:
+    """Let the inputs of a module be compared with those of its layers, if it has layers."""
+    if is_one and not is_leaf(module) and derivatives_of(module) is None:
+        vars(module)[MARK] = True
+    else:
+        vars(module).pop(MARK, None)
+
+
+def is_model(module: Module) -> bool:
+    """Return whether the inputs of a module are compared with those of its layers."""
+    return MARK in vars(module)
+
+
+def note_given(
+    module: Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    entered: Callable[[Given, Any], None],
+) -> None:
+    """Let backward passes through a model know what the model was called with.
+
+    Args:
+        module: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+        entered: Called when a backward pass has the gradient of an output, with that.
+    """
+    if not (torch.is_grad_enabled() and disable.should_store_io()):
+        return
+    in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    if in_transform or is_traced():
+        return
+    tensors = []
+    for value in (*args, *kwargs.values()):
+        for x in value.values() if isinstance(value, Mapping) else (value,):
+            if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
+                tensors.append(Strided(x))
+    if tensors:
+        listener = partial(entered, Given(module, tensors))
+        for y in flatten_outputs(output):
+            if y.grad_fn is not None:
+                listen(y, listener)

@@ -1,0 +1,114 @@
+"""Fused backward kernels whose work is done elsewhere: autograd runs their nodes without them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from backpack.context import without_autocast
+from backpack.core.record.tape import Call
+
+Cotangents = Sequence[Tensor | None]
+
+
+class Substitute(TorchDispatchMode):
+    """Computes what the kernel of one node of a graph would, while autograd runs the node.
+
+    The node finds what it has stored, and frees it, as ever.
+
+    Args:
+        node: The node.
+        call: The call that it belongs to.
+
+    Attributes:
+        kernel: The operation that the node runs.
+        task: Number of the backward pass that uses it.
+    """
+
+    kernel: ClassVar[Any]
+
+    def __init__(self, node: Any, call: Call):
+        """Change nothing yet."""
+        super().__init__()
+        self.node, self.call = node, call
+        self.task: int | None = None
+
+    def receive(self, grads: Cotangents) -> None:
+        """Take what has arrived at the node's outputs: always, and first."""
+        raise NotImplementedError
+
+    def compute(self, *args: Any) -> Cotangents:
+        """Return what the kernel would for these arguments, if autograd needs anything of it."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Forget what has arrived."""
+        raise NotImplementedError
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its backward pass runs, and not another one inside (of a hook)."""
+        return torch._C._current_graph_task_id() == self.task
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation: of the node, or of hooks that unpack what the node has stored."""
+        if func is not self.kernel or not self.is_running:
+            return func(*args, **kwargs or {})
+        with without_autocast():
+            return tuple(self.compute(*args))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo: a second, and 130 MB
+
+
+@contextmanager
+def in_use(
+    substitutes: Sequence[Substitute], roots: Sequence[Tensor], completed: Callable[[Call], None]
+) -> Iterator[None]:
+    """Let the next backward pass use substitutes.
+
+    Args:
+        substitutes: All that it uses.
+        roots: Where it starts.
+        completed: Called when all nodes of a call that have a substitute have run.
+    """
+    left = Counter(substitute.call for substitute in substitutes)
+
+    def start(_: Any) -> None:
+        for substitute in substitutes:
+            if substitute.task is None:
+                substitute.task = torch._C._current_graph_task_id()
+
+    def before(substitute: Substitute, grads: Cotangents) -> None:
+        if substitute.is_running:
+            substitute.receive(grads)
+            # not `with substitute`: after an error the engine takes it off itself
+            _push_mode(substitute)
+
+    def after(substitute: Substitute, *_: Any) -> None:
+        if substitute.is_running:
+            _pop_mode()
+            left[substitute.call] -= 1
+            if not left[substitute.call]:
+                completed(substitute.call)
+
+    nodes: list[Any] = [root.grad_fn for root in roots] if substitutes else []
+    hooks = [node.register_prehook(start) for node in nodes]
+    for substitute in substitutes:
+        hooks.append(substitute.node.register_prehook(partial(before, substitute)))
+        hooks.append(substitute.node.register_hook(partial(after, substitute)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for substitute in substitutes:
+            substitute.forget()

@@ -1,0 +1,449 @@
+"""Where the samples of the batch are in a tensor.
+
+Flattened, a tensor is ``[before, samples, after]`` for some number of entries before and after: a
+description that no reshape changes. Most tensors have their batch axis first, ``before = 1``.
+Those of a sequence-first recurrent layer do not, and a positional embedding has no samples at all.
+
+Where samples are chosen or sent on different ways (experts), the entries of one axis belong to
+samples in any order and number: their :class:`Owners`.
+
+Everywhere else in the engine, a tensor is in its *canonical* form: ``[R, *rest]``, all rows R of a
+sample next to each other, then the other axes in their order. Where samples have different numbers
+of rows, those with fewer have rows of zeros behind theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from math import prod
+from typing import ClassVar, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+
+class Owners:
+    """The sample that each entry of an axis belongs to.
+
+    Args:
+        numbers: Number of the sample, for each entry.
+        samples: Number of samples.
+    """
+
+    def __init__(self, numbers: tuple[int, ...], samples: int):
+        """Store the numbers."""
+        self.numbers = numbers
+        self.samples = samples
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all entries belong to the same samples, of as many."""
+        return isinstance(other, Owners) and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        """Hash the numbers."""
+        return hash(self._facts)
+
+    @property
+    def _facts(self) -> tuple[tuple[int, ...], int]:
+        return self.numbers, self.samples
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows in canonical form: that of all samples alike, and at least one."""
+        return self.samples * max(1, *map(self.numbers.count, range(self.samples)))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The row of each entry in canonical form."""
+        per_sample = self.rows // self.samples
+        found, counts = [], [0] * self.samples
+        for n in self.numbers:
+            found.append(n * per_sample + counts[n])
+            counts[n] += 1
+        return torch.tensor(found, dtype=torch.long)
+
+
+class Place(NamedTuple):
+    """The batch axis of a tensor of known shape.
+
+    Attributes:
+        axis: Number of the axis.
+        outer: The axis is ``[outer, samples, inner]``, flattened; 1 unless a reshape merged a
+            leading axis with that of the batch.
+        samples: Number of samples.
+        owners: Which samples the entries belong to, if that is not so.
+        is_apart: Whether the rest of the axis is behind the samples in canonical form: where they
+            are behind another axis, a reshaped tensor would have other rows.
+    """
+
+    axis: int = 0
+    outer: int = 1
+    samples: int = 0
+    owners: Owners | None = None
+    is_apart: bool = False
+
+    def rows(self, shape: Sequence[int]) -> int:
+        """Number of rows that a tensor of this shape has in canonical form."""
+        if self.is_apart:
+            return self.samples
+        return shape[self.axis] if self.owners is None else self.owners.rows
+
+    def rows_per_sample(self, shape: Sequence[int]) -> int:
+        """Number of rows of each sample in canonical form."""
+        return self.rows(shape) // self.samples
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the rows of a sample are not next to each other."""
+        return self.outer > 1 or self.owners is not None or self.is_apart
+
+    def canonical(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape behind the rows in canonical form."""
+        rest = list(shape)
+        apart = [self.outer, shape[self.axis] // self.outer // self.samples]
+        rest[self.axis : self.axis + 1] = apart if self.is_apart else []
+        return rest
+
+    def to_canonical(self, tensor: Tensor, skip: int = 0) -> Tensor:
+        """Bring the rows to the front (after ``skip`` axes), those of a sample side by side."""
+        axis = self.axis + skip
+        if self.owners is not None:
+            tensor = tensor.movedim(axis, skip)
+            whole = tensor.new_zeros(
+                *tensor.shape[:skip], self.owners.rows, *tensor.shape[1 + skip :]
+            )
+            return whole.index_copy(skip, self.owners.places.to(tensor.device), tensor)
+        if self.is_apart:
+            return tensor.unflatten(axis, (self.outer, self.samples, -1)).movedim(axis + 1, skip)
+        if self.outer > 1:
+            apart = tensor.unflatten(axis, (self.outer, self.samples, -1))
+            tensor = apart.movedim(axis, axis + 1).flatten(axis, axis + 2)
+        return tensor.movedim(axis, skip) if self.axis else tensor
+
+    def from_canonical(self, mat: Tensor, rows_per_sample: int = 1) -> Tensor:
+        """Bring the rows of ``[V, R, *rest]`` back to where they belong: ``[V, *shape]``.
+
+        Args:
+            mat: Columns of all samples or of some of them.
+            rows_per_sample: What the axis holds of each sample.
+        """
+        if self.owners is not None:
+            mat = mat.index_select(1, self.owners.places.to(mat.device))
+        elif self.is_apart:
+            return mat.movedim(1, self.axis + 2).flatten(self.axis + 1, self.axis + 3)
+        elif self.outer > 1:
+            apart = mat.unflatten(1, (-1, self.outer, rows_per_sample // self.outer))
+            mat = apart.movedim(1, 2).flatten(1, 3)
+        return mat.movedim(1, self.axis + 1) if self.axis else mat
+
+
+class Layout:
+    """Where the samples are. Shared by all tensors that have them in the same place.
+
+    What the first module of a network assumes (the first axis), a later one that knows better, such
+    as a recurrent layer with ``batch_first=False``, may correct for all of them.
+
+    Attributes:
+        before: Number of entries before the samples; see the module's docstring.
+        samples: Number of samples, 0 if the tensor has none.
+        assumed: Whether this may be corrected.
+        dims: Number of axes of the data that the assumption was made for.
+        owners: Which samples the entries of one axis belong to, where they are in no order.
+        lost: Why the samples of data could not be followed, if that is so.
+        on_correction: Called when the place of the samples in any layout was corrected: what was
+            found out before has to be found out again.
+    """
+
+    __slots__ = ("_facts", "_same", "_sources", "lost", "owners")
+    on_correction: ClassVar[Callable[[], None]]
+
+    def __init__(
+        self,
+        before: int,
+        samples: int,
+        assumed: bool = False,
+        dims: int = 0,
+        sources: Sequence[Layout] = (),
+        owners: Owners | None = None,
+    ):
+        """Store where the samples are, and the layouts that this one was derived from."""
+        self.owners = owners
+        self.lost: str | None = None
+        self._facts = (before, samples, assumed, dims)
+        self._same: Layout | None = None
+        self._sources = tuple(sources)
+
+    def __repr__(self) -> str:
+        """Show the numbers."""
+        return f"Layout(before={self.before}, samples={self.samples}, assumed={self.assumed})"
+
+    @classmethod
+    def of_axis(cls, shape: Sequence[int], axis: int, assumed: bool = False) -> Layout:
+        """Describe a tensor with its samples along one axis."""
+        return cls(prod(shape[:axis]), shape[axis], assumed, len(shape))
+
+    @property
+    def _root(self) -> Layout:
+        layout = self
+        while layout._same is not None:
+            layout = layout._same
+        return layout
+
+    @property
+    def facts(self) -> tuple[int, int, Owners | None]:
+        """All that says where the samples are."""
+        root = self if self._same is None else self._root
+        before, samples, *_ = root._facts
+        return before, samples, self.owners
+
+    @property
+    def before(self) -> int:
+        """Number of entries before the samples."""
+        return (self if self._same is None else self._root)._facts[0]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples, 0 if there are none."""
+        return (self if self._same is None else self._root)._facts[1]
+
+    @property
+    def assumed(self) -> bool:
+        """Whether this may be corrected."""
+        return self._root._facts[2]
+
+    @property
+    def dims(self) -> int:
+        """Number of axes of the data that the assumption was made for."""
+        return self._root._facts[3]
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether there are samples at all."""
+        return (self if self._same is None else self._root)._facts[1] > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the samples come first."""
+        before, samples, *_ = self._root._facts
+        return before == 1 and samples > 0 and self.owners is None
+
+    def is_first(self, shape: Sequence[int]) -> bool:
+        """Whether the samples are along the first axis of a tensor of this shape."""
+        before, samples, *_ = self._root._facts
+        first = shape[0] if shape else 0
+        plain = before == 1 and samples > 0 and self.owners is None
+        return plain and (samples == first or first % samples == 0)
+
+    def has_rows(self, shape: Sequence[int]) -> bool:
+        """Whether each entry of the first axis of a tensor of this shape is a sample."""
+        root = self if self._same is None else self._root
+        before, samples, *_ = root._facts
+        plain = before == 1 and samples > 0 and self.owners is None
+        return plain and len(shape) > 0 and samples == shape[0]
+
+    def confirm(self) -> None:
+        """Take what was assumed for certain."""
+        root = self._root
+        before, samples, assumed, dims = root._facts
+        if assumed:
+            root._facts = (before, samples, False, dims)
+
+    def correct(self, shape: Sequence[int], axis: int) -> None:
+        """Replace what was assumed.
+
+        Raises:
+            ValueError: If it was derived from something else, which would have to be corrected too.
+        """
+        root = self._root
+        if root._sources:
+            raise ValueError(
+                f"the samples of a tensor of shape {list(shape)} are needed along axis {axis}, but "
+                "where they are was found from the assumption that the data of the network has its "
+                "samples along the first axis. Give the network data with the batch axis first"
+            )
+        root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
+        Layout.on_correction()
+
+    def demote(self) -> None:
+        """Say that there are no samples, here and in what this was derived from."""
+        root = self._root
+        root._facts = (1, 0, False, root._facts[3])
+        Layout.on_correction()
+        for source in root._sources:
+            source.demote()
+
+    def unify(self, other: Layout) -> None:
+        """Let two layouts that agree be one, so that they are corrected together."""
+        one, two = self._root, other._root
+        if one is two or self.facts != other.facts:
+            return
+        if two.assumed and not one.assumed:
+            one, two = two, one
+        if one.assumed:
+            one._same = two
+
+    def place(self, shape: Sequence[int]) -> Place | None:
+        """Find the batch axis in a tensor of this shape; None if no axis fits."""
+        before, samples, *_ = self._root._facts
+        if self.owners is not None:
+            return _place_of_owners(before, self.owners, tuple(shape))
+        if before == 1 and shape and shape[0] == samples:
+            return Place(0, 1, samples)
+        return _place(before, samples, tuple(shape))
+
+    def numbers(self, shape: Sequence[int]) -> Tensor | None:
+        """Number the samples that the entries of a tensor of this shape belong to.
+
+        Returns:
+            Integers that broadcast to the shape, -1 for a tensor without samples; None if they
+            are not known.
+        """
+        before, samples, owners = self.facts
+        if not samples:
+            return torch.full((), -1)
+        place = self.place(shape)
+        if place is None or place.owners is None:
+            of_axis = torch.arange(samples) if owners is None else torch.tensor(owners.numbers)
+            return _spread(of_axis, before, shape)
+        of_axis = torch.tensor(place.owners.numbers, dtype=torch.long)
+        return of_axis.reshape(-1, *(1,) * (len(shape) - place.axis - 1))
+
+    @classmethod
+    def of_numbers(
+        cls, numbers: Tensor, samples: int, preferred: Sequence[int] = ()
+    ) -> Layout | None:
+        """Describe a tensor whose entries belong to samples of these numbers (-1: to none).
+
+        Args:
+            numbers: Integers, in the shape of the tensor.
+            samples: Number of samples.
+            preferred: Where to look first: numbers of entries before the samples.
+
+        Returns:
+            None if they are in no order that a layout describes.
+        """
+        if not numbers.numel():
+            return cls.of_nothing(numbers.shape, samples, preferred)
+        if not bool((numbers >= 0).any()):
+            return unbatched()
+        found = _before(numbers, samples, preferred)
+        if found is not None:
+            return cls(found, samples)
+        owners = _owners(numbers, samples)
+        if owners is None:
+            return None
+        axis, of_entries = owners
+        return cls(prod(numbers.shape[:axis]), samples, owners=of_entries)
+
+    @classmethod
+    def of_nothing(cls, shape: Sequence[int], samples: int, preferred: Sequence[int]) -> Layout:
+        """Describe a tensor without entries, such as the rows that no sample has chosen."""
+        axis = list(shape).index(0)
+        for i in range(axis):
+            if shape[i] == samples and prod(shape[:i]) in preferred:
+                return cls(prod(shape[:i]), samples)
+        return cls(prod(shape[:axis]), samples, owners=Owners((), samples))
+
+
+def _spread(of_axis: Tensor, before: int, shape: Sequence[int]) -> Tensor | None:
+    """Give numbers along ``[before, numbers, after]`` a shape; None if it does not fit."""
+    inner, rest = divmod(prod(shape), before * len(of_axis))
+    if rest:
+        return None
+    return of_axis[:, None].expand(before, len(of_axis), inner).reshape(tuple(shape))
+
+
+def _owners(numbers: Tensor, samples: int) -> tuple[int, Owners] | None:
+    """Find an axis each of whose entries belongs to one sample."""
+    for axis in range(numbers.dim()):
+        apart = numbers.movedim(axis, 0).reshape(numbers.shape[axis], -1)
+        of_entry = apart.max(1).values
+        alike = (apart == of_entry[:, None]) | (apart < 0)
+        if bool((of_entry >= 0).all()) and bool(alike.all()):
+            return axis, Owners(tuple(of_entry.tolist()), samples)
+    return None
+
+
+@lru_cache
+def _place_of_owners(before: int, owners: Owners, shape: tuple[int, ...]) -> Place | None:
+    if not owners.numbers:
+        return Place(shape.index(0), 1, owners.samples, owners) if 0 in shape else None
+    if before > 1:  # behind another axis, the canonical form of a reshaped tensor is another
+        known = (i for i, size in enumerate(shape) if size == len(owners.numbers))
+        axis = next((i for i in known if prod(shape[:i]) == before), None)
+        return None if axis is None else Place(axis, 1, owners.samples, owners)
+    numbers = _spread(torch.tensor(owners.numbers), before, shape)
+    found = None if numbers is None else _owners(numbers, owners.samples)
+    if found is None or prod(shape[: found[0]]) > 1:
+        return None
+    return Place(found[0], 1, owners.samples, found[1])
+
+
+def _before(numbers: Tensor, samples: int, preferred: Sequence[int]) -> int | None:
+    """Find the number of entries before the samples, if they are in their order."""
+    shape = numbers.shape
+    candidates = {
+        prod(shape[:axis]) * outer
+        for axis, length in enumerate(shape)
+        if length and length % samples == 0
+        for outer in range(1, length // samples + 1)
+        if (length // samples) % outer == 0
+    }
+    own = torch.arange(samples, device=numbers.device)[:, None]
+    for before in sorted(candidates, key=lambda b: (b not in preferred, b)):
+        if numbers.numel() % (before * samples) == 0:
+            apart = numbers.reshape(before, samples, -1)
+            if bool(((apart == own) | (apart < 0)).all()):
+                return before
+    return None
+
+
+@lru_cache
+def _place(start: int, samples: int, shape: tuple[int, ...]) -> Place | None:
+    for axis, size in enumerate(shape):
+        if prod(shape[:axis]) == start and size == samples:
+            return Place(axis, 1, samples)
+    for axis, size in enumerate(shape):
+        before = prod(shape[:axis])
+        outer, rest = divmod(start, before or 1)
+        if rest or outer == 0:
+            break
+        if size > 0 and size % (outer * samples) == 0:
+            return Place(axis, outer, samples, is_apart=before > 1)
+    if start == 1 and shape:  # a batch that was split: the number of samples is smaller
+        return Place(0, 1, shape[0])
+    return None
+
+
+def unbatched(lost: str | None = None) -> Layout:
+    """Describe a tensor without samples: a parameter, or what is computed from parameters alone.
+
+    Args:
+        lost: Why that is not certain.
+    """
+    layout = Layout(1, 0)
+    layout.lost = lost
+    return layout
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+# Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
+_of_data: dict[int, tuple[ref[Tensor], Layout]] = {}
+
+
+def note(tensor: Tensor, layout: Layout | None) -> None:
+    """Remember where the samples of a tensor without a graph are; None: no longer known."""
+    key = id(tensor)
+    if layout is None:
+        _of_data.pop(key, None)
+    else:
+        _of_data[key] = ref(tensor, lambda _: _of_data.pop(key, None)), layout
+
+
+def noted(tensor: Tensor) -> Layout | None:
+    """Recall what :func:`note` was told."""
+    found = _of_data.get(id(tensor))
+    return found[1] if found is not None and found[0]() is tensor else None

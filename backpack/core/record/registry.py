@@ -1,0 +1,172 @@
+"""Which class knows the derivatives of which module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterDict, ParameterList
+
+from backpack.core.types import Rule
+
+RuleClass = TypeVar("RuleClass", bound="type[Rule]")
+
+# Containers of parameters, which nobody calls.
+LISTS = (ParameterList, ParameterDict)
+
+REGISTRY: dict[type[Module], Rule] = {}
+# For each class that was looked up, as long as it lives (each traced model has one of its own): the
+# derivatives, and the ``forward`` that they are of. A plain dictionary, for every call asks it.
+_CACHE: dict[ref[type[Module]], tuple[Rule | None, Any]] = {}
+# What the classes computed when they were registered.
+_FORWARDS: dict[type[Module], Callable[..., Any]] = {}
+# Classes of other libraries, by their qualified names.
+ELSEWHERE: dict[str, Rule] = {}
+# For leaves that nobody has registered.
+FALLBACKS: dict[str, Rule] = {}
+
+# Methods that a subclass may override without changing what the module computes.
+HARMLESS = {"__init__", "extra_repr", "__repr__", "reset_parameters", "__setstate__"}
+
+
+def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleClass]:
+    """Class decorator: the decorated derivatives serve these module classes (and their subclasses).
+
+    Args:
+        *module_classes: Classes of ``torch.nn.Module``. One of a library that need not be there is
+            given by its qualified name.
+
+    Returns:
+        The decorator. A later registration of the same class replaces the earlier one.
+
+    Raises:
+        TypeError: If something else is given, such as the derivatives.
+    """
+    for module_class in module_classes:
+        if not (isinstance(module_class, str) or _is_class(module_class)):
+            raise TypeError(
+                f"register takes classes of modules, got {module_class!r}. It is a decorator: "
+                "write @register(MyModule) above the class of its derivatives."
+            )
+
+    def decorate(rule: RuleClass) -> RuleClass:
+        for module_class in module_classes:
+            if isinstance(module_class, str):
+                ELSEWHERE[module_class] = rule()
+            else:
+                REGISTRY[module_class] = rule()
+                _FORWARDS[module_class] = module_class.forward
+        _CACHE.clear()
+        return rule
+
+    return decorate
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Module)
+
+
+def register_fallback(kind: Literal["module", "loss"]) -> Callable[[RuleClass], RuleClass]:
+    """Class decorator: the decorated derivatives serve every leaf that has none of its own.
+
+    Args:
+        kind: Whether that is for modules, or for losses (which return nothing but scalars).
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(rule: RuleClass) -> RuleClass:
+        FALLBACKS[kind] = rule()
+        return rule
+
+    return decorate
+
+
+def class_derivatives(module_class: type[Module]) -> Rule | None:
+    """Look up the derivatives of a module class along its base classes.
+
+    A subclass that overrides a method of the registered class may compute something else: it does
+    not inherit the derivatives.
+    """
+    return _cached(module_class)[0]
+
+
+def _cached(module_class: type[Module]) -> tuple[Rule | None, Any]:
+    try:
+        return _CACHE[ref(module_class)]
+    except KeyError:
+        return _CACHE.setdefault(ref(module_class, _forget), _look_up(module_class))
+
+
+def _forget(module_class: ref[type[Module]]) -> None:
+    _CACHE.pop(module_class, None)
+
+
+def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
+    overridden: set[str] = set()
+    base: Any
+    for base in module_class.__mro__:
+        rule = REGISTRY.get(base) or ELSEWHERE.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            inherited = {name for cls in _below_module(base) for name in vars(cls)}
+            changed = overridden & (inherited | {"forward", "__call__"}) - HARMLESS
+            return None if changed else rule, _FORWARDS.get(base, base.forward)
+        overridden |= {name for name, value in vars(base).items() if callable(value)}
+    return None, None
+
+
+def derivatives_of(module: Module) -> Rule | None:
+    """Return the derivatives registered for ``module``, or None.
+
+    A program may replace ``forward``, of a module or of a class: that is another function.
+    """
+    kind = type(module)
+    rule, forward = _CACHE.get(ref(kind)) or _cached(kind)
+    if rule is None or "forward" in vars(module) or kind.forward is not forward:
+        return None
+    return rule
+
+
+def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
+    """Return the derivatives registered for ``module``, for any other leaf the automatic ones.
+
+    Args:
+        module: Module that was called.
+        outputs: What it returned, flattened.
+
+    Returns:
+        None for a container without a registration: its children are what matters.
+    """
+    registered = derivatives_of(module)
+    return registered if registered is not None else fallback(module, outputs)
+
+
+def fallback(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
+    """Return the automatic derivatives of a leaf that nobody has registered, None for others."""
+    if not is_leaf(module):
+        return None
+    is_loss = all(out.dim() == 0 for out in outputs)
+    return FALLBACKS.get("loss" if is_loss else "module")
+
+
+def is_leaf(module: Module) -> bool:
+    """Return whether a module has no children that are called: lists of parameters are not."""
+    return all(isinstance(child, LISTS) for child in module._modules.values() if child is not None)
+
+
+def own_parameters(module: Module) -> dict[str, Parameter | None]:
+    """Return the parameters of a module itself, by name, with those in lists of parameters."""
+    if not module._modules:
+        return module._parameters
+    own = dict(module._parameters)
+    for name, child in module._modules.items():
+        if isinstance(child, LISTS):
+            own |= {f"{name}.{key}": p for key, p in child._parameters.items()}
+    return own
+
+
+def _below_module(cls: type[Module]) -> list[type]:
+    return [base for base in cls.__mro__ if issubclass(base, Module) and base is not Module]

@@ -1,0 +1,1828 @@
+"""What the forward hooks record: one :class:`Call` per module call, alive as long as its graph.
+
+A call is owned by the autograd graph of its output (through a hook of the output's node), and never
+owns that output's graph itself: when the graph dies, the record dies, with no list to clean.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, reduce
+from inspect import signature
+from itertools import count
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Size, Tensor
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from backpack.context import STATE, disable
+from backpack.core.record.compiler import is_traced
+from backpack.core.record.layout import Layout, Place, note, noted, unbatched
+from backpack.core.record.registry import (
+    derivatives_of,
+    derivatives_of_call,
+    fallback,
+    is_leaf,
+    own_parameters,
+)
+from backpack.core.types import Rule
+from backpack.custom_module.converted_module import ConvertedModule
+from backpack.custom_module.function_module import FunctionModule
+from backpack.custom_module.parameter_module import ParameterModule
+
+# Nodes that pass all tensors of a module on: full-backward hooks, and DistributedDataParallel.
+WRAPPERS = {"BackwardHookFunctionBackward", "_DDPSinkBackward"}
+# Autograd nodes that keep all entries in their (row-major) order: they only change the shape, or
+# the precision.
+RESHAPES = {
+    *WRAPPERS,
+    "AliasBackward0",
+    "BackpackOutputBackward",
+    "CloneBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "ToCopyBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+    "ViewAsBackward0",
+}
+
+# Modules that stand for a function: what they compute from nothing has no samples.
+FUNCTIONS = (FunctionModule, ParameterModule)
+TENSORS = frozenset({Tensor, Parameter})
+OnReach = Callable[["Call", int, Tensor], None]
+OnMiss = Callable[[str], None]
+# An entry of a dictionary: where, its name, and the value.
+Entry = tuple[dict[str, Any], str, Any]
+# Module classes for which some extension has a rule of its own: see has_rules.
+_ruled: set[ref[type[Module]]] = set()
+# Entries of an output from which on it matters whether tensors are kept.
+LARGE = 2**16
+# How many calls in a row may have to run to compute a tensor again (sums of sums of …).
+MAX_STEPS = 3
+_index = count()
+_VERSION = operator.attrgetter("_version")
+_ADDRESS = operator.methodcaller("data_ptr")
+_GRAD_FN = operator.attrgetter("grad_fn")
+_FORM = operator.attrgetter("layout", "is_nested")
+DENSE = frozenset({(torch.strided, False)})
+_transform = torch._C._functorch.peek_interpreter_stack
+_NOTHING = object()
+_live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
+_newest = -1  # index of the last call that was recorded
+
+
+class BackpackOutput(torch.autograd.Function):
+    """The same tensor with a node of its own, and no view: outputs stay what they were."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the same memory, whose changes in place are counted together."""
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Pass the gradient on."""
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        """Pass the tangent on."""
+        return tangent.view_as(tangent)
+
+
+class Origin:
+    """Identity of a tensor: the place in the autograd graph where its entries were computed.
+
+    Attributes:
+        is_output: Whether a recorded call returned the tensor.
+        layout: Where the samples are in it, if that is known.
+        lost: Why that is not known.
+        maker: The call that computes the tensor again, if it is not kept.
+    """
+
+    __slots__ = ("is_output", "layout", "lost", "maker")
+
+    def __init__(self) -> None:
+        """Nobody is known to have returned it yet."""
+        self.is_output = False
+        self.layout: Layout | None = None
+        self.lost: str | None = None
+        self.maker: ref[Call] | None = None
+
+
+def origin(tensor: Any) -> Origin | None:
+    """Return the identity of a tensor up to reshapes; None for data, parameters and constants.
+
+    The mark lives in the metadata of the autograd node, so it is unique while the graph lives, a
+    reshaped tensor shares it, and an in-place change gives a new one.
+    """
+    node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+    if node is None:
+        return None
+    slot = tensor.output_nr
+    while True:
+        marks, key = node.metadata, ("backpack", slot)
+        mark = marks.get(key)
+        if mark is not None:  # also that of a call that returned a view of its own parameter
+            return mark
+        name = type(node).__name__
+        if name not in RESHAPES:
+            mark = marks[key] = Origin()
+            return mark
+        source, slot = node.next_functions[slot if name in WRAPPERS else 0]
+        if source is None or type(source).__name__ == "AccumulateGrad":
+            return None
+        node = source
+
+
+def parameter_behind(tensor: Any) -> Parameter | None:
+    """Return the parameter that a tensor is, or is a reshaped (or cast) form of; None for others.
+
+    What a recorded call has returned is its business.
+    """
+    if not (isinstance(tensor, Tensor) and tensor.requires_grad) or origin(tensor) is not None:
+        return None
+    if isinstance(tensor, Parameter):
+        return tensor
+    node: Any = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    leaf = None if node is None else node.variable
+    return leaf if isinstance(leaf, Parameter) else None
+
+
+def _mark(node: Any, slot: int) -> Origin:
+    marks, key = node.metadata, ("backpack", slot)
+    mark = marks.get(key)
+    if mark is None:
+        mark = marks[key] = Origin()
+    return mark
+
+
+def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
+    """Search the autograd graph above a tensor.
+
+    Args:
+        tensor: Where to start.
+        stop: Whether to look no further than a marked tensor.
+
+    Returns:
+        The closest marks at which the search has stopped, and the leaves (parameters) on the way.
+    """
+    found, leaves, seen, stack = [], [], set(), [tensor.grad_fn]
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and stop(m)]
+        found += marks
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        elif not marks:
+            stack += [parent for parent, _ in node.next_functions]
+    return found, leaves
+
+
+def has_parameters(nodes: Sequence[Any]) -> bool:
+    """Whether parameters are above some nodes of the autograd graph."""
+    seen, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), Parameter):
+            return True
+        stack += [parent for parent, _ in node.next_functions]
+    return False
+
+
+# Tells a tensor from that before a change: its identity, version and address.
+State = tuple[int, int, int]
+
+
+class Kept(NamedTuple):
+    """What a parameter was when a backward pass began.
+
+    Attributes:
+        state: Tells whether it was changed since, unless behind autograd's back.
+        value: A copy; None if there is none.
+        norm: Its norm, if there is no copy to compare with.
+    """
+
+    state: State
+    value: Tensor | None
+    norm: Tensor | None
+
+
+class KeptParameters:
+    """What parameters were when a backward pass began.
+
+    Args:
+        copies: Whether to copy those that require a gradient: hooks may well change them.
+    """
+
+    def __init__(self, copies: bool):
+        """Nothing is kept."""
+        self.copies = copies
+        self._tensors: dict[int, Tensor] = {}  # by id
+        self._kept: dict[int, Kept] = {}
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Keep what parameters are before something in a backward pass may change them."""
+        new = {id(p): p for p in parameters if id(p) not in self._tensors}
+        self._tensors.update(new)
+        tensors = list(new.values())
+        values = [p.detach().clone().requires_grad_() if self._copies(p) else None for p in tensors]
+        norms = _norms([p for p in tensors if not self._copies(p)])
+        for p, state, value in zip(tensors, _states(tensors), values, strict=True):
+            self._kept[id(p)] = Kept(state, value, next(norms) if value is None else None)
+
+    def _copies(self, parameter: Tensor) -> bool:
+        return self.copies and parameter.requires_grad
+
+    def changed(self, parameters: Iterable[Tensor]) -> dict[Tensor, Kept]:
+        """Return which of some parameters are no longer what they were, and what that was."""
+        tensors = list({id(p): p for p in parameters}.values())
+        found: dict[Tensor, Kept] = {}
+        norms = _norms([p for p in tensors if self._kept[id(p)].value is None])
+        for p, state in zip(tensors, _states(tensors), strict=True):
+            was = self._kept[id(p)]
+            now, before = (next(norms), was.norm) if was.value is None else (p, was.value)
+            is_known = now is not None and before is not None and not now.is_meta
+            if was.state != state or (is_known and not _is_same(now, before)):
+                found[p] = was
+        return found
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is kept."""
+        return list(self._tensors.values())
+
+    def storages(self) -> set[int]:
+        """Return where the entries of the parameters are."""
+        return set(map(_storage, self._tensors.values()))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether all entries are equal, or not numbers in both."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _norms(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Return the norm of each tensor, which tells it from most others; None if it has none."""
+    dense = [t.layout is torch.strided and t.is_floating_point() for t in tensors]
+    if tensors and all(dense):
+        return iter(torch._foreach_norm([t.detach() for t in tensors]))
+    return iter(
+        [next(_norms([t])) if is_one else None for t, is_one in zip(tensors, dense, strict=True)]
+    )
+
+
+class Call:
+    """One call of a module: its inputs, its output, and where they come from.
+
+    Where its samples are is found out again when a layout was corrected (see :class:`Layout`).
+
+    Attributes:
+        index: Increases in the order of the calls.
+        inputs: Arguments in the order of the signature, nested ones flattened; tensors attached to
+            their graph.
+        outputs: Output tensors, flattened and detached (see the module's docstring).
+        origins_in: Identity of each input; None where nothing can travel further back.
+        origins_out: Identity of each output.
+        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
+        layouts_out: Where the samples are in each output; None for a scalar loss.
+        is_followed: Whether the functions around the call are known: those of a converted model, or
+            of a recorded one that runs.
+        is_transparent: Whether the output has the entries of the input: nothing to differentiate.
+        reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
+        repeats: Number of the input whose entries the output has, though it is not transparent:
+            an extension has a rule for it.
+        misplaced: What is wrong with the place of the batch axis, if anything.
+        computed: Which inputs a function has computed from what recorded calls returned.
+        relied_on: What was known of the inputs when the rule found the layouts of the outputs.
+        kept: Names in ``saved`` that a backward pass has to leave there.
+        makers: Calls that compute inputs again that are not kept.
+        made_with: What the output was computed with, if it is not kept.
+        steps: How many calls in a row compute it again.
+        before: What changed parameters were before the backward pass at hand.
+        copies: Number of samples for which a call without samples (of parameters) stands.
+        shared: What was computed of the columns at hand for one parameter that others need, too.
+        saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
+        read: Parameters and buffers that the module (and its children) had, by name.
+        params: Own parameters that require a gradient, by name.
+        trained: Those of them that the backward pass at hand accumulates a gradient into.
+        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
+        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
+        was_first: Whether no hook has seen the output before, and could have changed it.
+        precision: What derivatives are computed in, if the network is of several precisions.
+        folded: Whether the rule sees ``[N, R/N, *]`` where R rows belong to N samples.
+        is_live: Whether it is among the live calls: not released, and no copy.
+        is_usual: Whether it is known that the rows of all tensors are the samples.
+        is_plain: Whether all tensors have their samples first, and the rule sees them so.
+        is_direct: Whether that is where the rule expects the samples of columns, too.
+        is_unbatched: Whether the output has no samples: it depends on parameters alone.
+        unbatched_inputs: Numbers of the inputs that have no samples, in a call that has.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "before",
+        "computed",
+        "copies",
+        "derivatives",
+        "folded",
+        "g_out",
+        "g_samples",
+        "index",
+        "inputs",
+        "is_container",
+        "is_direct",
+        "is_followed",
+        "is_live",
+        "is_plain",
+        "is_transparent",
+        "is_unbatched",
+        "is_usual",
+        "kept",
+        "layouts_in",
+        "layouts_out",
+        "made_with",
+        "makers",
+        "misplaced",
+        "mixes_samples",
+        "module",
+        "origins_in",
+        "origins_out",
+        "outputs",
+        "params",
+        "precision",
+        "read",
+        "reads_functions",
+        "relied_on",
+        "repeats",
+        "saved",
+        "shape_in",
+        "shape_out",
+        "shared",
+        "steps",
+        "structure",
+        "trained",
+        "training",
+        "unbatched_inputs",
+        "versions",
+        "was_first",
+    )
+
+    def __init__(
+        self,
+        module: Module,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        outputs: tuple[Tensor, ...],
+        rule: Rule | None,
+        was_first: bool,
+    ):
+        """Record the call. The derivatives may look at the graph to keep what they need."""
+        leaves: Sequence[Any] = args
+        self.structure = None  # no nested arguments
+        self.is_followed = False
+        if "_backpack_converted" in vars(module):
+            by = vars(module)["_backpack_converted"]
+            self.is_followed = by == "trace" or (by == "record" and bool(STATE.get().recorders))
+        if keywords or not TENSORS.issuperset(map(type, args)):
+            leaves, self.structure = tree_flatten((args, keywords))
+        self.index = next(_index)
+        self.module = module
+        self.derivatives: Any = rule  # or None
+        self.is_container = rule is None and not is_leaf(module)
+        own: Mapping[str, Parameter | None]
+        own = own_parameters(module) if rule is None else rule.own(module)
+        self.params: dict[str, Parameter] = {}
+        for name, p in own.items():
+            if p is not None and p.requires_grad:
+                self.params[name] = p
+        self.trained = self.params
+        # as they are now: both may have changed when the backward pass comes
+        if module._modules:
+            self.read = [tensors.copy() for tensors in _tensors(module)]
+            self._cut_buffers()
+        else:
+            self.read = [module._parameters.copy(), module._buffers.copy()]
+            if module._buffers:
+                self._cut_buffers()
+        self.training = module.training
+        self.was_first = was_first
+        self.mixes_samples = rule is not None and rule.mixes_samples(module)
+        # rules of users may read everything
+        is_droppable = rule is not None and rule.is_ours and outputs[0].numel() >= LARGE
+        origins_out, shape_out, detached = [], [], []
+        for out in outputs:
+            mark = origin(out)
+            if mark is None and out.grad_fn is not None:  # a view of a parameter
+                mark = _mark(out.grad_fn, out.output_nr)
+            origins_out.append(mark)
+            shape_out.append(out.shape)
+            if not is_droppable:
+                detached.append(out.detach())
+        self.outputs = tuple(detached)
+        self.origins_out, self.shape_out = tuple(origins_out), tuple(shape_out)
+        origins_in, shape_in, layouts_in = [], [], []
+        self.reads_functions = False
+        for x in leaves:
+            mark = shape = layout = None
+            if isinstance(x, Tensor):
+                shape = x.shape
+                if x.requires_grad:
+                    mark = origin(x)
+                    layout = None if mark is None else mark.layout
+                    if mark is None or not mark.is_output:
+                        self.reads_functions = True
+            origins_in.append(mark)
+            shape_in.append(shape)
+            layouts_in.append(layout)
+        self.origins_in, self.shape_in = tuple(origins_in), tuple(shape_in)
+        known = None not in origins_out
+        self.is_transparent = known and all(map(origins_in.__contains__, origins_out))
+        self.inputs = tuple(leaves)
+        if self.is_transparent or len(outputs) > 1 or not known:
+            # A module that returns its own input would own its own graph: a leak.
+            owned = set(map(id, leaves if self.is_transparent else outputs))
+            if not owned.isdisjoint(map(id, leaves)):
+                self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
+        self.makers: dict[int, Call] = {}
+        self.made_with: list[State] | None = None
+        self.steps = 1
+        self.g_out: list[Tensor | None] = [None] * len(outputs)
+        self.saved: dict[str, Any] = {}
+        self.kept: frozenset[str] = frozenset()
+        if rule is not None and rule.keeps_something:
+            self.saved = _saved(rule, module, tuple(leaves), outputs)
+            self.kept = frozenset(self.saved)
+        self.shared: dict[str, Any] | None = None
+        self.repeats: int | None = None
+        self.misplaced: str | None = None
+        self.relied_on: tuple[Any, ...] = ()
+        self.computed = [False] * len(leaves)
+        self.copies = 1
+        self.before: Mapping[Tensor, Kept] = {}
+        self.g_samples: list[Tensor | None] | None = None
+        self.precision: torch.dtype | None = None
+        self.folded = False
+        for i, layout in enumerate(layouts_in):
+            if layout is None and isinstance(leaves[i], Tensor):
+                layouts_in[i] = self._layout_in(i, leaves[i], origins_in[i])
+        self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
+        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
+        self.is_usual, self.unbatched_inputs = False, tuple[int, ...]()
+        self.layouts_out = self._laid_out()
+        if not self.is_usual:
+            self.find_places()
+        for mark, layout in zip(origins_out, self.layouts_out, strict=True):
+            if mark is not None and not self.is_transparent:
+                mark.is_output = True
+                mark.layout = mark.layout or layout
+                mark.lost = mark.lost or self.misplaced
+        if is_droppable:
+            drops = self._drops_output(outputs)
+            self.outputs = tuple([stand_in(y) if drops else y.detach() for y in outputs])
+        try:
+            self.versions = tuple(map(_VERSION, self.inputs + self.outputs))
+        except (AttributeError, RuntimeError):  # not all are tensors, see _version
+            self.versions = tuple(map(_version, self.inputs + self.outputs))
+        _live[self.index] = ref(self)
+        self.is_live = True
+        global _newest
+        _newest = self.index
+
+    @classmethod
+    def of_data(
+        cls,
+        module: Module,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        outputs: tuple[Tensor, ...],
+    ) -> Call:
+        """Describe a call that no gradient flows through, to find out where its samples are."""
+        call: Call = object.__new__(cls)
+        leaves, call.structure = tree_flatten((args, keywords))
+        call.is_live, call.index, call.module = False, -1, module
+        call.derivatives = derivatives_of_call(module, tuple(y for y in outputs if y.dim()))
+        call.inputs, call.outputs = tuple(leaves), outputs
+        call.params, call.read = {}, [tensors.copy() for tensors in _tensors(module)]
+        call.training, call.precision, call.is_transparent = module.training, None, False
+        call.folded = False
+        call.saved, call.kept = {"needed": []}, frozenset()
+        call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
+        call.shape_out = tuple(y.shape for y in outputs)
+        call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
+        call.computed, call.misplaced = [False] * len(leaves), None
+        call.layouts_in = tuple(map(layout_of, leaves))
+        call.layouts_out = (None,) * len(outputs)
+        call.find_places()
+        return call
+
+    def layouts_of_data(self) -> Sequence[Layout | None]:
+        """Find where the samples are in the outputs of a call that no gradient flows through.
+
+        Raises:
+            ValueError: If they cannot be followed.
+        """
+        if self.derivatives is None:
+            raise ValueError("it is no leaf of the network")
+        usual = self.derivatives.usual_layout(self)
+        return (usual,) if usual is not None else self.derivatives.layouts(self)
+
+    def _drops_output(self, outputs: tuple[Tensor, ...]) -> bool:
+        """Keep no large tensor that the derivatives do not read, if it can be computed again.
+
+        Autograd frees it as well, where an activation reads the output of a layer.
+
+        Returns:
+            Whether the output need not be kept.
+        """
+        rule, mark = self.derivatives, self.origins_out[0]
+        is_plain = type(outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
+        if rule is None or self.is_transparent or not is_plain:
+            return False
+        is_repeated = False
+        if len(outputs) == 1 and mark is not None and rule.repeats_output(self):
+            is_repeated = True
+            self.made_with = self.state
+            mark.maker = ref(self)
+        if rule.reads_inputs(self):
+            return is_repeated
+        for i, source in enumerate(self.origins_in):
+            maker = None if source is None or source.maker is None else source.maker()
+            if maker is None or maker.is_released or maker.steps >= MAX_STEPS:
+                continue
+            (made,), x = maker.outputs, self.inputs[i]
+            if made.shape == x.shape and made.dtype == x.dtype:
+                self.makers[i] = maker
+                self.inputs = (*self.inputs[:i], made, *self.inputs[i + 1 :])
+                self.steps = max(self.steps, maker.steps + 1)
+        return is_repeated
+
+    def set_apart(self) -> Origin:
+        """Give the output of a transparent call an identity of its own, for rules of users."""
+        (behind,) = self.origins_out
+        mark = Origin()
+        self.repeats, self.is_transparent = self.origins_in.index(behind), False
+        self.origins_out = (mark,)
+        self.layouts_out = self._laid_out()
+        self.find_places()
+        mark.is_output, mark.layout = True, self.layouts_out[0]
+        return mark
+
+    def read_instead(self, behind: Origin, mark: Origin) -> None:
+        """Note that an input is the output of a call that was set apart."""
+        self.origins_in = tuple(mark if o is behind else o for o in self.origins_in)
+        if self.is_transparent:
+            self.origins_out = tuple(mark if o is behind else o for o in self.origins_out)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an input needs a gradient."""
+        tensors = zip(self.inputs, self.origins_in, strict=True)
+        return any(mark is not None or getattr(x, "requires_grad", False) for x, mark in tensors)
+
+    def whole_inputs(self) -> tuple[Any, ...]:
+        """Return the inputs; those that were not kept are computed again."""
+        if not self.makers:
+            return self.inputs
+        again = {i: maker.whole_outputs()[0] for i, maker in self.makers.items()}
+        return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
+
+    def whole_outputs(self) -> tuple[Tensor, ...]:
+        """Return the outputs; those that were not kept are computed again, with a graph.
+
+        Raises:
+            RuntimeError: If a parameter, buffer or input was changed, or the call was released.
+        """
+        if self.made_with is None:
+            return self.outputs
+        self.check_released()
+        self.check_unchanged()
+        if self.made_with != self.state:
+            raise RuntimeError(
+                f"A parameter or buffer of {describe(self.module)} was changed after the forward "
+                "pass. Its output was not kept to save memory, and can no longer be "
+                "computed. Change parameters after the backward pass and its extension hooks."
+            )
+        return flatten_outputs(self.forward(self.whole_inputs()))
+
+    def _layout_in(self, i: int, x: Tensor, mark: Origin | None) -> Layout | None:
+        """Find the samples in an input of no recorded call; None if that is for this one to say."""
+        if mark is None:
+            known = noted(x)
+            if known is not None:
+                if known.lost and x.is_floating_point():  # indices may be what they are
+                    self.misplaced = f"{self!r} reads {known.lost}"
+                return known
+            if not x.requires_grad or parameter_behind(x) is None:
+                return None
+            return unbatched()
+        above, _ = upstream(x, lambda m: m.layout is not None or m.lost is not None)
+        lost = next((m.lost for m in above if m.lost is not None), None)
+        if lost is not None:
+            self.misplaced = lost
+            return None
+        self.computed[i] = bool(above)
+        if any(m.layout is not None and not m.layout.is_plain for m in above):
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
+                "from one whose batch axis is not the first (or that has none). Make the function "
+                "a module, or use extend(model, use_converter=True)."
+            )
+        return None
+
+    def _laid_out(self) -> tuple[Layout | None, ...]:
+        """Find where the samples are in the outputs."""
+        if self.is_transparent:  # such as the choice of one tensor of several
+            return tuple(o.layout for o in self.origins_out if o is not None)
+        if self.misplaced is not None:  # nor can anybody say it of what is computed of the outputs
+            return (None,) * len(self.shape_out)
+        if not any(self.shape_out) and self._combines_losses():
+            self.relied_on = tuple(map(_facts, self.layouts_in))
+            return (None,) * len(self.shape_out)
+        if self.derivatives is None:
+            known = next((layout for layout in self.layouts_in if layout is not None), None)
+            assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
+            return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
+        usual = self.derivatives.usual_layout(self)
+        if usual is not None:
+            self.is_usual = self.is_plain = self.is_direct = True
+            self.is_unbatched, self.unbatched_inputs = False, ()
+            return (usual,) if self.shape_out[0] else (None,)
+        self.find_places()  # as far as they are known
+        try:
+            found = tuple(self.derivatives.layouts(self))
+        except ValueError as error:
+            self.misplaced = self.misplaced or str(error)
+            return (None,) * len(self.shape_out)
+        if self.derivatives.depends_on_layouts:
+            # what a rule has found out from layouts that are corrected later is void
+            self.relied_on = tuple(map(_facts, self.layouts_in))
+        return found
+
+    def _combines_losses(self) -> bool:
+        """Whether the inputs are losses, and numbers that no gradient flows through."""
+        followed = False
+        for x, shape, mark in zip(self.inputs, self.shape_in, self.origins_in, strict=True):
+            if shape or (isinstance(x, Tensor) and x.requires_grad and mark is None):
+                return False
+            if mark is not None:
+                followed = mark.is_output and mark.layout is None
+                if not followed:
+                    return False
+        return followed
+
+    def __repr__(self) -> str:
+        """Name the module, its type and the shapes of the call."""
+        shapes = [list(s) for s in self.shape_in if s is not None]
+        outs = [list(s) for s in self.shape_out]
+        return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"
+
+    def __del__(self) -> None:
+        """Forget the call."""
+        if getattr(self, "is_live", False):
+            _live.pop(self.index, None)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the module has parameters, frozen ones included."""
+        return any(p is not None for tensors in self.read[::2] for p in tensors.values())
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the stored tensors are gone."""
+        return not self.outputs
+
+    def release(self) -> None:
+        """Drop the stored tensors."""
+        if self.outputs:  # not released yet
+            if self.is_live:
+                _live.pop(self.index, None)
+                self.is_live = False
+            self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
+            self.read = []
+            self.makers = {}
+            self.g_samples = None
+
+    def follow_autograd(self) -> None:
+        """Drop large tensors in a backward pass that drops what autograd has stored for it."""
+        rule = self.derivatives
+        is_large = not self.is_released and self.shape_out[0].numel() >= LARGE
+        frees = is_large and rule is not None and rule.autograd_stores(self)
+        if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.release()
+
+    def snapshot(self, create_graph: bool) -> Call:
+        """Return a copy that outlives the release, for products evaluated after the backward pass.
+
+        Args:
+            create_graph: Keep the inputs attached to the autograd graph.
+        """
+        clone: Call = object.__new__(Call)
+        for name in _FACTS:
+            setattr(clone, name, getattr(self, name))
+        # products read what our derivatives read, or (create_graph) everything
+        clone.is_live, clone.makers = False, {}
+        if create_graph:
+            clone.inputs = self.whole_inputs()
+        else:
+            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
+        return clone
+
+    def forward(self, leaves: Sequence[Any]) -> Any:
+        """Call the module's ``forward`` again, with other values for the (flattened) arguments.
+
+        With the parameters and buffers, and in the mode (training or evaluation), of the call.
+        """
+        args, keywords = self.arguments(leaves)
+        mode = self.module.training
+        if mode != self.training:
+            self.module.training = self.training
+        is_bound = vars(self.module).get("_backpack_call") is self
+        replaced = [] if is_bound else self.lend_tensors(self.module)
+        try:
+            with disable():
+                return self.module.forward(*args, **keywords)
+        finally:
+            put(replaced)
+            if mode != self.training:
+                self.module.training = mode
+
+    def _cut_buffers(self) -> None:
+        """Forget graphs of buffers: one that this call has computed would own the call."""
+        for buffers in self.read[1::2]:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    buffers[name] = buffer.detach()
+
+    @property
+    def state(self) -> list[State]:
+        """Tell parameters and buffers, as the derivatives see them, from those before a change."""
+        before = self.before
+        return [before[t].state if t in before else _state(t) for t in _tensors_of(self.read)]
+
+    def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
+        """Return whether derivatives depend on entries of a parameter that the call has read.
+
+        Args:
+            travels: Whether something travels through calls, besides gradients.
+            is_shown: Whether code of users sees inputs and outputs.
+        """
+        rule = self.derivatives
+        if is_shown and self.made_with is not None:
+            return True
+        if travels and any(o is not None for o in self.origins_in):
+            return True
+        is_linear = rule is None or not self.params or rule.is_linear_in_params(self.module)
+        return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
+
+    def own(self) -> list[Tensor]:
+        """List the parameters that the call has read, of itself and of what it stands for."""
+        found: list[Tensor] = [*self.params.values()]
+        for read in self.read[::2]:
+            found += [p for p in read.values() if p is not None]
+        return found
+
+    def keep_views(self, storages: Set[int]) -> None:
+        """Copy inputs and outputs that have no samples, if they are parameters or views of some.
+
+        Args:
+            storages: Where the entries of parameters are.
+        """
+        if not (self.is_unbatched or self.unbatched_inputs):
+            return
+        stored = [*self.inputs, *self.outputs]
+        places = range(len(stored)) if self.is_unbatched else self.unbatched_inputs
+        for i in places:
+            if isinstance(stored[i], Tensor) and _storage(stored[i]) in storages:
+                with torch.enable_grad():  # with the same place in the graph
+                    stored[i] = stored[i].clone()
+        count = len(self.inputs)
+        self.inputs, self.outputs = tuple(stored[:count]), tuple(stored[count:])
+        self.versions = tuple(map(_version, stored))
+
+    def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
+        """Let the derivatives see parameters as they were.
+
+        Args:
+            changed: What those were that have changed since.
+
+        Raises:
+            RuntimeError: If one has changed that was not copied.
+        """
+        own = {t: changed[t] for t in self.own() if t in changed}
+        for t, was in own.items():
+            if was.value is None or torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"A parameter of {describe(self.module)}, of shape {list(t.shape)}, was "
+                    "changed during the backward pass. Quantities are those of the weights of the "
+                    "forward pass, which are kept where hooks of parameters or modules may change "
+                    "them, but not if they are frozen, or with create_graph=True. Change it after "
+                    "the backward pass."
+                )
+        self.before = own | dict(self.before)  # of a graph that is kept: by an earlier pass
+
+    def lend_tensors(
+        self, module: Module, precision: torch.dtype | None = None, now: bool = False
+    ) -> list[Entry]:
+        """Give a module the parameters and buffers of the call, if it has others by now.
+
+        Such as its own, after a ``torch.func.functional_call``, or changed ones.
+
+        Args:
+            module: That of the call, or a copy.
+            precision: Cast all of them.
+            now: Those that have changed as they are now: for code of users.
+
+        Returns:
+            What has been replaced: see :func:`put`.
+
+        Raises:
+            RuntimeError: If it has other children, or an attribute hides one of them.
+        """
+        own, reads = _tensors(module), self.read
+        if len(own) != len(reads):
+            raise RuntimeError(self._changed("its children are others"))
+        if self.before and not now:
+            reads = [{name: self._before(t) for name, t in read.items()} for read in reads]
+        if precision is None and not any(map(_differ, own, reads)):
+            return []
+        entries = [
+            (tensors, name, t if precision is None else _cast(t, precision))
+            for tensors, read in zip(own, reads, strict=True)
+            for name, t in (read if precision is None else tensors | read).items()
+            if precision is not None or tensors.get(name, _NOTHING) is not t
+        ]
+        replaced = [(tensors, name, tensors.get(name, _NOTHING)) for tensors, name, _ in entries]
+        self._check_hidden(module, [entry for entry in replaced if entry[2] is _NOTHING])
+        put(entries)
+        return replaced
+
+    def _before(self, tensor: Tensor | None) -> Tensor | None:
+        was = None if tensor is None else self.before.get(tensor)
+        return tensor if was is None else was.value
+
+    def _check_hidden(self, module: Module, lost: Sequence[Entry]) -> None:
+        """Refuse attributes that hide parameters and buffers which a module no longer has."""
+        for holder in module.modules() if lost else ():
+            for tensors, name, _ in lost:
+                is_own = tensors is holder._parameters or tensors is holder._buffers
+                if is_own and (name in vars(holder) or hasattr(type(holder), name)):
+                    raise RuntimeError(self._changed(f"an attribute hides its '{name}'"))
+
+    def _changed(self, what: str) -> str:
+        return (
+            f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
+            "after the backward pass and its extension hooks."
+        )
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with other values for the leaves."""
+        if self.structure is None:
+            return tuple(leaves), {}
+        args, keywords = tree_unflatten(list(leaves), self.structure)
+        return args, keywords
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Precisions of what the call has read and returned."""
+        tensors = (*self.inputs, *self.outputs, *self.params.values())
+        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+
+    @property
+    def rounding(self) -> float:
+        """Machine epsilon of the roughest precision."""
+        return max(torch.finfo(dtype).eps for dtype in self.dtypes)
+
+    def compute_in_one_precision(self) -> None:
+        """Compute in the highest precision of the tensors, such as under autocast."""
+        dtypes = self.dtypes
+        if len(dtypes) > 1:
+            self.compute_in(reduce(torch.promote_types, dtypes))
+
+    def compute_in(self, precision: torch.dtype) -> None:
+        """Let the derivatives see all tensors in this precision."""
+        self.precision = precision
+        self.g_out = [_cast(g, precision) for g in self.g_out]
+
+    # ------------------------------------------------------------------ where the samples are
+
+    def _layouts_hold(self) -> bool:
+        """Whether what the rule has found out still holds, if a later module corrected it."""
+        if self.is_transparent:
+            return True
+        now = tuple(map(_facts, self.layouts_in))
+        if now == self.relied_on:
+            return True
+        expected = tuple(map(_facts, self.layouts_out))
+        self.relied_on = now
+        assert self.derivatives is not None
+        try:
+            return tuple(map(_facts, self.derivatives.layouts(self))) == expected
+        except ValueError:
+            return False
+        finally:
+            self.find_places()  # the rule may have changed the layouts of the inputs
+
+    def forget(self) -> None:
+        """Drop what belongs to one backward pass."""
+        self.forget_results()
+        self.g_out, self.g_samples = [None] * len(self.g_out), None
+
+    def forget_results(self) -> None:
+        """Drop what rules have kept beyond the forward pass."""
+        self.saved = {name: value for name, value in self.saved.items() if name in self.kept}
+
+    def find_places(self) -> None:
+        """Find out where the samples are, from the layouts as they are now."""
+        rule, layouts_in, layouts_out = self.derivatives, self.layouts_in, self.layouts_out
+        self.is_usual = self._only_reshapes_rows()
+        if self.is_usual:
+            self.is_plain = self.is_direct = True
+            self.is_unbatched, self.unbatched_inputs = False, ()
+            return
+        self.is_plain = (
+            (rule is None or rule.sees_samples_first(self.module))
+            and all(map(_is_first, layouts_in, self.shape_in))
+            and all(map(_is_first, layouts_out, self.shape_out))
+        )
+        self.is_direct = self.is_plain and rule is not None and rule.has_samples_first
+        self.is_unbatched = any(map(_has_no_samples, layouts_out))
+        alone = () if self.is_unbatched else map(_has_no_samples, layouts_in)
+        self.unbatched_inputs = tuple([i for i, has_none in enumerate(alone) if has_none])
+
+    def _only_reshapes_rows(self) -> bool:
+        """Whether the entries of the only input stay where they are in its rows, the samples."""
+        if not self.is_transparent or len(self.shape_in) > 1 or len(self.shape_out) > 1:
+            return False
+        (layout,), (given,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
+        if layout is None or layout is not self.layouts_out[0] or not (given and shape):
+            return False
+        if shape[0] != given[0] or not layout.has_rows(given):
+            return False
+        rule = self.derivatives
+        return rule is not None and rule.has_samples_first and rule.sees_samples_first(self.module)
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether there are no samples, and the rule works on one tensor in the place of all."""
+        rule = self.derivatives
+        return self.is_unbatched and rule is not None and not rule.folds_rows(self.module)
+
+    def set_layouts_in(self, layouts: Iterable[Layout | None]) -> None:
+        """Note where the samples are in the inputs."""
+        self.layouts_in = tuple(layouts)
+        self.find_places()
+
+    def place_in(self, i: int) -> Place | None:
+        """Find the batch axis of an input; None if it has none."""
+        return self._place(self.layouts_in[i], self.shape_in[i])
+
+    def place_out(self, i: int) -> Place | None:
+        """Find the batch axis of an output; None if it has none."""
+        return self._place(self.layouts_out[i], self.shape_out[i])
+
+    def _place(self, layout: Layout | None, shape: Size | None) -> Place | None:
+        if shape is None or layout is None or not layout.is_batched:
+            return None
+        place = layout.place(shape)
+        if place is None:
+            raise ValueError(
+                f"{self!r}: a tensor of shape {list(shape)} has no axis for the {layout.samples} "
+                "samples of the batch. Keep the batch axis as it is."
+            )
+        return place
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the output, 0 if it has none."""
+        shape = self.shape_out[0]
+        if self.is_usual:
+            return shape[0]
+        place = self.place_out(0) if shape else None
+        return 0 if place is None else place.rows(shape)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of rows that each sample has: more than 1 where a reshape has merged axes."""
+        if self.is_usual or not self.shape_out[0]:
+            return 1
+        place = self.place_out(0)
+        return 1 if place is None else place.rows_per_sample(self.shape_out[0])
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether rows of a sample may meet in the call, or are others at its inputs."""
+        if self.is_usual:
+            return False
+        layouts, rule = self.layouts_in + self.layouts_out, self.derivatives
+        is_scattered = any(one is not None and one.owners is not None for one in layouts)
+        return is_scattered or (rule is not None and not rule.keeps_rows(self))
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether a sample has several rows, which the rule may see along an axis of their own."""
+        if self.is_usual or self.derivatives is None:
+            return False
+        return self.rows_per_sample > 1 and self.derivatives.folds_rows(self.module)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the module has the tensors of this call."""
+        return vars(self.module).get("_backpack_call") is self
+
+    def fold(self, x: Any) -> Any:
+        """Give the rows of each sample an axis of their own, ``[R, *] -> [N, R/N, *]``."""
+        if isinstance(x, Tensor) and x.dim() and len(x) == self.num_rows:
+            return x.unflatten(0, (-1, self.rows_per_sample))
+        return x
+
+    def bound(
+        self, check: bool = True, whole: bool = False, now: bool = False, folds: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give the module ``input0, input1, …`` and ``output`` of this call, unless it has them.
+
+        Args:
+            check: Refuse tensors that were changed in place.
+            whole: For code of users, which may read what our derivatives do not.
+            now: Leave parameters that were changed during the backward pass as they are.
+            folds: Give the rows of a sample an axis of their own, if there are several.
+
+        Returns:
+            A context manager, whose value is the module.
+
+        Raises:
+            RuntimeError: If the call was released or a stored tensor was changed in place.
+        """
+        if self.is_at_hand and not (whole and (self.makers or self.made_with is not None)):
+            return nullcontext(self.module)
+        if not self.outputs:
+            self.check_released()
+        if check:
+            self.check_unchanged()
+        return _Bound(self, whole, now, folds and self.is_foldable)
+
+    def seen(self, whole: bool = False) -> tuple[Sequence[Any], Any]:
+        """Return inputs and output as the derivatives see them: samples where they expect them."""
+        differentiable = torch.is_grad_enabled()
+        inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
+        outputs: Sequence[Tensor] = self.outputs
+        if whole:
+            outputs = [y.detach() for y in self.whole_outputs()]
+        if differentiable and getattr(self.derivatives, "needs_output", False):
+            # the stored output has no graph; differentiate through a fresh one
+            outputs = flatten_outputs(self.forward(inputs))
+        if self.precision is not None:
+            inputs = [_cast(x, self.precision) for x in inputs]
+            outputs = [_cast(y, self.precision) for y in outputs]
+        if not self.is_plain and self.derivatives is not None:
+            inputs, outputs = self.derivatives.seen(self, inputs, outputs)
+        if self.folded:
+            inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
+        return inputs, outputs[0] if len(outputs) == 1 else outputs
+
+    def check_batched(self) -> None:
+        """Refuse input without a batch axis.
+
+        Raises:
+            ValueError: If the output has too few axes.
+        """
+        shape, rule = self.shape_out[0], self.derivatives
+        if shape and not shape[0] and not self.num_rows:
+            raise ValueError(f"{self!r} was called with an empty batch.")
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
+        if rule is None:
+            return
+        if rule.depends_on_layouts and not self._layouts_hold():
+            raise ValueError(
+                f"{self!r}: the samples of the batch were assumed to be along the first axis of "
+                "the network's data, but a later module needs them elsewhere. Give the network "
+                "data with the batch axis first, or let a recurrent module come before functions."
+            )
+        if len(shape) < rule.min_dims(self.module) and not self.is_unbatched:
+            raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
+
+    def check_parameters(self, trained_only: bool) -> None:
+        """Refuse parameters that are not dense floating-point tensors.
+
+        Args:
+            trained_only: Frozen parameters do not matter.
+
+        Raises:
+            NotImplementedError: If one is sparse or quantised.
+        """
+        for name, p in self.read[0].items():
+            if p is None or (trained_only and name not in self.params):
+                continue
+            if p.is_quantized or p.layout is not torch.strided:
+                kind = "quantised" if p.is_quantized else f"sparse ({p.layout})"
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
+                    "dense floating-point parameters: convert it (to_dense(), dequantize())."
+                )
+
+    def check_released(self) -> None:
+        """Refuse to work with tensors that are gone.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
+        if not self.outputs:
+            raise RuntimeError(
+                f"What the forward pass stored for {describe(self.module)} is gone: a backward "
+                "pass released it, or memory_cleanup did. To run several backward passes through "
+                "one forward pass, use both backpack(..., retain_graph=True) and "
+                "backward(retain_graph=True); the latter also for those without extensions."
+            )
+
+    def check_unchanged(self) -> None:
+        """Refuse to work with tensors that were changed in place.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
+        relevant, rule = self.inputs, self.derivatives
+        if rule is not None and (rule.needs_output or rule.reads_output):
+            relevant += self.outputs
+        try:
+            versions = tuple(map(_VERSION, relevant))
+        except (AttributeError, RuntimeError):
+            versions = tuple(map(_version, relevant))
+        if versions != self.versions[: len(versions)]:
+            raise RuntimeError(
+                f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
+                "its derivatives are no longer known. Replace the in-place operation (x += y, "
+                "x.relu_(), …) by its out-of-place form."
+            )
+
+
+# All of a call but its weak references.
+_FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
+
+
+def _tensors(module: Module) -> list[dict[str, Any]]:
+    """List the parameters and the buffers that a module has now, then those of children."""
+    if not module._modules:
+        return [module._parameters, module._buffers]
+    return [ts for child in module.modules() for ts in (child._parameters, child._buffers)]
+
+
+class _Bound:
+    """Lends the tensors of a call to its module; see :meth:`Call.bound`.
+
+    While another thread works with the module, such as a loss that two models share, a copy of it
+    gets them.
+    """
+
+    __slots__ = (
+        "call",
+        "folds",
+        "is_first",
+        "lent",
+        "module",
+        "now",
+        "replaced",
+        "tensors",
+        "whole",
+    )
+
+    def __init__(self, call: Call, whole: bool, now: bool, folds: bool):
+        """Remember the call."""
+        self.call = call
+        self.whole = whole
+        self.now = now
+        self.folds = folds
+
+    def __enter__(self) -> Any:
+        """Set the attributes, parameters and buffers."""
+        call, self.module = self.call, self.call.module
+        own, thread = vars(self.module), get_ident()
+        self.is_first = "_backpack_thread" not in own
+        if own.setdefault("_backpack_thread", thread) != thread:
+            self.is_first = False
+            self.module = _copied(self.module)
+            own = vars(self.module)
+        try:
+            call.folded = call.folded or self.folds
+            inputs, output = call.seen(self.whole)
+            self.tensors = call.lend_tensors(self.module, call.precision, self.now)
+        except BaseException:
+            self._let_go()
+            raise
+        lent = {
+            "output": output,
+            "_backpack_saved": call.saved,
+            "_backpack_call": call,
+        }
+        if own["training"] is not call.training:
+            lent["training"] = call.training
+        for i, x in enumerate(inputs):
+            lent[f"input{i}"] = x
+        for child in own["_modules"]:  # a child may be called "output"
+            lent.pop(child, None)
+        self.lent = lent
+        taken = lent.keys() & own.keys()
+        self.replaced = {name: own[name] for name in taken} if taken else {}
+        own.update(lent)
+        return self.module
+
+    def __exit__(self, *exception: object) -> None:
+        """Restore what was there."""
+        own = vars(self.module)
+        if self.tensors:
+            put(self.tensors)
+        for name in self.lent.keys() - self.replaced.keys():
+            own.pop(name, None)
+        own.update(self.replaced)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let other threads have the module."""
+        if self.folds:
+            self.call.folded = False
+        if self.is_first:
+            vars(self.module).pop("_backpack_thread", None)
+
+
+def _copied(module: Module) -> Module:
+    """Copy a module, but not its tensors and children."""
+    copy = object.__new__(type(module))
+    tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
+    vars(copy).update({**vars(module), **tensors})
+    return copy
+
+
+class Sharing:
+    """Context manager: parameters of a call share what is computed of one stack of columns."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call):
+        """Remember the call."""
+        self.call = call
+
+    def __enter__(self) -> None:
+        """Start with nothing, if there are others to share with."""
+        self.call.shared = {} if len(self.call.trained) > 1 else None
+
+    def __exit__(self, *exception: object) -> None:
+        """Forget it."""
+        self.call.shared = None
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
+    return tensor.new_full((), torch.nan).expand(tensor.shape)
+
+
+def _saved(
+    rule: Rule, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    if rule.is_ours:
+        return rule.saved(module, inputs, outputs)
+    with disable():  # if it differentiates, that is no backward pass of the user
+        return rule.saved(module, inputs, outputs)
+
+
+def _has_no_samples(layout: Layout | None) -> bool:
+    return layout is not None and not layout.is_batched
+
+
+def _is_first(layout: Layout | None, shape: Size | None) -> bool:
+    return layout is None or shape is None or layout.is_first(shape)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _cast(x: Any, precision: torch.dtype) -> Any:
+    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
+    return None if layout is None else layout.facts
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _version(tensor: Any) -> int:
+    try:
+        return tensor._version
+    except (AttributeError, RuntimeError):  # no tensor, or one of torch.inference_mode
+        return 0
+
+
+def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
+    return bool(read) and any(map(operator.is_not, map(tensors.get, read), read.values()))
+
+
+def put(entries: Sequence[Entry]) -> None:
+    """Set entries, or delete them."""
+    for where, name, value in entries:
+        if value is _NOTHING:
+            where.pop(name, None)
+        else:
+            where[name] = value
+
+
+def state_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[State]:
+    """Tell parameters and buffers from those before a change."""
+    return list(map(_state, _tensors_of(read)))
+
+
+def _states(tensors: Sequence[Tensor]) -> list[State]:
+    try:
+        return list(
+            zip(map(id, tensors), map(_VERSION, tensors), map(_ADDRESS, tensors), strict=True)
+        )
+    except RuntimeError:  # those of torch.inference_mode have no version, sparse ones no address
+        return list(map(_state, tensors))
+
+
+def _state(tensor: Tensor) -> State:
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return id(tensor), _version(tensor), address
+
+
+def _tensors_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    return [t for by_name in read for t in by_name.values() if t is not None]
+
+
+def mark_converted(module: Module, by: str) -> None:
+    """Note that a module is part of a model whose functions are known, and why."""
+    vars(module)["_backpack_converted"] = by
+
+
+def is_converted(module: Module) -> bool:
+    """Whether a module is part of a model whose functions are known."""
+    return "_backpack_converted" in vars(module)
+
+
+def describe(module: Module) -> str:
+    """Name a module as a reader of its model would: qualified name and type."""
+    name = vars(module).get("_backpack_name", "")
+    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+
+
+class Users:
+    """Tells which parameters several calls use: all that live when it is asked, or did before."""
+
+    def __init__(self) -> None:
+        """Look at no call yet."""
+        self._seen: set[int] = set()  # calls
+        self._used: set[int] = set()  # parameters, by id
+        self._shared: set[int] = set()
+        self._last: int | None = None
+
+    def is_alone(self, call: Call) -> bool:
+        """Return whether no other call uses a parameter of one."""
+        if not call.params:
+            return True
+        if self._last != _newest:
+            self._last = _newest
+            for other in all_live_calls():
+                if other.params and other.index not in self._seen:
+                    self._seen.add(other.index)
+                    own = set(map(id, other.params.values()))
+                    self._shared |= self._used & own
+                    self._used |= own
+        return self._shared.isdisjoint(map(id, call.params.values()))
+
+
+def is_used(tensor: Tensor) -> bool:
+    """Whether a recorded call of a known module uses a tensor as a parameter of its own."""
+    return any(
+        tensor is p for call in all_live_calls() if call.derivatives for p in call.params.values()
+    )
+
+
+def now() -> int:
+    """Return a number between those of the calls so far and those to come."""
+    return next(_index)
+
+
+def is_anything_recorded() -> bool:
+    """Whether there are recorded calls that still hold tensors."""
+    return bool(_live)
+
+
+def all_live_calls() -> list[Call]:
+    """Return the recorded calls that still hold tensors, in the order of the calls."""
+    return [call for entry in list(_live.values()) if (call := entry()) is not None]
+
+
+def _find_places() -> None:
+    for call in all_live_calls():
+        call.find_places()
+
+
+Layout.on_correction = staticmethod(_find_places)
+
+
+def live_calls(module: Module) -> list[Call]:
+    """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
+    return [call for call in all_live_calls() if call.module is module]
+
+
+def preserve(tensor: Tensor, copy: Tensor) -> None:
+    """Let recorded calls keep the entries of a tensor that is about to change in place.
+
+    Args:
+        tensor: What will change.
+        copy: The same entries elsewhere, with the same place in the graph.
+    """
+    storage = tensor.untyped_storage().data_ptr()
+    copies: dict[int, Tensor] = {}
+
+    def kept(x: Any, version: int) -> Any:
+        if not isinstance(x, Tensor) or x.untyped_storage().data_ptr() != storage:
+            return x
+        if _version(x) != version:  # changed before
+            return x
+        if id(x) not in copies:
+            same = _memory(x) == _memory(tensor)
+            own = copy if same else x.clone()
+            copies[id(x)] = own if x.requires_grad else own.detach()
+        return copies[id(x)]
+
+    for call in all_live_calls():
+        stored, count = (*call.inputs, *call.outputs), len(call.inputs)
+        new = tuple(map(kept, stored, call.versions))
+        if any(one is not other for one, other in zip(new, stored, strict=True)):
+            call.versions = tuple(
+                v if one is other else _version(one)
+                for one, other, v in zip(new, stored, call.versions, strict=True)
+            )
+            call.inputs, call.outputs = new[:count], new[count:]
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+# Attributes that modules have while they have the tensors of a call, one or the other.
+AT_HAND = frozenset({"input0", "_backpack_call"})
+
+
+def bound(module: Module) -> AbstractContextManager[Any]:
+    """Give ``module`` the tensors of the call at hand, else those of its latest recorded call.
+
+    Raises:
+        RuntimeError: If no forward pass of the module is recorded.
+    """
+    if not AT_HAND.isdisjoint(vars(module)):
+        return nullcontext(module)
+    calls = live_calls(module)
+    if not calls:
+        raise RuntimeError(
+            f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
+            "something that requires a gradient, and keep the output. A backward pass frees what "
+            "was recorded, unless it retains the graph."
+        )
+    return calls[-1].bound()
+
+
+def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
+    """Collect the floating-point tensors in a module's output, depth first."""
+    if isinstance(output, Tensor):
+        return (output,) if output.is_floating_point() else ()
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, tuple | list):
+        return tuple(tensor for item in output for tensor in flatten_outputs(item))
+    return ()
+
+
+def positional(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module call in the order of its ``forward``, and what is left."""
+    if not kwargs:
+        return args, {}
+    arguments = signature(module.forward).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.args, arguments.kwargs
+
+
+def note_rule(module_class: type[Module]) -> None:
+    """Note that an extension has a rule of its own for a class of modules."""
+    _ruled.add(ref(module_class, _ruled.discard))
+
+
+def has_rules(module: Module) -> bool:
+    """Whether some extension has a rule of its own for modules of this class."""
+    return ref(type(module)) in _ruled
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook is one of this library."""
+    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
+
+
+def _is_recorded(module: Module) -> bool:
+    """Whether calls of a module without a rule matter: leaves, containers with own parameters."""
+    # modules of their own read the parameters of those that were converted
+    if isinstance(module, ConvertedModule):
+        return False
+    return (
+        not module._modules
+        or is_leaf(module)
+        or any(p is not None for p in own_parameters(module).values())
+        or has_rules(module)
+    )
+
+
+def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
+    """Whether the functions of a module are recorded now, in this thread.
+
+    Modules of their own read its parameters, then.
+    """
+    return "_backpack_open" in vars(module) or (
+        recorders[-1] is not None and any(one is module for one in recorders[-1].opened)
+    )
+
+
+NO_REPLICAS = (
+    "torch.nn.DataParallel runs copies of the model, whose parameters are not those of the model: "
+    "quantities would be lost. Use torch.nn.parallel.DistributedDataParallel (one process for each "
+    "device, extend the model inside), or a single device."
+)
+
+
+def is_output(node: Any) -> bool:
+    """Whether a node of the graph is that of an output which :func:`record` has set apart."""
+    return isinstance(node, BackpackOutput._backward_cls)
+
+
+def _own_node(x: Any) -> Any:
+    return BackpackOutput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def layout_of(x: Any) -> Layout | None:
+    """Return where the samples of a tensor are, if that is known."""
+    if not isinstance(x, Tensor):
+        return None
+    mark = None if x.grad_fn is None else origin(x)
+    if mark is not None and mark.layout is not None:
+        return mark.layout
+    found = noted(x)
+    if found is not None or type(x) is Tensor:
+        return found
+    return unbatched() if isinstance(x, Parameter) else None
+
+
+def note_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note where the samples are in what a model is called with: along the first axis.
+
+    Of tensors whose first axes differ, those with most companions have the
+    samples, others none. A module that knows better corrects that.
+    """
+    if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
+        return
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    sizes = [len(x) for x in given]
+    count = max(sizes, key=lambda n: (sizes.count(n), n > 1), default=0)
+    for x in given:
+        mark = origin(x)
+        if layout_of(x) is not None or (mark is not None and mark.is_output):
+            continue
+        own = Layout.of_axis(x.shape, 0, assumed=True)
+        layout = own if len(x) == count else Layout(1, 0, True, x.dim())
+        if mark is None:
+            note(x, layout)
+        else:
+            mark.layout = layout
+
+
+def _tensors_in(value: Any) -> tuple[Tensor, ...]:
+    """List the tensors in a structure."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if type(value) is tuple and TENSORS.issuperset(map(type, value)):
+        return value
+    return tuple([x for x in tree_leaves(value) if isinstance(x, Tensor)])
+
+
+def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note where the samples are in tensors that no gradient flows through.
+
+    Args:
+        module: The module that has computed them.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+    """
+    outputs, given = _tensors_in(output), _tensors_in((args, kwargs) if kwargs else args)
+    known = list(map(layout_of, given))
+    if known and not any(known):
+        return
+    if not any(layout is not None and layout.is_batched for layout in known):
+        if None not in known and (given or isinstance(module, FUNCTIONS)):
+            lost = next((one.lost for one in known if one is not None and one.lost), None)
+            for y in outputs:
+                note(y, unbatched(lost))
+        return
+    call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
+    try:
+        layouts = list(call.layouts_of_data())
+    except Exception as error:
+        message = (
+            f"a tensor of shape {list(outputs[0].shape) if outputs else []}, in which the samples "
+            f"of the batch could not be followed through {call!r}: {error}"
+        )
+        layouts = [unbatched(message) for _ in outputs]
+    for y, layout in zip(outputs, layouts, strict=True):
+        note(y, layout or unbatched())
+
+
+def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
+    """Let somebody have the gradient of a tensor, before those that have asked for it so far.
+
+    It is that of the node: it sees what hooks of the tensor have made of the gradient.
+    """
+    node: Any = tensor.grad_fn
+    slot = tensor.output_nr
+    key = ("backpack listeners", slot)
+    listeners = node.metadata.get(key)
+    if listeners is None:
+        listeners = node.metadata[key] = [listener]
+
+        def tell(grads: Sequence[Any]) -> None:
+            for each in reversed(listeners):
+                each(grads[slot])
+
+        node.register_prehook(tell)
+    else:
+        listeners.append(listener)
+
+
+def _repeated(output: Tensor, given: Any) -> Origin | None:
+    """Return the identity of an output that has the entries of an argument, else None."""
+    mark = origin(output)
+    known = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    return mark if mark is not None and any(origin(x) is mark for x in known) else None
+
+
+IN_TRANSFORM = (
+    "ran inside of a transform of torch.func, whose calls are not recorded. For quantities, call "
+    "the model outside of it."
+)
+
+
+def _dense_advice(x: Tensor) -> str:
+    """Tell what to do about a tensor that is nested or sparse."""
+    if x.is_nested:
+        return (
+            "has nested tensors, whose samples have shapes of their own. Give it "
+            "x.to_padded_tensor(0.0), and leave the padding out of the loss."
+        )
+    return f"has a tensor of layout {x.layout}. Give it a dense one: x.to_dense()."
+
+
+def _lost(module: Module, rule: Rule) -> str | None:
+    """Tell which parameters a module computes; None if none is."""
+    own = rule.own(module)
+    lost = [name for name in rule.params if name not in own]
+    return (
+        None
+        if not lost
+        else (
+            f"computes its {', '.join(lost)} from other parameters (a parametrisation, weight "
+            "normalisation, pruning) since it was extended. Call extend(model) once more."
+        )
+    )
+
+
+def _note_miss(
+    module: Module, args: Iterable[Any], outputs: Sequence[Tensor], why: str, missed: OnMiss
+) -> None:
+    """Let a backward pass that comes through a call which is not recorded know that."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    if not names:
+        return
+    shapes = ", ".join(_shape(x) for x in args if isinstance(x, Tensor))
+    message = (
+        f"the parameters {', '.join(names)} of {describe(module)} (inputs {shapes}) have no "
+        f"quantities of this use: the module {why}"
+    )
+    for out in outputs:
+        while torch._C._functorch.is_functorch_wrapped_tensor(out):  # of the transform itself
+            out = torch._C._functorch.get_unwrapped(out)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda grads: missed(message))
+
+
+def _shape(x: Tensor) -> str:
+    return "nested" if x.is_nested else str(list(x.shape))
+
+
+def record(
+    module: Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+    reached: OnReach,
+    missed: OnMiss,
+    altered: str | None = None,
+    was_first: bool = True,
+) -> Any:
+    """Record a call if a backward pass can reach it.
+
+    Args:
+        module: The module that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+        reached: Called as ``reached(call, i, g)`` when a backward pass has the gradient ``g`` with
+            respect to output number ``i``.
+        missed: Called with the reason when a backward pass comes through a call with parameters
+            that cannot be recorded.
+        altered: Which hooks have changed what it returned, if any have: the call is none of its.
+        was_first: Whether no hook has seen what it returned.
+
+    Returns:
+        The output that users are to see; None for the one given.
+    """
+    state = STATE.get()
+    if state.disabled or not torch.is_grad_enabled():
+        return None
+    known = derivatives_of(module)
+    if known is None and not _is_recorded(module):
+        return None
+    if state.recorders and _is_opened(module, state.recorders):
+        return None
+    if is_traced():
+        return None
+    if "_is_replica" in vars(module):
+        raise RuntimeError(NO_REPLICAS)
+    outputs, apart, repeated = flatten_outputs(output), None, None
+    given = (*args, *kwargs.values()) if kwargs else args
+    if _transform() is not None:
+        _note_miss(module, given, outputs, IN_TRANSFORM, missed)
+        return None
+    tensors = given if TENSORS.issuperset(map(type, given)) else _tensors_in(given)
+    if not DENSE.issuperset(map(_FORM, tensors + outputs)):
+        odd = next(x for x in tensors + outputs if _FORM(x) not in DENSE)
+        _note_miss(module, given, outputs, _dense_advice(odd), missed)
+        return None
+    if not any(map(_GRAD_FN, outputs)):
+        follow_data(module, args, kwargs, output)
+        return None
+    if altered is not None:
+        _note_miss(module, given, outputs, altered, missed)
+        return None
+    rule = known if known is not None else fallback(module, outputs)
+    # one output may be computed from another, whose gradient would include that; and what a rule
+    # passes on is apart from what other readers of its input do
+    if len(outputs) > 1:
+        if rule is not None:
+            apart = tree_map(_own_node, output)
+            outputs = flatten_outputs(apart)
+    elif _ruled and has_rules(module):
+        repeated = _repeated(outputs[0], (args, kwargs))
+        if repeated is not None:
+            apart = tree_map(_own_node, output)
+            outputs = flatten_outputs(apart)
+            _mark(outputs[0].grad_fn, outputs[0].output_nr)
+    if kwargs:
+        args, kwargs = positional(module, args, kwargs)
+    call = Call(module, args, kwargs, outputs, rule, was_first)
+    if rule is not None and rule.params and not call.read[0].keys() >= set(rule.params):
+        lost = _lost(module, rule)
+        if lost is not None:
+            _note_miss(module, given, outputs, lost, missed)
+            return apart
+    if repeated is not None:
+        call.repeats = call.origins_in.index(repeated)
+    if not isinstance(output, Tensor):
+        for x in tree_leaves(output):  # such as indices: no gradient tells their samples apart
+            if isinstance(x, Tensor) and not x.is_floating_point():
+                note(x, unbatched())
+    for i, out in enumerate(outputs):
+        if out.grad_fn is not None:
+            listen(out, partial(reached, call, i))
+    if state.configuration.debug:
+        print(f"[backpack] recorded {call!r}")
+    return apart

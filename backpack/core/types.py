@@ -1,0 +1,149 @@
+"""What the rooms of the core know of each other, without importing each other.
+
+An extension is what the engine asks :class:`Extension`; derivatives of a module are what the record
+of a call asks :class:`Rule`, and the engine :class:`~.derivatives.basederivatives.BaseDerivatives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+Grads = Sequence[Tensor | None] | None
+# One tensor, or one (None for zero) for each of a module's several inputs or outputs.
+Mats = Tensor | Sequence[Tensor | None]
+
+
+class Extension(Protocol):
+    """What the engine asks an extension: see ``backpack.extensions.backprop_extension``."""
+
+    savefield: str
+    rules: Any  # those that users have registered, by module class
+    saved_quantities: Any
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of what is extracted of every parameter."""
+
+    @property
+    def shape(self) -> tuple[str, ...] | None:
+        """Shape of a result, ``"*p"`` for that of the parameter."""
+
+    @property
+    def propagation(self) -> Any:
+        """What travels back through the network; None for the gradient."""
+
+    @property
+    def belongs_to_gradient(self) -> bool:
+        """Whether a result is used together with ``p.grad`` of the same pass."""
+
+    @property
+    def overrides_extract(self) -> bool:
+        """Whether it says itself what it makes of what it needs."""
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Return whether something travels back from the loss besides the gradient."""
+
+    def get_subsampling(self) -> list[int] | None:
+        """Return the numbers of the samples to look at; None for all."""
+
+    def rule_for(self, module: Module) -> Any:
+        """Return the rule that a user registered for a module, or None."""
+
+    def extract(self, products: Any) -> Any:
+        """Turn what was extracted of a parameter into the value to save."""
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Merge what arrives at a tensor over several branches."""
+
+    def fail(self, message: str, error: type[Exception] = ...) -> None:
+        """Raise, warn or do nothing, as the user wants it."""
+
+
+class Rule(Protocol):
+    """What the record of a call asks derivatives: see ``core.derivatives.basederivatives``."""
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this library has the rule, so that what it reads and does is known."""
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether a formula reads the output, and has a derivative with respect to it."""
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether a formula reads the output."""
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether there is anything to keep from the forward pass."""
+
+    @property
+    def has_samples_first(self) -> bool:
+        """Whether the samples are along the first axis of all that the rule sees."""
+
+    @property
+    def depends_on_layouts(self) -> bool:
+        """Whether what the rule found out about a call holds for its layouts only."""
+
+    @property
+    def includes_children(self) -> bool:
+        """Whether what children of the module compute belongs to its call."""
+
+    def own(self, module: Any) -> Mapping[str, Parameter | None]:
+        """Return the module's own parameters by name."""
+
+    def saved(
+        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Return what must be kept from the forward pass."""
+
+    def mixes_samples(self, module: Module) -> bool:
+        """Return whether a sample's output depends on other samples."""
+
+    def is_linear_in_params(self, module: Module) -> bool:
+        """Return whether the output is an affine function of each parameter."""
+
+    def min_dims(self, module: Module) -> int:
+        """Return how many axes an output has at least, the batch axis included."""
+
+    def reads_inputs(self, call: Any) -> bool:
+        """Return whether a formula reads entries of a call's inputs."""
+
+    def repeats_output(self, call: Any) -> bool:
+        """Return whether calling ``forward`` again in the same mode gives the same output."""
+
+    def autograd_stores(self, call: Any) -> bool:
+        """Return whether autograd has stored tensors of a call, which a backward pass frees."""
+
+    def keeps_rows(self, call: Any) -> bool:
+        """Return whether each row of an output is computed from the row at its place alone."""
+
+    def folds_rows(self, module: Module) -> bool:
+        """Return whether rows of a sample may as well be along an axis behind that of the batch."""
+
+    def sees_samples_first(self, module: Module) -> bool:
+        """Return whether the rule sees the tensors as they are, if their samples come first."""
+
+    def usual_layout(self, call: Any) -> Any:
+        """Return where the samples are if they are the rows of all tensors, and known to be."""
+
+    def layouts(self, call: Any) -> Sequence[Any]:
+        """Find where the samples are in the outputs, and correct what was assumed of the inputs."""
+
+    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Call the module with some parameters replaced."""
+
+    def parameter(self, module: Module, param_str: str) -> Parameter:
+        """Return a parameter of the module by the name that the rule has for it."""
+
+
+Save = Callable[[Parameter, Extension, Any], None]

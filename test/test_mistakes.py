@@ -1,0 +1,1214 @@
+"""Common mistakes get a sign: an error or a warning that says what to do, and no wrong number."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, disable, extend, extensions
+from backpack.core.derivatives import register
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.engine import sample_flow
+from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, SqrtGGNMC, Variance
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
+from backpack.linalg import GGN
+from backpack.monitor import CSVWriter, Monitor, gradient_snr
+from backpack.optim import DPSGD, KFAC, DiagGGN
+
+N = 5
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 3), torch.randint(2, (N,))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    X, y = data()
+    return extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+
+
+def run(model: nn.Module, *exts: BackpropExtension) -> nn.Module:
+    loss = loss_of(model)
+    with backpack(*exts):
+        loss.backward()
+    return model
+
+
+def warnings_of(program: Callable[[], Any]) -> list[str]:
+    """Run a program; return the texts of all its warnings (of users)."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program()
+        gc.collect()
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def assert_nothing_saved(model: nn.Module) -> None:
+    assert not any(vars(p) for p in model.parameters())
+
+
+# ------------------------------------------------------------------ extensions
+
+
+class Typo(FirstOrderBackpropExtension):
+    needs = ("indivdual",)
+
+
+class TwoNeeds(FirstOrderBackpropExtension):
+    needs = ("individual", "gradient")
+
+
+class NoOrder(BackpropExtension):
+    needs = ("individual",)
+
+
+class Scale(nn.Module):
+    """Multiplies each feature; its derivatives are registered wrongly below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class NoMethod(Scale):
+    pass
+
+
+class WrongParameterShape(Scale):
+    pass
+
+
+class WrongInputShape(Scale):
+    pass
+
+
+@register(NoMethod)
+class NoMethodDerivatives(BaseDerivatives):
+    params = ("weight",)
+
+
+@register(WrongParameterShape)
+class WrongParameterShapeDerivatives(BaseDerivatives):
+    params = ("weight",)
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+    ) -> Any:
+        return mat * module.weight
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool, subsampling: Any
+    ) -> Any:
+        return (mat * module.input0).sum(-1)
+
+
+@register(WrongInputShape)
+class WrongInputShapeDerivatives(WrongParameterShapeDerivatives):
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+    ) -> Any:
+        return (mat * module.weight)[..., :1]
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool, subsampling: Any
+    ) -> Any:
+        product = mat * module.input0
+        return product.sum(1) if sum_batch else product
+
+
+class Summed(FirstOrderModuleExtension):
+    """Forgets that individual gradients are not summed."""
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        return (module.input0 * g_out[0]).sum(0)
+
+
+class KeepsAxis(Summed):
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Tensor:
+        return (module.input0 * g_out[0]).sum(0, keepdim=True)
+
+
+def with_rule(ext: BackpropExtension, rule: Any) -> BackpropExtension:
+    ext.set_module_extension(Scale, rule)
+    return ext
+
+
+def around(module: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), module, nn.Linear(3, 2))
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a number as subsampling": (
+        lambda: BatchGrad(subsampling=3),  # type: ignore[arg-type]
+        TypeError,
+        r"subsampling is a list of sample indices.*got 3.*\[3\]",
+    ),
+    "two extensions with one savefield": (
+        lambda: backpack(SqrtGGNMC(1), SqrtGGNMC(5)),
+        ValueError,
+        r"SqrtGGNMC.*SqrtGGNMC.*'sqrt_ggn_mc'.*overwrite",
+    ),
+    "two classes with one savefield": (
+        lambda: backpack(BatchGrad(), Variance(), NoOrder("variance")),
+        ValueError,
+        r"Variance.*NoOrder.*'variance'",
+    ),
+    "one savefield, other samples": (
+        lambda: backpack(BatchGrad(), BatchGrad(subsampling=[0])),
+        ValueError,
+        "'grad_batch'",
+    ),
+    "a typo in needs": (
+        lambda: run(mlp(), Typo("e")),
+        ValueError,
+        "Typo.*needs indivdual.*individual",
+    ),
+    "two needs without extract": (
+        lambda: run(mlp(), TwoNeeds("e")),
+        NotImplementedError,
+        "TwoNeeds needs individual, gradient.*extract",
+    ),
+    "neither first nor second order": (
+        lambda: run(mlp(), NoOrder("e")),
+        NotImplementedError,
+        "NoOrder.*FirstOrderBackpropExtension",
+    ),
+    "no method for a parameter": (
+        lambda: run(around(NoMethod()), BatchGrad()),
+        NotImplementedError,
+        r"NoMethodDerivatives.*_weight_jac_t_mat_prod.*'1' \(NoMethod\)",
+    ),
+    "no method for a parameter, second order": (
+        lambda: run(around(NoMethod()), DiagGGNExact()),
+        NotImplementedError,
+        r"NoMethodDerivatives.*_weight_jac_t_mat_prod.*'1' \(NoMethod\)",
+    ),
+    "derivatives with the wrong shape": (
+        lambda: run(around(WrongParameterShape()), BatchGrad()),
+        ValueError,
+        r"_weight_jac_t_mat_prod.*'1' \(WrongParameterShape\).*\[1, 5, 3\].*\[1, 5\]",
+    ),
+    "derivatives with the wrong shape, norms": (
+        lambda: run(around(WrongParameterShape()), BatchL2Grad(), Variance()),
+        ValueError,
+        r"_weight_jac_t_mat_prod.*\[1, 5, 3\].*\[1, 5\]",
+    ),
+    "derivatives with the wrong shape, second order": (
+        lambda: run(around(WrongInputShape()), DiagGGNExact()),
+        ValueError,
+        r"_jac_t_mat_prod.*'1' \(WrongInputShape\).*\[2, 5, 3\].*\[2, 5, 1\]",
+    ),
+    "a rule with the wrong shape": (
+        lambda: run(around(Scale()), with_rule(BatchGrad(), Summed(["weight"]))),
+        ValueError,
+        r"Summed\.weight.*BatchGrad.*\['N', 3\].*got \[3\]",
+    ),
+    "a rule with the wrong number of samples": (
+        lambda: run(around(Scale()), with_rule(BatchGrad(), KeepsAxis(["weight"]))),
+        ValueError,
+        r"KeepsAxis\.weight.*\['N', 3\].*got \[1, 3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error(name: str) -> None:
+    program, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        program()
+
+
+def test_wrong_shape_of_a_rule_saves_nothing() -> None:
+    model = around(Scale())
+    with pytest.raises(ValueError, match="Summed"):
+        run(model, with_rule(BatchGrad(), Summed(["weight"])))
+    assert_nothing_saved(model)
+
+
+def test_equal_extensions_may_share_a_savefield() -> None:
+    model = run(mlp(), BatchGrad(), BatchGrad())
+    assert model[0].weight.grad_batch.shape == (N, 4, 3)
+
+
+@pytest.mark.parametrize("indices", [range(2), (0, 1), torch.tensor([0, 1])])
+def test_subsampling_may_be_any_sequence(indices: Any) -> None:
+    model = run(mlp(), BatchGrad(subsampling=indices))
+    assert model[0].weight.grad_batch.shape == (2, 4, 3)
+
+
+def test_every_extension_is_checked_and_none_refused() -> None:
+    exts = [getattr(extensions, name) for name in extensions.__all__ if name != "HBP"]
+    with backpack(*[ext() for ext in exts]):
+        pass
+
+
+# ------------------------------------------------------------------ contexts
+
+
+def test_context_without_with() -> None:
+    def program() -> None:
+        loss = loss_of(mlp())
+        backpack(BatchGrad())
+        loss.backward()
+
+    (message,) = warnings_of(program)
+    assert "BatchGrad" in message and "`with backpack(...)" in message
+
+
+def test_context_that_was_refused_is_not_unused() -> None:
+    def program() -> None:
+        with pytest.raises(ValueError):
+            backpack(BatchGrad)  # type: ignore[arg-type]
+
+    assert warnings_of(program) == []
+
+
+def test_used_contexts_are_silent() -> None:
+    def program() -> None:
+        with backpack(BatchGrad()):
+            pass
+        with backpack():
+            loss_of(mlp()).backward()
+        backpack()  # activates nothing
+
+    assert warnings_of(program) == []
+
+
+# ------------------------------------------------------------------ factors of the loss
+
+
+class WithLoss(nn.Module):
+    """Returns its loss times a factor, as models of transformers do."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.change = nn.Linear(3, 4), nn.Linear(4, 2), change
+
+    def forward(self, x: Tensor, y: Tensor, number: Tensor) -> Tensor:
+        z = self.second(torch.tanh(self.first(x)))
+        return self.change(nn.functional.cross_entropy(z, y, reduction="sum"), number)
+
+
+FACTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided by a tensor": lambda loss, number: loss / number,
+    "divided by a constant": lambda loss, number: loss / torch.tensor(4.0),
+    "divided by an integer": lambda loss, number: loss / torch.tensor(4),
+    "times a tensor": lambda loss, number: loss * (1 / number),
+    "a tensor times": lambda loss, number: torch.mul(1 / number, loss),
+    "several factors": lambda loss, number: 2.0 * (loss / number) / 2,
+    "sum of multiples": lambda loss, number: loss / number / 2 + loss / 8,
+    "mean of one": lambda loss, number: (loss / number).mean(),
+}
+SOME = ["BatchGrad", "Variance", "DiagGGNExact", "DiagHessian", "KFLR", "KFRA"]
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_factor_of_the_loss_that_is_a_tensor(name: str, converter: Any) -> None:
+    X, y = data()
+    exts = [getattr(extensions, ext)() for ext in SOME]
+    plain = WithLoss(lambda loss, number: loss)
+    model = extend(WithLoss(FACTORS[name]), use_converter=converter)
+    model.load_state_dict(plain.state_dict())
+    outer = extend(plain, use_converter=converter)(X, y, torch.tensor(4.0)) / 4
+    inner = model(X, y, torch.tensor(4.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for loss in (outer, inner):
+            with backpack(*exts):
+                loss.backward()
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        for ext in exts:
+            value, truth = (getattr(q, ext.savefield) for q in (p, expected))
+            torch.testing.assert_close(value, truth)
+        torch.testing.assert_close(p.grad, expected.grad)
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(4.0), torch.tensor(4)], ids=["float", "integer"])
+def test_factor_of_the_loss_outside_of_the_model(scale: Tensor) -> None:
+    model, (X, y) = extend(mlp()), data()
+    results = []
+    for change in (
+        lambda loss: loss / 4,
+        lambda loss: loss / scale,
+        lambda loss: loss * (1 / scale),
+    ):
+        with backpack(BatchGrad(), DiagGGNExact()), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            change(extend(nn.CrossEntropyLoss())(model(X), y)).backward()
+        results.append([(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()])
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_loss_that_a_model_modifies_warns(converter: Any) -> None:
+    model, (X, y) = (
+        extend(WithLoss(lambda loss, n: (loss / n).log()), use_converter=converter),
+        data(),
+    )
+    loss = model(X, y, torch.tensor(4.0))
+    with backpack(DiagGGNExact()), pytest.warns(UserWarning, match=r"modified after.*Log"):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ transformers' own losses
+
+
+def language_model() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8, **dict.fromkeys(NO_DROPOUT, 0)
+    )
+    return extend(transformers.GPT2LMHeadModel(config), use_converter="record")
+
+
+NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    tokens = [torch.randint(11, (5,)) for _ in range(4)]
+    return [{"input_ids": x, "labels": x} for x in tokens]
+
+
+def check_sentences(model: nn.Module, batch: dict[str, Tensor], number: Tensor) -> None:
+    """Compare individual gradients with those of the sentences one by one."""
+    for n in range(len(batch["input_ids"])):
+        one = {key: x[n : n + 1] for key, x in batch.items()}
+        loss = model(**one, num_items_in_batch=number).loss
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_of_transformers_divided_by_the_number_of_tokens() -> None:
+    model, number = language_model(), torch.tensor(16)
+    batch = {key: torch.stack([s[key] for s in sentences()]) for key in ("input_ids", "labels")}
+    exts = [BatchGrad(), DiagGGNExact(), extensions.KFAC()]
+    results = []
+    for loss in (
+        model(**batch, num_items_in_batch=number).loss,
+        model(**batch, num_items_in_batch=1).loss / 16,
+    ):
+        with backpack(*exts):
+            loss.backward()
+        results.append([p.diag_ggn_exact for p in model.parameters()])
+    check_sentences(model, batch, number)
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="transformers.Trainer needs accelerate, which is not installed: pip install accelerate",
+)
+def test_trainer_of_transformers(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)  # what Trainer expects
+    model = language_model()
+    from transformers import Trainer, TrainingArguments
+
+    steps = []
+
+    class Quantities(Trainer):
+        def training_step(
+            self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None
+        ) -> Tensor:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            assert isinstance(num_items_in_batch, Tensor)
+            check_sentences(model, inputs, num_items_in_batch)
+            assert all((p.diag_ggn_exact >= 0).all() for p in model.parameters())
+            steps.append(loss)
+            return loss
+
+    options: Any = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=2, **options
+    )
+    Quantities(model=model, args=arguments, train_dataset=sentences()).train()
+    assert len(steps) == 2
+
+
+# ------------------------------------------------------------------ mixed samples
+
+
+def convolutions(norm: Callable[[int], nn.Module], blocks: int = 1) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in range(blocks):
+        layers += [nn.Conv2d(1 if i == 0 else 2, 2, 3, padding=1), norm(2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 2))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "with parameters": nn.BatchNorm2d,
+    "without parameters": lambda c: nn.BatchNorm2d(c, affine=False),
+    "frozen": lambda c: frozen(nn.BatchNorm2d(c)),
+    "without statistics": lambda c: nn.BatchNorm2d(c, track_running_stats=False).eval(),
+}
+FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, 1, 4, 4), torch.randint(2, (N,))
+
+
+def backward_of_images(model: nn.Module, *exts: BackpropExtension) -> None:
+    X, y = images()
+    with backpack(*exts):
+        extend(nn.CrossEntropyLoss())(extend(model)(X), y).backward()
+
+
+@pytest.mark.parametrize("ext", FIRST_ORDER)
+@pytest.mark.parametrize("name", NORMS)
+def test_batch_normalisation_warns(name: str, ext: str) -> None:
+    model = convolutions(NORMS[name])
+    (message,) = warnings_of(lambda: backward_of_images(model, getattr(extensions, ext)()))
+    assert "mixes the samples" in message and "'1' (BatchNorm2d)" in message
+    assert "such as GroupNorm" in message and "use_converter" not in message
+
+
+def test_one_warning_for_all_modules_that_mix_samples() -> None:
+    model = convolutions(nn.BatchNorm2d, blocks=12)
+    exts = [BatchGrad(), Variance()]
+    (message,) = warnings_of(lambda: backward_of_images(model, *exts))
+    assert "'1' (BatchNorm2d), '4' (BatchNorm2d), " in message and "and 4 others" in message
+
+
+def test_batch_normalisation_with_running_statistics_is_silent() -> None:
+    model = convolutions(nn.BatchNorm2d).eval()
+    assert warnings_of(lambda: backward_of_images(model, BatchGrad())) == []
+
+
+def test_batch_normalisation_is_silent_for_curvature_and_plain_gradients() -> None:
+    model = convolutions(NORMS["frozen"])
+    assert warnings_of(lambda: backward_of_images(model, DiagGGNExact())) == []
+    assert warnings_of(lambda: backward_of_images(model)) == []
+
+
+def test_warning_that_is_an_error_saves_nothing() -> None:
+    model = convolutions(NORMS["frozen"])
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="mixes"):
+        warnings.simplefilter("error")
+        backward_of_images(model, BatchGrad())
+    assert_nothing_saved(model)
+
+
+PRIVATE: Any = {"lr": 0.1, "max_grad_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": N}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_dp_sgd_refuses_mixed_samples(name: str) -> None:
+    model = convolutions(NORMS[name])
+    optimiser = DPSGD([p for p in model.parameters() if p.requires_grad], **PRIVATE)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="mixes the samples"):
+        backward_of_images(model, *optimiser.extensions)
+    with pytest.raises(ValueError, match=r"DPSGD.*'1' \(BatchNorm2d\).*not be private"):
+        optimiser.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimiser.zero_grad()
+    if name != "without statistics":
+        backward_of_images(model.eval(), *optimiser.extensions)
+        optimiser.step()
+
+
+# ------------------------------------------------------------------ accumulation
+
+
+def micro_batches(model: nn.Module, count: int, set_to_none: bool = True) -> None:
+    extend(model)
+    model.zero_grad(set_to_none)
+    X, y = torch.randn(6, 3), torch.randint(2, (6,))
+    for x, t in zip(X.chunk(count), y.chunk(count), strict=True):
+        loss = extend(nn.CrossEntropyLoss())(model(x), t)
+        with backpack(BatchL2Grad()):
+            loss.backward()
+
+
+def test_signal_to_noise_ratio_over_accumulated_gradients(tmp_path: Path) -> None:
+    model = mlp()
+    micro_batches(model, 3)
+    with pytest.raises(RuntimeError, match=r"gradient_snr.*accumulated.*micro-batches"):
+        gradient_snr(list(model.parameters()))
+    monitor = Monitor(model, [gradient_snr], CSVWriter(tmp_path / "log.csv"))
+    with monitor, pytest.raises(RuntimeError, match="accumulated"):
+        monitor.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_signal_to_noise_ratio_of_one_backward_pass(set_to_none: bool) -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 2))
+    micro_batches(model, 2)
+    micro_batches(model, 1, set_to_none)
+    assert 0 < gradient_snr(list(model.parameters())) < 1
+
+
+# ------------------------------------------------------------------ several processes
+
+
+def in_two_processes(program: Callable[[int], None], tmp_path: Path) -> None:
+    """Run a program on two processes that know of each other."""
+    context = torch.multiprocessing.spawn(
+        _in_group, (program, str(tmp_path / "store")), nprocs=2, join=False
+    )
+    deadline = time.monotonic() + 100
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the processes hang")
+
+
+def _in_group(rank: int, program: Callable[[int], None], store: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        program(rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _optimisers_and_operators(rank: int) -> None:
+    model, (X, y) = extend(mlp()), (torch.randn(N, 3), torch.randint(2, (N,)))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    before = [p.detach().clone() for p in model.parameters()]
+    for make in (partial(DPSGD, **PRIVATE), partial(DiagGGN, lr=0.1), partial(KFAC, lr=0.1)):
+        optimiser = make(model.parameters())
+        with backpack(*optimiser.extensions):
+            lossfunc(model(X), y).backward()
+        with pytest.raises(NotImplementedError, match=r"several processes.*\(2 of"):
+            optimiser.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(NotImplementedError, match="several processes"):
+        GGN(model, lossfunc, [(X, y)])
+
+
+def _sharded(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    X, y = torch.randn(N, 3), torch.randint(2, (N,))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for extend_first in (True, False):
+        model: Any = mlp()
+        if extend_first:
+            extend(model)
+        fully_shard(model[0])
+        fully_shard(model)
+        extend(model)
+        lossfunc(model(X), y).backward()  # without an extension, nothing changes
+        for ext in (BatchGrad(), DiagGGNExact()):
+            loss = lossfunc(model(X), y)
+            shards = pytest.raises(NotImplementedError, match=r"'2' \(Linear\) are sharded")
+            with shards, backpack(ext):
+                loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [_optimisers_and_operators, _sharded])
+def test_what_several_processes_cannot_do_yet(
+    program: Callable[[int], None], tmp_path: Path
+) -> None:
+    in_two_processes(program, tmp_path)
+
+
+# ------------------------------------------------------------------ what is not extended
+
+
+def step(model: nn.Module, lossfunc: Any, *exts: BackpropExtension, inside: bool = False) -> None:
+    """One backward pass in a context, with the forward pass before or inside."""
+    X, y = data()
+    if inside:
+        with backpack(*exts):
+            lossfunc(model(X), y).backward()
+    else:
+        loss = lossfunc(model(X), y)
+        with backpack(*exts):
+            loss.backward()
+
+
+def forward_before_extend(lossfunc: Any, *exts: BackpropExtension) -> None:
+    model, (X, y) = mlp(), data()
+    output = model(X)
+    extend(model)
+    with backpack(*exts):
+        lossfunc(output, y).backward()
+
+
+ORDERS = {"first": [BatchGrad], "second": [DiagGGNExact], "both": [Variance, extensions.KFAC]}
+FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "everything": (
+        lambda *exts: step(mlp(), nn.CrossEntropyLoss(), *exts),
+        "reached no extended module.*before the forward pass",
+    ),
+    "everything, forward inside": (
+        lambda *exts: step(mlp(), nn.functional.cross_entropy, *exts, inside=True),
+        "reached no extended module",
+    ),
+    "forward before extend": (
+        lambda *exts: forward_before_extend(nn.functional.cross_entropy, *exts),
+        "reached no extended module.*before the forward pass",
+    ),
+    "the model": (
+        lambda *exts: step(mlp(), extend(nn.CrossEntropyLoss()), *exts),
+        r"no module that has parameters was recorded, only CrossEntropyLoss\..*Call extend",
+    ),
+    "the model, forward inside": (
+        lambda *exts: step(mlp(), extend(nn.CrossEntropyLoss()), *exts, inside=True),
+        "no module that has parameters was recorded",
+    ),
+    "forward before extend, but loss": (
+        lambda *exts: forward_before_extend(extend(nn.CrossEntropyLoss()), *exts),
+        "no module that has parameters was recorded",
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_what_is_not_extended(name: str, order: str) -> None:
+    program, expected = FORGOTTEN[name]
+    (message,) = warnings_of(lambda: program(*[ext() for ext in ORDERS[order]]))
+    assert re.search(expected, message)
+    assert all(ext.__name__ in message for ext in ORDERS[order])
+
+
+def test_inner_context_that_silences_the_outer_one() -> None:
+    def program() -> None:
+        loss = loss_of(mlp())
+        with backpack(Variance()), backpack(BatchGrad()):
+            loss.backward()
+
+    (message,) = warnings_of(program)
+    assert "backpack(Variance) have not run" in message and "innermost" in message
+
+
+def _plain_inside() -> None:
+    loss = loss_of(mlp())
+    with backpack(BatchGrad()), backpack():
+        loss.backward()
+
+
+def _inner_has_all() -> None:
+    loss = loss_of(mlp())
+    with backpack(BatchGrad()), backpack(Variance(), BatchGrad()):
+        loss.backward()
+
+
+def _both_levels() -> None:
+    model = mlp()
+    with backpack(BatchGrad()):
+        with backpack(DiagGGNExact()):
+            loss_of(model).backward()
+        loss_of(model).backward()
+
+
+def _no_backward() -> None:
+    model, (X, _) = extend(mlp()), data()
+    with backpack(BatchGrad()):
+        model(X)
+        with torch.no_grad():
+            model(X)
+
+
+def _something_else_as_well() -> None:
+    loss, other = loss_of(mlp()), nn.Linear(3, 1)
+    with backpack(BatchGrad()):
+        other(torch.rand(2, 3)).sum().backward()
+        loss.backward()
+
+
+def _no_parameters() -> None:
+    with backpack(BatchGrad()):
+        torch.rand(3, requires_grad=True).sum().backward()
+
+
+def _gradient_of_an_input() -> None:
+    model, (X, y) = extend(mlp().requires_grad_(False)), data()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(X.requires_grad_()), y).backward()
+
+
+def _last_layer_alone() -> None:
+    model, (X, y) = mlp(), data()
+    extend(model[2])
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+def _loss_not_extended() -> None:
+    model, (X, y) = extend(mlp()), data()
+    with backpack(BatchGrad()):
+        nn.functional.cross_entropy(model(X), y).backward()
+
+
+def _disabled() -> None:
+    model, (X, y) = extend(mlp()), data()
+    with backpack(BatchGrad()), disable():
+        nn.functional.cross_entropy(model(X), y).backward()
+
+
+def _error_in_the_context() -> None:
+    with pytest.raises(RuntimeError, match="stop"), backpack(BatchGrad()):
+        nn.Linear(3, 1)(torch.rand(2, 3)).sum().backward()
+        raise RuntimeError("stop")
+
+
+def _rule_of_a_loss() -> None:
+    class Note(FirstOrderModuleExtension):
+        pass
+
+    ext = FirstOrderBackpropExtension("note", {nn.CrossEntropyLoss: Note()})
+    step(mlp(), extend(nn.CrossEntropyLoss()), ext)
+
+
+LEGITIMATE = [
+    _plain_inside,
+    _inner_has_all,
+    _both_levels,
+    _no_backward,
+    _something_else_as_well,
+    _no_parameters,
+    _gradient_of_an_input,
+    _last_layer_alone,
+    _loss_not_extended,
+    _disabled,
+    _error_in_the_context,
+    _rule_of_a_loss,
+]
+
+
+@pytest.mark.parametrize("program", LEGITIMATE)
+def test_legitimate_contexts_are_silent(program: Callable[[], None]) -> None:
+    assert warnings_of(program) == []
+
+
+# ------------------------------------------------------------------ advice
+
+
+class Positions(nn.Module):
+    """Returns a prediction for each position, ``[N, T, 2]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("converter", [True, "record", False])
+def test_function_between_model_and_loss(converter: Any) -> None:
+    model = extend(Positions(), use_converter=converter)
+    loss = extend(nn.CrossEntropyLoss())(
+        model(torch.randn(N, 4, 3)).transpose(1, 2), torch.randint(2, (N, 4))
+    )
+    with pytest.raises(ValueError, match="TransposeBackward0") as caught, backpack(DiagGGNExact()):
+        loss.backward()
+    is_converted = "outside of the model whose functions" in str(caught.value)
+    assert is_converted == bool(converter)
+    assert ("use extend(model, use_converter=True)" in str(caught.value)) == (not converter)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_second_order_behind_distributed_data_parallel(
+    one_process: None, converter: Any, options: dict[str, bool]
+) -> None:
+    X, y = torch.randn(N, 3), torch.randint(2, (N,))
+    model = extend(Positions(), use_converter=converter)
+    results = []
+    for wrapped in (model, nn.parallel.DistributedDataParallel(model, **options)):
+        loss = extend(nn.CrossEntropyLoss())(wrapped(X), y)
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss.backward()
+        results.append([(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()])
+    torch.testing.assert_close(results[0], results[1])
+
+
+# ------------------------------------------------------------------ functions between modules
+
+
+class Between(nn.Module):
+    """A function, and perhaps a module, between two layers."""
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor] = lambda z: z,
+        middle: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.middle, self.function = middle, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.function(self.first(x))
+        return self.second(z if self.middle is None else self.middle(z))
+
+
+def sequences(model: nn.Module, T: int, *exts: BackpropExtension) -> Tensor:
+    """One step on ``[N, T, 3]``, for T = 0 on ``[N, 3]``, with a loss of our own."""
+    X = torch.randn(N, T, 3) if T else torch.randn(N, 3)
+    loss = extend(model)(X).square().sum()
+    with backpack(*exts):
+        loss.backward()
+    return loss
+
+
+def per_sample_softmax(z: Tensor) -> Tensor:
+    scores = torch.einsum("nth,nsh->nts", z, z).softmax(-1)
+    return (scores @ z).relu() + z
+
+
+MIXING: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
+    "centred": (lambda z: z - z.mean(0), 0, "MeanBackward1"),
+    "standardised": (lambda z: (z - z.mean(0)) / z.std(0), 0, "StdBackward0"),
+    "softmax over the batch": (lambda z: z.softmax(0), 0, "SoftmaxBackward0"),
+    "sums": (lambda z: z.cumsum(0), 0, "CumsumBackward0"),
+    "another sample": (lambda z: z + z.roll(1, 0), 0, "RollBackward0"),
+    "two samples swapped": (lambda z: z[[0, 2, 1, 3, 4]], 0, "IndexBackward0"),
+    "similarities": (lambda z: (z @ z.T).softmax(-1) @ z, 0, "SoftmaxBackward0"),
+    "batch norm": (lambda z: nn.functional.batch_norm(z, None, None, None, None, True), 0, "Norm"),
+    "transposed, as many positions": (lambda z: z.transpose(0, 1), N, "TransposeBackward0"),
+    "attention over the batch": (
+        lambda z: per_sample_softmax(z.transpose(0, 1)).transpose(0, 1),
+        4,
+        "SoftmaxBackward0",
+    ),
+}
+APART: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "elementwise": (lambda z: z.relu() * 2 + z.sigmoid() ** 2, 0),
+    "over features": (lambda z: z.softmax(-1) - z.mean(-1, keepdim=True), 0),
+    "over positions": (lambda z: z - z.mean(1, keepdim=True), N),
+    "attention": (per_sample_softmax, N),
+    "heads": (
+        lambda z: (
+            per_sample_softmax(z.view(N, 6, 2, 2).transpose(1, 2).flatten(0, 1))
+            .view(N, 2, 6, 2)
+            .transpose(1, 2)
+            .reshape(N, 6, 4)
+        ),
+        6,
+    ),
+    "there and back": (lambda z: z.transpose(0, 1).tanh().transpose(0, 1), N),
+    "split and joined": (lambda z: torch.cat(z.chunk(2, -1)[::-1], -1), 3),
+    "one by one": (lambda z: torch.stack([s.exp() for s in z.unbind(0)]), 3),
+    "convolution": (
+        lambda z: nn.functional.conv1d(z.transpose(1, 2), torch.ones(4, 4, 1)).transpose(1, 2),
+        N,
+    ),
+    "root at zero": (lambda z: (z - z.detach()).abs().sqrt() + z, 0),
+    "in place": (lambda z: z.clone().add_(1).mul_(2), 0),
+    "own function": (lambda z: Doubled.apply(z), 0),
+    "constant": (lambda z: z * 0 + 1, 0),
+}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+@pytest.mark.parametrize("ext", FIRST_ORDER)
+@pytest.mark.parametrize("name", MIXING)
+def test_function_that_mixes_samples(name: str, ext: str) -> None:
+    function, T, node = MIXING[name]
+    model = Between(function)
+    (message,) = warnings_of(lambda: sequences(model, T, getattr(extensions, ext)()))
+    assert "mixes the samples" in message and "functions before 'second' (Linear)" in message
+    assert node in message
+    assert "use_converter=True" in message and "GroupNorm" not in message
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Flatten(), nn.ReLU()])
+def test_function_that_mixes_samples_before_a_module_without_parameters(module: nn.Module) -> None:
+    model = Between(MIXING["centred"][0], module)
+    (message,) = warnings_of(lambda: sequences(model, 0, BatchGrad()))
+    assert "functions before 'middle'" in message
+
+
+@pytest.mark.parametrize("name", APART)
+def test_function_that_leaves_samples_apart(name: str) -> None:
+    function, T = APART[name]
+    model = Between(function)
+    assert warnings_of(lambda: sequences(model, T, BatchGrad(), Variance())) == []
+    if name not in ("constant", "root at zero"):
+        torch.testing.assert_close(model.first.weight.grad_batch.sum(0), model.first.weight.grad)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_between_model_and_loss(name: str) -> None:
+    function, T, node = MIXING[name]
+    model, y = extend(Between()), torch.randint(2, (N, T) if T else (N,))
+
+    def program() -> None:
+        z = function(model(torch.randn(N, T, 3) if T else torch.randn(N, 3)))
+        loss = extend(nn.CrossEntropyLoss())(z.flatten(0, -2), y.flatten())
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    moves = name in ("two samples swapped", "transposed, as many positions")
+    found = [m for m in warnings_of(program) if "mixes the samples" in m]
+    assert bool(found) != moves  # a loss adds its terms up, in whatever order
+    assert all("functions before CrossEntropyLoss" in m and node in m for m in found)
+
+
+def test_functions_between_are_looked_at_once_for_each_structure() -> None:
+    calls = []
+    model = Between(MIXING["centred"][0])
+    for T in (3, 6, 3, 7):  # another number of positions is no other structure
+        with mock.patch.object(sample_flow, "_vjp", wraps=sample_flow._vjp) as looked:
+            (message,) = warnings_of(lambda T=T: sequences(model, T, BatchGrad()))
+        assert "mixes" in message
+        calls.append(looked.call_count)
+    assert calls[0] > 0 and calls[1:] == [0, 0, 0]
+
+
+def test_functions_between_are_no_matter_of_curvature() -> None:
+    with mock.patch.object(sample_flow, "_vjp") as looked:
+        run(Between(), DiagGGNExact())
+    assert not looked.called
+
+
+@pytest.mark.parametrize("name", ["centred", "transposed, as many positions"])
+def test_dp_sgd_refuses_functions_that_mix_samples(name: str) -> None:
+    function, T, _ = MIXING[name]
+    model = Between(function)
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with pytest.warns(UserWarning, match="mixes the samples"):
+        sequences(model, T, *optimiser.extensions)
+    with pytest.raises(ValueError, match=r"functions before 'second' \(Linear\).*private"):
+        optimiser.step()
+
+
+def test_dp_sgd_refuses_rows_that_are_no_samples() -> None:
+    class Merged(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.reshape(-1, 3))
+
+    model = extend(Merged())
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with backpack(*optimiser.extensions), pytest.warns(UserWarning, match="are not those of samp"):
+        model(torch.rand(N, 2, 3)).square().sum().backward()
+    with pytest.raises(
+        ValueError, match=r"mixes them in layers whose rows are no samples \('first'"
+    ):
+        optimiser.step()
+
+
+def test_model_that_extend_has_returned_is_not_used() -> None:
+    model, lossfunc = Between(torch.tanh), extend(nn.MSELoss())
+    extend(model, use_converter=True)
+    z = model(torch.rand(N, 3))
+    loss = lossfunc(z, torch.rand_like(z))
+    with backpack(DiagGGNExact()), pytest.raises(ValueError, match=r"that extend\(\) has returned"):
+        loss.backward()
+
+
+def test_hooks_run_as_often_as_without_the_library() -> None:
+    def count(*exts: BackpropExtension) -> list[str]:
+        fired: list[str] = []
+
+        def function(z: Tensor) -> Tensor:
+            centred = z - z.mean(0)
+            centred.register_hook(lambda g: fired.append("tensor"))
+            centred.grad_fn.register_prehook(lambda g: fired.append("node"))  # type: ignore[union-attr]
+            return centred.exp()
+
+        warnings_of(lambda: sequences(Between(function), 0, *exts))
+        return fired
+
+    assert count(BatchGrad()) == count()
+
+
+def test_functions_inside_of_a_checkpoint() -> None:
+    def function(z: Tensor) -> Tensor:
+        return checkpoint(lambda t: (t - t.mean(0)).exp(), z, use_reentrant=False)
+
+    model = Between(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such functions cannot be looked at
+        sequences(model, 0, BatchGrad())
+    torch.testing.assert_close(model.first.weight.grad_batch.sum(0), model.first.weight.grad)
+
+
+# ------------------------------------------------------------------ numbers of rows
+
+
+class Table(nn.Module):
+    """Adds a table of positions, ``[1, T, H]`` or ``[T, H]``."""
+
+    def __init__(self, T: int, batched: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(T, 4)
+        self.head, self.numbers = nn.Linear(4, 2), torch.arange(T)
+        if batched:
+            self.numbers = self.numbers.unsqueeze(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tokens(x) + self.positions(self.numbers))
+
+
+def tokens(T: int) -> Tensor:
+    return torch.randint(7, (N, T))
+
+
+class Merged(nn.Module):
+    """A layer on merged axes behind another layer, and a function."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.middle = middle or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.middle(self.first(x).tanh().view(-1, 4))
+        return self.third(self.second(z).view(len(x), -1, 4).tanh())
+
+
+def backward_of(model: nn.Module, X: Tensor, *exts: BackpropExtension) -> None:
+    loss = extend(model)(X).square().sum()
+    with backpack(*exts):
+        loss.backward()
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
+    "positions": (lambda: Table(3, True), lambda: tokens(3), r"'positions' \(Embedding\) has 1,"),
+    "as many positions": (lambda: Table(N, True), lambda: tokens(N), r"'positions' .* has 1,"),
+    "positions without a batch": (lambda: Table(3, False), lambda: tokens(3), "positions.* has 3,"),
+    "merged": (Merged, lambda: torch.randn(N, 3, 3), r"'second' \(Linear\) 15"),
+    "merged, with a module between": (
+        lambda: Merged(nn.ReLU()),
+        lambda: torch.randn(N, 3, 3),
+        r"'first' \(Linear\) has 5, 'second' \(Linear\) 15",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_no_samples(name: str) -> None:
+    make, X, expected = ROWS[name]
+    model = make()
+    (message,) = warnings_of(lambda: backward_of(model, X(), BatchGrad()))
+    assert re.search(expected, message) and "use_converter=True" in message
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with pytest.raises(ValueError, match="DPSGD"):
+        optimiser.step()
+
+
+def test_table_without_a_batch_axis_and_as_many_positions() -> None:
+    (message,) = warnings_of(lambda: backward_of(Table(N, False), tokens(N), BatchGrad()))
+    assert "functions before 'head' (Linear)" in message
+
+
+def test_merged_axes_that_only_activations_see() -> None:
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.relu, self.second = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.relu(self.first(x).view(-1, 4))
+            return self.second(z.view(len(x), -1, 4))
+
+    X = torch.randn(N, 3, 3)
+    assert warnings_of(lambda: backward_of(Activated(), X, BatchGrad())) == []
+
+
+def test_two_batches_and_a_flattened_loss_are_silent() -> None:
+    model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+
+    def two_batches() -> None:
+        losses = [lossfunc(model(torch.randn(n, 3)), torch.randint(2, (n,))) for n in (4, 4)]
+        with backpack(BatchGrad()):
+            sum(losses).backward()  # type: ignore[union-attr]
+
+    def flattened() -> None:
+        z = extend(Between())(torch.randn(N, 4, 3))
+        loss = lossfunc(z[:, :-1].reshape(-1, 4), torch.randint(4, (3 * N,)))
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    def masked() -> None:
+        z = extend(Between())(torch.randn(N, 4, 3))
+        mask = torch.rand(N, 4) > 0.5
+        loss = lossfunc(z[mask], torch.randint(4, (int(mask.sum()),)))
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    assert [warnings_of(program) for program in (two_batches, flattened, masked)] == [[], [], []]
+
+
+def test_language_model_without_converter() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8, **dict.fromkeys(NO_DROPOUT, 0)
+    )
+    model = extend(transformers.GPT2Model(config))
+    loss = model(torch.randint(11, (3, 8))).last_hidden_state.square().sum()
+
+    def program() -> None:
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    found = [m for m in warnings_of(program) if "their numbers differ" in m]
+    (message,) = found
+    assert re.search(r"'wpe' \(Embedding\) has 1, '.*' \(LayerNorm\) 3", message)

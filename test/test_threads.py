@@ -1,0 +1,584 @@
+"""Threads, contexts and backward passes that run side by side do not meet."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import CTX, backpack, disable, extend
+from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.record import tape
+from backpack.extensions import (
+    KFLR,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    SumGradSquared,
+    Variance,
+)
+
+STEPS = 100
+EXTENSIONS = [
+    (BatchGrad, Variance),
+    (DiagGGNExact,),
+    (KFLR, SumGradSquared),
+    (DiagHessian, BatchL2Grad),
+]
+
+
+def side_by_side(*works: Callable[[], None]) -> None:
+    """Run functions in threads of their own, started together; raise what the first one raises."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            barrier.wait(30)
+            work()
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def network(seed: int, shift: float = 0.0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4), nn.ReLU()]
+    return extend(nn.Sequential(*layers, nn.Linear(4, 3)).double())
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.rand(5, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return X, torch.randint(3, (5,), generator=generator)
+
+
+def results(model: nn.Module) -> list[dict[str, Any]]:
+    return [{**vars(p), "grad": p.grad} for p in model.parameters()]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def train(model: nn.Module, loss: nn.Module, classes: Any, steps: int) -> list[Any]:
+    """Take steps, and return all that was computed on the way."""
+    found = []
+    for step in range(steps):
+        X, y = batch(step)
+        for p in model.parameters():
+            p.grad = None
+            vars(p).clear()
+        with backpack(*(cls() for cls in classes)):
+            loss(model(X), y).backward()
+        found.append(copy.deepcopy(results(model)))
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own losses", "a shared loss"])
+def test_threads_compute_what_they_would_alone(shared: bool) -> None:
+    losses = [extend(nn.CrossEntropyLoss()) for _ in EXTENSIONS]
+    if shared:
+        losses = losses[:1] * len(EXTENSIONS)
+    models = [network(i) for i in range(len(EXTENSIONS))]
+    alone = [
+        train(*work, STEPS)
+        for work in zip(copy.deepcopy(models), copy.deepcopy(losses), EXTENSIONS, strict=True)
+    ]
+    found: list[Any] = [None] * len(EXTENSIONS)
+
+    def work(i: int) -> None:
+        found[i] = train(models[i], losses[i], EXTENSIONS[i], STEPS)
+
+    side_by_side(*(lambda i=i: work(i) for i in range(len(EXTENSIONS))))
+    for one, other in zip(alone, found, strict=True):
+        for before, after in zip(one, other, strict=True):
+            assert [r.keys() for r in before] == [r.keys() for r in after]
+            assert_equal(after, before)
+    assert not BackwardPass._running
+
+
+def test_a_thread_without_a_context_is_left_alone() -> None:
+    ready, done = threading.Event(), threading.Event()
+    model, loss = network(0), extend(nn.CrossEntropyLoss())
+
+    def inside() -> None:
+        with backpack(BatchGrad()):
+            ready.set()
+            assert done.wait(30)
+
+    def outside() -> None:
+        assert ready.wait(30)
+        X, y = batch(0)
+        loss(model(X), y).backward()
+        assert not CTX.is_extension_active(BatchGrad)
+        done.set()
+
+    side_by_side(inside, outside)
+    assert all(p.grad is not None and not vars(p) for p in model.parameters())
+
+
+def test_contexts_that_are_left_in_another_order_leave_nothing_active() -> None:
+    steps = [threading.Event() for _ in range(3)]
+
+    def first() -> None:
+        with backpack(BatchGrad()):
+            steps[0].set()
+            assert steps[1].wait(30)
+            assert CTX.is_extension_active(BatchGrad) and not CTX.is_extension_active(Variance)
+        assert CTX.get_active_exts() == ()
+        steps[2].set()
+
+    def second() -> None:
+        assert steps[0].wait(30)
+        with backpack(Variance()):
+            steps[1].set()
+            assert steps[2].wait(30)
+            assert CTX.is_extension_active(Variance) and not CTX.is_extension_active(BatchGrad)
+        assert CTX.get_active_exts() == ()
+
+    side_by_side(first, second)
+    assert CTX.get_active_exts() == ()
+
+
+def test_one_context_object_serves_several_threads() -> None:
+    context = backpack(BatchGrad())
+
+    def work() -> None:
+        model, loss = network(0), extend(nn.CrossEntropyLoss())
+        for step in range(20):
+            X, y = batch(step)
+            with context:
+                loss(model(X), y).backward()
+            assert CTX.get_active_exts() == ()
+            for p in model.parameters():
+                assert_equal(p.grad_batch.sum(0), p.grad)
+                p.grad = None
+
+    side_by_side(*[work] * 4)
+
+
+def test_disable_is_for_one_thread() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def silent() -> None:
+        with disable():
+            inside.set()
+            assert done.wait(30)
+            assert not disable.should_store_io()
+
+    def records() -> None:
+        assert inside.wait(30)
+        assert disable.should_store_io()
+        model, loss = network(0), extend(nn.CrossEntropyLoss())
+        X, y = batch(0)
+        with backpack(BatchGrad()):
+            loss(model(X), y).backward()
+        assert all(hasattr(p, "grad_batch") for p in model.parameters())
+        done.set()
+
+    side_by_side(silent, records)
+
+
+def test_the_rule_for_convolutions_is_chosen_in_one_thread() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def chooses() -> None:
+        with weight_jac_t_save_memory(True):
+            inside.set()
+            assert done.wait(30)
+
+    def others() -> None:
+        assert inside.wait(30)
+        with weight_jac_t_save_memory(False):
+            assert not weight_jac_t_save_memory.active
+        assert not weight_jac_t_save_memory.active
+        done.set()
+
+    side_by_side(chooses, others)
+    assert not weight_jac_t_save_memory.active
+
+
+def test_one_thread_runs_forward_and_another_backward() -> None:
+    model, loss_function = network(0), extend(nn.CrossEntropyLoss())
+    X, y = batch(0)
+    (expected,) = train(copy.deepcopy(model), copy.deepcopy(loss_function), EXTENSIONS[0], 1)
+    loss = loss_function(model(X), y)
+
+    def work() -> None:
+        with backpack(BatchGrad(), Variance()):
+            loss.backward()
+
+    side_by_side(work)
+    assert_equal(copy.deepcopy(results(model)), expected)
+
+
+def test_uses_of_parameters_are_counted_in_all_threads() -> None:
+    """A parameter that two threads use in one graph has both uses."""
+    torch.manual_seed(0)
+    layer, loss_function = extend(nn.Linear(3, 2).double()), extend(nn.MSELoss())
+    inputs = [torch.rand(4, 3, dtype=torch.float64) for _ in range(8)]
+    for _ in range(20):
+        outputs: list[Any] = [None] * len(inputs)
+
+        def forward(i: int, outputs: list[Any] = outputs) -> None:
+            outputs[i] = layer(inputs[i])
+
+        side_by_side(*(lambda i=i: forward(i) for i in range(len(inputs))))
+        with backpack(BatchGrad()):
+            loss_function(sum(outputs), torch.zeros(4, 2, dtype=torch.float64)).backward()
+        assert_equal(layer.weight.grad_batch.sum(0), layer.weight.grad)
+        layer.zero_grad()
+        assert not any(tape._live[index]().module is layer for index in tape._live)
+
+
+def test_a_backward_pass_inside_another_has_its_own_context() -> None:
+    outer, inner, loss = network(0), network(1), extend(nn.CrossEntropyLoss())
+    X, y = batch(0)
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad(), backpack(DiagGGNExact()):
+            loss(inner(X), y).backward()
+
+    (expected_outer,) = train(copy.deepcopy(outer), copy.deepcopy(loss), (BatchGrad, KFLR), 1)
+    (expected_inner,) = train(copy.deepcopy(inner), copy.deepcopy(loss), (DiagGGNExact,), 1)
+    outer[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
+    output = outer(X)
+    output.register_hook(hook)
+    for p in inner.parameters():
+        p.grad = None
+    with backpack(BatchGrad(), KFLR()):
+        loss(output, y).backward()
+    assert_equal(copy.deepcopy(results(outer)), expected_outer)
+    for p, result in zip(inner.parameters(), expected_inner, strict=True):
+        assert set(vars(p)) == {"diag_ggn_exact"}
+        assert_equal(p.diag_ggn_exact, result["diag_ggn_exact"])
+
+
+def test_a_backward_pass_inside_another_has_its_own_roots(recwarn: Any) -> None:
+    """The loss of the inner pass was not modified, whatever the outer one was called on."""
+    outer, inner, loss = network(0), network(1), extend(nn.CrossEntropyLoss())
+    X, y = batch(0)
+    output = outer(X)
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            loss(inner(X), y).backward()
+
+    output.register_hook(hook)
+    with backpack(DiagGGNExact()):
+        loss(output, y).backward()
+    assert not [str(w.message) for w in recwarn if "modified" in str(w.message)]
+
+
+def test_errors_in_one_thread_leave_the_others_alone() -> None:
+    class Oops(Exception):
+        pass
+
+    def hook(grad: Tensor) -> None:
+        raise Oops
+
+    def fails() -> None:
+        model, loss = network(0), extend(nn.CrossEntropyLoss())
+        for step in range(STEPS // 2):
+            X, y = batch(step)
+            output = model(X)
+            model[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
+            with pytest.raises(Oops), backpack(DiagGGNExact(), BatchGrad()):
+                loss(output, y).backward()
+
+    def works() -> None:
+        model, loss = network(1), extend(nn.CrossEntropyLoss())
+        for found in train(model, loss, (BatchGrad, DiagGGNExact), STEPS // 2):
+            for p in found:
+                assert_equal(p["grad_batch"].sum(0), p["grad"])
+                assert "diag_ggn_exact" in p
+
+    side_by_side(fails, works, fails, works)
+    assert not BackwardPass._running
+
+
+class Nest(torch.autograd.Function):
+    """Starts a backward pass inside of its own, several times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, work: Callable[[], None]) -> Tensor:
+        ctx.depth, ctx.work = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            nest(ctx.depth - 1, ctx.work)
+        return grads[0], None, None
+
+
+def nest(depth: int, work: Callable[[], None]) -> None:
+    if depth == 0:
+        work()
+    else:
+        Nest.apply(torch.zeros(1, requires_grad=True), depth, work).sum().backward()
+
+
+# Autograd runs backward passes inside of so many others in threads of its own, as it does with the
+# nodes of an accelerator.
+DEPTH = 61
+
+
+def in_thread_of_autograd(backward: Callable[[], None]) -> None:
+    """Call ``backward()`` here, and let autograd run it elsewhere."""
+    nest(DEPTH, backward)
+
+
+def test_threads_of_autograd_have_the_context_of_the_caller(recwarn: Any) -> None:
+    model, loss_function = network(0), extend(nn.CrossEntropyLoss())
+    classes = (BatchGrad, DiagGGNExact)
+    (expected,) = train(copy.deepcopy(model), copy.deepcopy(loss_function), classes, 1)
+    X, y = batch(0)
+    seen = []
+
+    def work() -> None:
+        loss = loss_function(model(X), y)
+        loss.register_hook(lambda grad: seen.append(threading.get_ident()))
+        loss.backward()
+
+    hooks: list[Any] = []
+    exts = [cls() for cls in classes]
+    with backpack(*exts, extension_hook=lambda module: hooks.append(CTX.get_active_exts())):
+        in_thread_of_autograd(work)
+    assert seen != [threading.get_ident()]
+    assert_equal(copy.deepcopy(results(model)), expected)
+    assert hooks == [tuple(exts)] * 7 and not BackwardPass._running
+    assert not [str(w.message) for w in recwarn if "modified" in str(w.message)]
+
+
+def test_threads_of_autograd_know_that_a_context_is_not_theirs() -> None:
+    model, loss = network(0), extend(nn.CrossEntropyLoss())
+    X, y = batch(0)
+    inside, done = threading.Event(), threading.Event()
+
+    def active() -> None:
+        with backpack(BatchGrad()):
+            inside.set()
+            assert done.wait(60)
+
+    def plain() -> None:
+        assert inside.wait(30)
+        in_thread_of_autograd(lambda: loss(model(X), y).backward())
+        done.set()
+
+    side_by_side(active, plain)
+    output = loss(model(X), y)
+    with backpack(BatchGrad()), disable():
+        in_thread_of_autograd(output.backward)
+    assert not any(vars(p) for p in model.parameters())
+
+
+def test_passes_inside_others_in_threads_of_autograd() -> None:
+    outer, inner, loss = network(0), network(1), extend(nn.CrossEntropyLoss())
+    X, y = batch(0)
+    callers = []
+
+    def hook(grad: Tensor) -> None:
+        callers.append(threading.get_ident())
+        with torch.enable_grad():
+            loss(inner(X), y).backward()
+
+    def work() -> None:
+        output = outer(X)
+        output.register_hook(hook)
+        loss(output, y).backward()
+
+    with backpack(BatchGrad()):
+        in_thread_of_autograd(work)
+    assert callers != [threading.get_ident()]
+    for p in (*outer.parameters(), *inner.parameters()):
+        assert_equal(p.grad_batch.sum(0), p.grad)
+        vars(p).clear()
+    in_thread_of_autograd(work)
+    assert not any(vars(p) for p in (*outer.parameters(), *inner.parameters()))
+    assert not BackwardPass._running
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("classes", EXTENSIONS, ids=lambda classes: classes[0].__name__)
+def test_threads_on_one_accelerator(classes: Any) -> None:
+    """Autograd runs the hooks of all of them in one thread of its own."""
+    models = [network(i).cuda() for i in range(4)]
+    losses = [extend(nn.CrossEntropyLoss()) for _ in models]
+
+    def step(i: int, step: int, exts: Any) -> list[Any]:
+        X, y = (t.cuda() for t in batch(step))
+        for p in models[i].parameters():
+            p.grad = None
+            vars(p).clear()
+        loss = losses[i](models[i](X), y)
+        with backpack(*exts):
+            loss.backward()
+        return copy.deepcopy(results(models[i]))
+
+    def exts(i: int) -> Any:
+        return [cls() for cls in classes] if i % 2 else []
+
+    alone = [[step(i, s, exts(i)) for s in range(30)] for i in range(4)]
+    found: list[Any] = [None] * 4
+
+    def work(i: int) -> None:
+        found[i] = [step(i, s, exts(i)) for s in range(30)]
+
+    side_by_side(*(lambda i=i: work(i) for i in range(4)))
+    for one, other in zip(alone, found, strict=True):
+        for before, after in zip(one, other, strict=True):
+            assert [r.keys() for r in before] == [r.keys() for r in after]
+            assert_equal(after, before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_passes_inside_others_on_an_accelerator() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, loss = network(0).cuda(), extend(nn.CrossEntropyLoss())
+    X, y = (t.cuda() for t in batch(0))
+    with backpack(BatchGrad()):
+        loss(checkpoint(model, X.requires_grad_(), use_reentrant=True), y).backward()
+    for p in model.parameters():
+        assert_equal(p.grad_batch.sum(0), p.grad)
+        vars(p).clear()
+    with backpack(BatchGrad()), disable():
+        loss(model(X), y).backward()
+    assert not any(vars(p) for p in model.parameters())
+    output = loss(model(X), y)
+    with backpack(BatchGrad()), disable():
+        output.backward()
+    assert not any(vars(p) for p in model.parameters())
+
+
+# ------------------------------------------------------------------ models that are recorded
+
+
+class Meeting(nn.Module):
+    """No module of the library; it may wait for others in the middle of its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.meet: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 4]."""
+        y = torch.sin(x) * self.scale
+        self.meet()
+        return y + y.cos()
+
+
+class Recorded(nn.Module):
+    """Functions, parameters of its own and modules, one of which is opened."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.middle, self.last = nn.Linear(3, 4), Meeting(), nn.Linear(4, 2)
+        self.shift = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2], or [N, M, 3] -> [N, M, 2]."""
+        h = self.first(x).tanh() + self.shift
+        rows = self.middle(h.flatten(0, -2))
+        return self.last(rows.reshape(h.shape) * h.exp())
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("shared", [False, True], ids=["own models", "a shared model"])
+def test_threads_that_record_functions(shared: bool) -> None:
+    """They wait for each other in the middle of every forward pass."""
+    models = [Recorded(i).double() for i in range(2)]
+    models = models[:1] * 2 if shared else models
+    references = [copy.deepcopy(model) for model in models]
+    for model in models:
+        extend(model, use_converter="record")
+    barrier, one_at_a_time = threading.Barrier(2), threading.Lock()
+    running = threading.local()  # in a backward pass, rules call modules, too
+    for model in models:
+        model.get_submodule("middle").meet = lambda: barrier.wait(10) if running.forward else None
+    found: list[list[Any]] = [[], []]
+    # samples of the second have two rows: its middle is opened for that
+    shapes = [(5, 3), (4, 2, 3)]
+
+    def data(i: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(2 * step + i)
+        return torch.rand(shapes[i], generator=generator, dtype=torch.float64)
+
+    def work(i: int) -> None:
+        try:
+            for step in range(10):
+                running.forward = True
+                loss = models[i](data(i, step)).square().sum()
+                running.forward = False
+                barrier.wait(10)  # rules borrow the modules of a shared model
+                with one_at_a_time, backpack(BatchGrad()):
+                    loss.backward()
+                    found[i].append([p.grad_batch.clone() for p in models[i].parameters()])
+                barrier.wait(10)
+            assert not torch.overrides._get_current_function_mode_stack()
+        except BaseException:
+            barrier.abort()
+            raise
+
+    side_by_side(lambda: work(0), lambda: work(1))
+    for i in range(2):
+        params = list(references[i].parameters())
+        for step in range(10):
+            each = [
+                torch.autograd.grad(references[i](x).square().sum(), params)
+                for x in data(i, step).split(1)
+            ]
+            assert_equal(found[i][step], [torch.stack(p) for p in zip(*each, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_another_thread_calls_modules_of_a_model_that_is_recorded() -> None:
+    """Nobody records its functions: its modules are those that they were."""
+    model = extend(Recorded(0).double(), use_converter="record")
+    middle, X = model.get_submodule("middle"), torch.rand(4, 2, 3, dtype=torch.float64)
+    inside, done = threading.Event(), threading.Event()
+    Z = torch.rand(5, 4, dtype=torch.float64)
+    found: list[Tensor] = []
+
+    def other() -> None:
+        assert inside.wait(30)
+        middle.meet = lambda: None
+        try:
+            with backpack(BatchGrad()):
+                middle(Z).sum().backward()
+            found.append(middle.scale.grad_batch)
+        finally:
+            done.set()
+
+    def meet() -> None:
+        inside.set()
+        assert done.wait(30)
+
+    middle.meet = meet
+    outputs: list[Tensor] = []
+    side_by_side(lambda: outputs.append(model(X)), other)
+    y = (Z.sin() * middle.scale).detach().requires_grad_()
+    (grad,) = torch.autograd.grad((y + y.cos()).sum(), y)
+    assert_equal(found, [grad * Z.sin()])
+    with backpack(BatchGrad()):
+        outputs[0].sum().backward()
+    assert [len(p.grad_batch) for p in model.parameters()] == [4] * 6

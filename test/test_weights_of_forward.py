@@ -1,0 +1,356 @@
+"""Quantities are those of the weights of the forward pass, whatever hooks do to them since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend, extensions
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
+
+EXTENSIONS = [
+    extensions.BatchGrad,
+    extensions.BatchL2Grad,
+    extensions.SumGradSquared,
+    extensions.Variance,
+    extensions.DiagGGNExact,
+    extensions.DiagGGNMC,
+    extensions.BatchDiagGGNExact,
+    extensions.BatchDiagGGNMC,
+    extensions.SqrtGGNExact,
+    extensions.SqrtGGNMC,
+    extensions.DiagHessian,
+    extensions.BatchDiagHessian,
+    extensions.KFAC,
+    extensions.KFLR,
+    extensions.KFRA,
+    extensions.GGNMP,
+    extensions.HMP,
+    extensions.PCHMP,
+]
+PRODUCTS = (extensions.GGNMP, extensions.HMP, extensions.PCHMP)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between two others."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.layer = kind(4, 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.first(x))[0])
+
+
+class Scaled(nn.Module):
+    """Parameters that functions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.a, self.b, self.c = (nn.Parameter(torch.rand(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x) * (self.a * self.b) + self.c))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.Sigmoid(), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
+    ),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 3, 2), nn.Sigmoid(), nn.Conv1d(3, 2, 2), nn.Flatten()
+    ),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True),
+    "unknown": lambda: nn.Sequential(nn.Linear(3, 4), Unknown(), nn.Linear(4, 2)),
+}
+SHAPES = {NETWORKS["lstm"]: (5, 6, 3), NETWORKS["gru"]: (5, 6, 3), NETWORKS["attention"]: (5, 6, 4)}
+
+
+class Unknown(nn.Module):
+    """A module that the library does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.rand(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.one * self.other * x)
+
+
+def step(p: nn.Parameter) -> None:
+    torch.optim.SGD([p], lr=0.5).step()
+
+
+@torch.no_grad()
+def add(p: nn.Parameter) -> None:
+    p.add_(p.grad, alpha=-0.5)
+
+
+def behind_autograd(p: nn.Parameter) -> None:
+    p.data.add_(p.grad, alpha=-0.5)
+
+
+def replaced(p: nn.Parameter) -> None:
+    p.data = p.data - 0.5 * p.grad
+
+
+CHANGES = [step, add, behind_autograd, replaced]
+Attach = Callable[[nn.Module], None]
+
+
+def run(
+    new: Callable[[], nn.Module], attach: Attach, ext: BackpropExtension, use_converter: Any = False
+) -> list[Any]:
+    """Return the quantities of all parameters; of products, those with given vectors."""
+    torch.manual_seed(0)
+    model = extend(new().double(), use_converter=use_converter)
+    lossfunc = extend(nn.MSELoss())
+    attach(model)
+    X = torch.rand(*SHAPES.get(new, (5, 3)), dtype=torch.float64)
+    output = model(X)
+    loss = lossfunc(output, torch.rand_like(output))
+    vectors = [torch.rand(2, *p.shape, dtype=p.dtype) for p in model.parameters()]
+    torch.manual_seed(2)
+    with backpack(ext):
+        loss.backward()
+    values = [getattr(p, ext.savefield) for p in model.parameters()]
+    return [
+        value(v) if isinstance(ext, PRODUCTS) else value
+        for value, v in zip(values, vectors, strict=True)
+    ]
+
+
+def after_accumulation(change: Callable[[nn.Parameter], None]) -> Attach:
+    def attach(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(change)
+
+    return attach
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", EXTENSIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_optimiser_steps_between_the_layers(
+    name: str, kind: type[BackpropExtension], change: Callable[[nn.Parameter], None]
+) -> None:
+    """Every quantity is what it is without them."""
+    new = NETWORKS[name]
+    try:
+        expected = run(new, nothing, kind())
+    except NotImplementedError:
+        pytest.skip("not supported by this extension")
+    torch.testing.assert_close(run(new, after_accumulation(change), kind()), expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("kind", [kind for kind in EXTENSIONS if kind is not extensions.KFRA])
+def test_parameters_of_functions(
+    kind: type[BackpropExtension], converter: str, change: Callable[[nn.Parameter], None]
+) -> None:
+    """Modules without parameters read them, too (KFRA knows none with several inputs)."""
+    expected = run(Scaled, nothing, kind(), converter)
+    torch.testing.assert_close(run(Scaled, after_accumulation(change), kind(), converter), expected)
+
+
+def all_at_once(model: nn.Module) -> None:
+    """A hook of the last layer changes all parameters."""
+
+    def change(_: Any) -> None:
+        for p in model.parameters():
+            p.data.mul_(0.5)
+
+    [*model.parameters()][-1].register_post_accumulate_grad_hook(change)
+
+
+def of_activations(model: nn.Module) -> None:
+    def attach(module: nn.Module, inputs: Any, output: Any) -> None:
+        def change(grad: Tensor) -> None:
+            for p in model[5].parameters():
+                p.data.mul_(0.5)
+
+        output.register_hook(change)
+
+    model[2].register_forward_hook(attach)
+
+
+def of_modules(model: nn.Module) -> None:
+    def change(module: nn.Module, *gradients: Any) -> None:
+        with torch.no_grad():
+            for p in model[5].parameters():
+                p.mul_(0.5)
+
+    model[4].register_full_backward_hook(change)
+
+
+def of_nodes(model: nn.Module) -> None:
+    def attach(module: nn.Module, inputs: Any, output: Any) -> None:
+        def change(*gradients: Any) -> None:
+            for p in model[5].parameters():
+                p.data.mul_(0.5)
+
+        output.grad_fn.register_hook(change)
+
+    model[2].register_forward_hook(attach)
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_hooks_of_modules(kind: type[BackpropExtension]) -> None:
+    """Not only those of parameters."""
+    new = NETWORKS["mlp"]
+    torch.testing.assert_close(run(new, of_modules, kind()), run(new, nothing, kind()))
+
+
+@pytest.mark.parametrize("attach", [of_activations, of_nodes])
+@pytest.mark.parametrize("kind", EXTENSIONS)
+def test_hooks_that_cannot_be_foreseen(kind: type[BackpropExtension], attach: Attach) -> None:
+    """They are noticed where it matters."""
+    new = NETWORKS["mlp"]
+    if not kind().expects_backpropagation_quantities():
+        torch.testing.assert_close(run(new, attach, kind()), run(new, nothing, kind()))
+        return
+    with pytest.raises(RuntimeError, match=r"'5' \(Linear\).* was changed during the backward"):
+        run(new, attach, kind())
+
+
+@pytest.mark.parametrize("kind", [extensions.DiagGGNExact, extensions.KFLR, extensions.HMP])
+def test_layers_below_the_hook(kind: type[BackpropExtension]) -> None:
+    """A change before the backward pass has come to them, which autograd does not notice.
+
+    What arrives from the loss is not that of the forward pass, either, but of no importance here.
+    """
+    new = NETWORKS["convolutions"]
+    torch.testing.assert_close(run(new, all_at_once, kind())[-1:], run(new, nothing, kind())[-1:])
+
+
+def test_results_belong_to_the_parameters() -> None:
+    """Hooks and rules of users find them there, and parameters as they are now."""
+    seen = []
+
+    def hook(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            seen.append((p, p.diag_ggn_exact, p.detach().clone()))
+
+    torch.manual_seed(0)
+    model, lossfunc = extend(NETWORKS["mlp"]()), extend(nn.MSELoss())
+    after_accumulation(step)(model)
+    loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(extensions.DiagGGNExact(), extension_hook=hook):
+        loss.backward()
+    assert {p for p, _, _ in seen} == {*model.parameters()}
+    for p, value, then in seen:
+        assert p.diag_ggn_exact is value
+        assert torch.equal(p, then)
+
+
+def test_rules_of_users() -> None:
+    """They read the weights of the forward pass; their results are saved where they belong."""
+
+    class Rule(FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight_ih_l0"])
+
+        def weight_ih_l0(self, ext: Any, module: Any, *_: Any) -> Tensor:
+            return module.weight_ih_l0.detach().clone()
+
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.LSTM(3, 4, batch_first=True)), extend(nn.MSELoss())
+    before = model.weight_ih_l0.detach().clone()
+    after_accumulation(step)(model)
+    output = model(torch.rand(5, 6, 3))[0]
+    loss = lossfunc(output, torch.rand_like(output))
+    with backpack(FirstOrderBackpropExtension("read", {nn.LSTM: Rule()})):
+        loss.backward()
+    assert torch.equal(model.weight_ih_l0.read, before)
+    assert not torch.equal(model.weight_ih_l0, before)
+
+
+def test_graphs_that_are_kept() -> None:
+    """A second pass has the weights of the forward pass as well, where autograd can go on."""
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))), extend(nn.MSELoss())
+    after_accumulation(behind_autograd)(model)
+    loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+    found = []
+    for _ in range(2):
+        with backpack(extensions.DiagGGNExact(), retain_graph=True):
+            loss.backward(retain_graph=True)
+        found.append([p.diag_ggn_exact for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_checkpoints() -> None:
+    """Calls that are made during the backward pass."""
+
+    def found(attach: Attach) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+        lossfunc = extend(nn.MSELoss())
+        attach(model)
+        x = torch.rand(5, 3, dtype=torch.float64)
+        output = checkpoint(model[1:], model[0](x), use_reentrant=False)
+        loss = lossfunc(output, torch.rand_like(output))
+        with backpack(extensions.DiagGGNExact()):
+            loss.backward()
+        return [p.diag_ggn_exact for p in model.parameters()]
+
+    torch.testing.assert_close(found(after_accumulation(step)), found(nothing))
+
+
+def test_what_cannot_be_known_is_an_error() -> None:
+    """Frozen parameters are not copied, and differentiable quantities need those of the graph."""
+
+    def change(model: nn.Sequential) -> None:
+        with torch.no_grad():
+            model[2].weight.mul_(0.5)
+
+    for is_frozen in (True, False):
+        model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        lossfunc = extend(nn.MSELoss())
+        model[2].weight.requires_grad_(not is_frozen)
+        model[2].bias.register_post_accumulate_grad_hook(lambda _, m=model: change(m))
+        loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+        message = r"'2' \(Linear\), of shape \[2, 4\], was changed during the backward pass"
+        with backpack(extensions.DiagGGNExact()), pytest.raises(RuntimeError, match=message):
+            loss.backward(create_graph=not is_frozen)
+        assert not hasattr(model[0].weight, "diag_ggn_exact")
+        model.zero_grad()  # gradients with a graph keep it, and it keeps them
+
+
+@pytest.mark.parametrize("kind", PRODUCTS, ids=lambda ext: ext.__name__)
+@pytest.mark.parametrize("change", ["in place", "data", "other data"])
+def test_products_of_parameters_that_have_changed(kind: Any, change: str) -> None:
+    """They are evaluated after the backward pass, with the parameters as they are then."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(kind()):
+        loss.backward()
+    p = model[2].weight
+    product = getattr(model[0].bias, kind().savefield)
+    product(torch.rand(2, 4))
+    if change == "in place":
+        with torch.no_grad():
+            p.mul_(0.5)
+    elif change == "data":
+        p.data.mul_(0.5)
+    else:
+        p.data = p.data * 0.5
+    with pytest.raises(RuntimeError, match=r"was changed .* after the backward pass"):
+        product(torch.rand(2, 4))
