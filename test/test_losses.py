@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
+from backpack.core.engine.sweep import slice_bytes
 from backpack.core.record.tape import bound
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.weighted_loss import WeightedLoss
@@ -1431,3 +1432,155 @@ def test_sum_of_losses() -> None:
         return Focal()(f, y) + nn.SmoothL1Loss()(f, t) - 2 * nn.MSELoss()(f, t)
 
     check_hessian(list(extended.parameters()), model, lossfunc, data(), None)
+
+
+# --------------------------------------------------------------------------------------
+# Rows that the network has chosen
+# --------------------------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    """A network whose output has some rows of its samples, in any order and number."""
+
+    def __init__(self, setting: Setting, rows: tuple[list[int], ...]) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(INPUTS, math.prod(setting.shape)), setting.last()
+        self.shape, self.rows = setting.shape, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x)[self.rows].reshape(N, *self.shape))
+
+
+# several rows of a sample, or none; one, or none; one of each, in another order
+CHOSEN = {
+    "uneven": ((5, 3), ([4, 0, 0, 1], [2, 0, 1, 1])),
+    "some": ((6,), ([5, 0, 2, 1],)),
+    "permuted": ((N,), ([2, 0, 3, 1],)),
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "reduction", "rows"),
+    [
+        pytest.param(setting, reduction, rows, id=f"{setting}-{reduction}-{rows}")
+        for setting in SETTINGS
+        for rows in CHOSEN
+        for reduction in setting.reductions[: 2 if rows == "uneven" else 1]
+    ],
+)
+def test_chosen_rows_are_those_of_the_loss(
+    setting: Setting, reduction: str | None, rows: str
+) -> None:
+    """Curvature is that of a network that has just these rows as its data."""
+    shape, chosen = CHOSEN[rows]
+    X, arguments = torch.randn(*shape, INPUTS), setting.arguments()
+    network = Chooses(setting, chosen)
+    exts = [
+        extensions.DiagGGNExact,
+        extensions.GGNMP,
+        extensions.KFLR,
+        extensions.DiagHessian,
+        extensions.HMP,
+    ]
+    # targets that are drawn for several rows of a sample have columns together
+    exts += [extensions.DiagGGNMC] if setting.samples and rows != "uneven" else []
+
+    def found(model: nn.Module, X: Tensor, ext: Any) -> list[Any]:
+        torch.manual_seed(3)
+        model, loss = extend(model, use_converter="record"), extend(setting.build(reduction))
+        try:
+            with backpack(ext()):
+                loss(model(X), *arguments).backward()
+        except (ValueError, NotImplementedError) as error:
+            return [type(error)]
+        values = [getattr(p, ext().savefield) for p in model.parameters()]
+        units = [torch.eye(p.numel()).reshape(-1, *p.shape) for p in model.parameters()]
+        if ext in (extensions.GGNMP, extensions.HMP):
+            return [v(unit) for v, unit in zip(values, units, strict=True)]
+        return [v[0] if isinstance(v, list) else v for v in values]
+
+    for ext in exts:
+        alone = copy.deepcopy(network)
+        alone.rows = (list(range(N)),)
+        expected = found(alone, X[chosen], ext)
+        for one, other in zip(found(network, X, ext), expected, strict=True):
+            if isinstance(other, type):
+                assert one is other
+            else:
+                close(one, other)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("subsampling", [None, [1, 3], [3, 2, 0]])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss, nn.CrossEntropyLoss, nn.GaussianNLLLoss], ids=lambda c: c.__name__
+)
+def test_slices_of_samples_with_different_numbers_of_rows(
+    loss: Any, subsampling: list[int] | None, limit: int | None
+) -> None:
+    setting = TABLE[loss][0]
+    shape, chosen = CHOSEN["uneven"]
+    network = Chooses(setting, chosen)
+    X, arguments = torch.randn(*shape, INPUTS), setting.arguments()
+    lossfunc = setting.build("mean")
+    f = network(X)
+    H = torch.autograd.functional.hessian(lambda f: lossfunc(f, *arguments), f.detach())
+    jacobians = oracle._jacobian(f, list(network.parameters()))
+    expected = []
+    for n in range(len(X)):  # rows of one sample
+        own = torch.zeros(N, *f.shape[1:])
+        own[[row for row, number in enumerate(chosen[0]) if number == n]] = 1
+        own = torch.outer(own.flatten(), own.flatten()) * H.reshape(f.numel(), -1)
+        expected.append([torch.einsum("ap,ab,bp->p", J, own, J) for J in jacobians])
+    rows = range(len(X)) if subsampling is None else subsampling
+    each, whole, root = (
+        extensions.BatchDiagGGNExact(subsampling),
+        extensions.DiagGGNExact(subsampling),
+        extensions.SqrtGGNExact(subsampling),
+    )
+    model = extend(network, use_converter="record")
+    outer_limit, slice_bytes.limit = slice_bytes.limit, limit
+    try:
+        with backpack(each, whole, root):
+            extend(lossfunc)(model(X), *arguments).backward()
+    finally:
+        slice_bytes.limit = outer_limit
+    for k, p in enumerate(model.parameters()):
+        diagonals = torch.stack([expected[n][k].reshape(p.shape) for n in rows])
+        close(p.diag_ggn_exact_batch, diagonals)
+        close(p.diag_ggn_exact, diagonals.sum(0))
+        close(p.sqrt_ggn_exact.square().sum(0), diagonals)
+
+
+def test_weighted_loss_of_chosen_rows() -> None:
+    setting = TABLE[nn.CrossEntropyLoss][0]
+    shape, chosen = CHOSEN["uneven"]
+    network, X = Chooses(setting, chosen), torch.randn(*shape, INPUTS)
+    arguments = (*setting.arguments(), torch.rand(N))
+    reducing, found = nn.CrossEntropyLoss(reduction="none"), []
+    for rows, data in ((chosen, X), ((list(range(N)),), X[chosen])):
+        model = copy.deepcopy(network)
+        model.rows = rows
+        model, loss = extend(model, use_converter="record"), WeightedLoss(reducing)
+        with backpack(extensions.DiagGGNExact()):
+            extend(loss)(model(data), *arguments).backward()
+        found.append([p.diag_ggn_exact for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_averages_over_chosen_rows_are_refused() -> None:
+    """KFRA averages over the samples, of which some have no row."""
+    network = extend(nn.Sequential(nn.Linear(INPUTS, D), nn.Linear(D, D)), use_converter="record")
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x)[:2]
+
+    model = extend(First(), use_converter="record")
+    with pytest.raises(ValueError, match="chosen rows"), backpack(extensions.KFRA()):
+        extend(nn.MSELoss())(model(torch.randn(N, INPUTS)), torch.randn(2, D)).backward()

@@ -7,6 +7,7 @@ loop over samples is the truth. Sizes that happen to be equal change nothing.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,25 @@ def in_the_middle(m: Any, x: Tensor) -> Tensor:
     return merged(m, a * b.sin(), x)
 
 
+def lengths(x: Tensor) -> list[int]:
+    """Different numbers of rows for the samples, 1 to all."""
+    return [1 + n % x.shape[1] for n in range(x.shape[0])]
+
+
+def mask(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]) < torch.tensor(lengths(x))[:, None]
+
+
+def split_for_each_sample(m: Any, x: Tensor) -> Tensor:
+    parts = m.layer(x)[mask(x)].split(lengths(x))
+    return m.head(torch.stack([part.sum(0) for part in parts]).tanh())
+
+
+def padded_again(m: Any, x: Tensor) -> Tensor:
+    parts = m.layer(x)[mask(x)].split(lengths(x))
+    return m.head(nn.utils.rnn.pad_sequence(parts, batch_first=True).tanh()).sum(1)
+
+
 FORWARDS: dict[str, Forward] = {
     "an axis in front": lambda m, x: m.head(m.layer(x.unsqueeze(0)).squeeze(0)).sum(1),
     "exchanged axes": lambda m, x: m.head(m.layer(x.transpose(0, 1)).transpose(0, 1)).mean(1),
@@ -130,6 +150,8 @@ FORWARDS: dict[str, Forward] = {
     "experts": experts,
     "no rows are chosen": lambda m, x: merged(m, empty(m, x.reshape(-1, 3)), x),
     "shifted data": shifted,
+    "split for each sample": split_for_each_sample,
+    "padded again": padded_again,
     "written through a view": written_through_a_view,
 }
 
@@ -357,3 +379,82 @@ def test_a_part_of_a_recorded_model() -> None:
         backpack(extensions.BatchGrad()),
     ):
         extend(nn.MSELoss())(model.head(model.part(X)).mean(1), y).backward()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_statistics_of_chosen_rows(affine: bool) -> None:
+    """Batch normalisation in training mode: rows that samples do not have are no data."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.norm = nn.BatchNorm1d(3, affine=affine)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.layer(x)[mask(x)]).tanh()
+            rows = torch.zeros(x.shape, dtype=x.dtype).index_put((mask(x),), h)
+            return self.head(rows).sum(1)
+
+    torch.manual_seed(0)
+    model, X = Normalised().double(), torch.randn(4, 3, 3, dtype=torch.float64)
+    problem = nn.MSELoss(), X, torch.randn(4, 2, dtype=torch.float64)
+    extended = extend(copy.deepcopy(model), use_converter="record")
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.GGNMP()):
+        extend(nn.MSELoss())(extended(X), problem[2]).backward()
+    for p, ggn, hessian in zip(
+        extended.parameters(),
+        oracle.joint_ggn_diag(model, *problem),
+        oracle.hessian_diag(model, *problem),
+        strict=True,
+    ):
+        torch.testing.assert_close(p.diag_ggn_exact, ggn, **TOLERANCE)
+        torch.testing.assert_close(p.diag_h, hessian, **TOLERANCE)
+        units = torch.eye(p.numel(), dtype=torch.float64)
+        products = p.ggnmp(units.reshape(-1, *p.shape)).reshape(p.numel(), -1)
+        torch.testing.assert_close(products.diagonal().view_as(p), ggn, **TOLERANCE)
+
+
+class Last(nn.Module):
+    """Recurrent layers have the samples along the second axis, unless told otherwise."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 3, batch_first=batch_first), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@CONVERTERS
+@pytest.mark.parametrize("time", [4, 5])
+def test_all_rows_of_one_sample(converter: Any, time: int) -> None:
+    """``batch_first`` was forgotten: the output is that of one sample of four, at all times."""
+    warnings_of: dict[bool, list[str]] = {}
+    X, y = torch.randn(time, 4, 3).double(), torch.randn(time, 2).double()
+    for batch_first in (False, True):
+        model = Last(batch_first).double()
+        extended = extend(copy.deepcopy(model), use_converter=converter)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = extend(nn.MSELoss())(extended(X.clone()), y)
+            with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+                loss.backward()
+        warnings_of[batch_first] = [str(w.message) for w in caught]
+        truth = oracle.joint_ggn_diag(model, nn.MSELoss(), X, y)
+        for p, ggn in zip(extended.parameters(), truth, strict=True):
+            torch.testing.assert_close(p.diag_ggn_exact, ggn, **TOLERANCE)
+    assert not [w for w in warnings_of[True] if "of sample" in w]
+    (message,) = [w for w in warnings_of[False] if "of sample" in w]
+    assert f"MSELoss reads [{time}, 2], all of it of sample number 3 of 4" in message
+    assert "batch_first=True" in message
+
+
+def test_labels_of_chosen_rows_are_no_mixture() -> None:
+    model = extend(Model(lambda m, x: m.head(m.layer(x))[mask(x)]), use_converter="record")
+    X = torch.randn(5, 4, 3)
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad()):
+        warnings.simplefilter("error")
+        y = torch.randint(2, (int(mask(X).sum()),))
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    torch.testing.assert_close(model.head.weight.grad_batch.sum(0), model.head.weight.grad)

@@ -46,6 +46,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Return False: nothing is known."""
         return False
 
+    def sees_chosen_rows(self, module: Any) -> bool:
+        """Return False: the loss is evaluated as it was called, columns are moved there."""
+        return False
+
     def has_likelihood(self, module: Module) -> bool:
         """Return False: no distribution is known that targets could be drawn from."""
         return False

@@ -9,6 +9,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNor
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.convnd import sum_positions
+from backpack.core.record.layout import Owners
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
@@ -63,15 +64,36 @@ class BatchNormNdDerivatives(BaseDerivatives):
         return values.reshape(1, -1, *(1,) * (module.input0.dim() - 2))
 
     def _mean(self, module: Any, mat: Tensor) -> Tensor:
-        """Average over the entries of each channel: ``[..., N, C, *] -> [..., 1, C, 1…]``."""
-        axes = module.input0.dim()
-        return mat.mean([-axes, *range(2 - axes, 0)], keepdim=True)
+        """Average over the entries of each channel: ``[..., N, C, *] -> [..., 1, C, 1…]``.
+
+        Rows that were added, where samples have different numbers of them, are zero and no entries.
+        """
+        axes, owners = module.input0.dim(), self._uneven(module)
+        mean = mat.mean([-axes, *range(2 - axes, 0)], keepdim=True)
+        return mean if owners is None else mean * (owners.rows / len(owners.numbers))
+
+    @staticmethod
+    def _uneven(module: Any) -> Owners | None:
+        """Return the samples of the rows, if these have different numbers of them."""
+        call = vars(module).get("_backpack_call")
+        place = None if call is None or call.is_plain else call.place_in(0)
+        owners = None if place is None else place.owners
+        return None if owners is None or owners.is_even else owners
+
+    def _without_added(self, module: Any, mat: Tensor) -> Tensor:
+        """Let rows be zero that were added, in a tensor ``[..., N, C, *]`` of all rows."""
+        owners = self._uneven(module)
+        if owners is None:
+            return mat
+        kept = mat.new_zeros(owners.rows, *(1,) * (module.input0.dim() - 1))
+        kept[owners.places] = 1
+        return mat * kept
 
     def _normalized(self, module: Any, subsampling: Rows = None) -> tuple[Tensor, Tensor]:
         """Return x̂ of some rows, and s."""
         x = module.input0
         if self.mixes_samples(module):
-            centered = x - self._mean(module, x)
+            centered = self._without_added(module, x - self._mean(module, x))
             s = (self._mean(module, centered.square()) + module.eps).sqrt()
             return subsample(centered / s, subsampling=subsampling), s
         x = subsample(x, subsampling=subsampling)
@@ -96,7 +118,9 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     def _project(self, module: Any, x_hat: Tensor, mat: Tensor) -> Tensor:
         """Apply ``I - 1 1ᵀ/m - x̂ x̂ᵀ/m``."""
-        return mat - self._mean(module, mat) - x_hat * self._mean(module, mat * x_hat)
+        mat = self._without_added(module, mat)
+        centered = self._without_added(module, mat - self._mean(module, mat))
+        return centered - x_hat * self._mean(module, mat * x_hat)
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows

@@ -111,6 +111,8 @@ def as_prediction(module: Any, tensor: Tensor) -> Tensor:
     call = module._backpack_call
     place = call.place_in(0)
     whole = tensor.expand(call.shape_in[0])
+    if place is not None and place.owners is not None:  # rows as they are
+        return whole.movedim(place.axis, 0)
     return whole if place is None else place.to_canonical(whole)
 
 

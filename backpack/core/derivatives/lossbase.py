@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +26,41 @@ from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.layout import Place
 from backpack.core.record.registry import derivatives_of
-from backpack.core.record.tape import bound, describe
-from backpack.core.rows import Rows
+from backpack.core.record.tape import Call, bound, describe
+from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Grads, Mats
 from backpack.utils.subsampling import subsample
 
 # Columns at the prediction, or one entry (None for zero) for each input.
 Columns = Tensor | tuple[Tensor | None, ...]
+
+
+class Chosen(NamedTuple):
+    """Rows of a loss whose prediction has chosen rows, in any order and number for each sample.
+
+    A loss pairs such rows with those of the target, and counts them: its rule sees them as they
+    are. The engine has those of each sample side by side, and zeros where a sample has fewer.
+
+    Attributes:
+        own: The rows as the rule counts them.
+        places: Where they are among the rows of the engine, those that are asked for.
+        count: How many of these there are.
+    """
+
+    own: list[int]
+    places: Tensor
+    count: int
+
+    def spread(self, mat: Tensor) -> Tensor:
+        """Bring ``[V, own rows, *]`` to ``[V, count, *]``, zero elsewhere."""
+        whole = mat.new_zeros(len(mat), self.count, *mat.shape[2:])
+        return whole.index_copy(1, self.places.to(mat.device), mat[:, : len(self.places)])
+
+    def taken(self, mat: Tensor) -> Tensor:
+        """Take ``[V, own rows, *]`` of ``[V, count, *]``."""
+        return mat.index_select(1, self.places.to(mat.device))
 
 
 class BaseLossDerivatives(BaseDerivatives):
@@ -77,7 +104,8 @@ class BaseLossDerivatives(BaseDerivatives):
         """
         with bound(module):
             self.check_call(module)
-            self._need_convex(module, subsampling)
+            chosen = self._chosen(module, subsampling)
+            self._need_convex(module, chosen.own if chosen else subsampling)
 
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
@@ -98,8 +126,12 @@ class BaseLossDerivatives(BaseDerivatives):
         """
         with bound(module):
             self.check_call(module)
-            self._need_convex(module, subsampling)
-            return self._sqrt_hessian(module, subsampling)
+
+            def factor(rows: Rows) -> Any:
+                self._need_convex(module, rows)
+                return self._sqrt_hessian(module, rows)
+
+            return self._spread(module, subsampling, factor)
 
     def thin_factor(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
@@ -113,8 +145,12 @@ class BaseLossDerivatives(BaseDerivatives):
         """
         with bound(module):
             self.check_call(module)
-            self._need_convex(module, subsampling)
-            return self._thin_factor(module, subsampling)
+
+            def factor(rows: Rows) -> Any:
+                self._need_convex(module, rows)
+                return self._thin_factor(module, rows)
+
+            return self._spread(module, subsampling, factor)
 
     def hessian_factor(
         self,
@@ -142,9 +178,13 @@ class BaseLossDerivatives(BaseDerivatives):
         """
         with bound(module):
             self.check_call(module)
-            if thin or not self._sqrt_hessian_is_hessian(module):
-                return self._hessian_factor(module, subsampling)
-            return self._sqrt_hessian(module, subsampling), None
+
+            def factor(rows: Rows) -> tuple[Any, Tensor | None]:
+                if thin or not self._sqrt_hessian_is_hessian(module):
+                    return self._hessian_factor(module, rows)
+                return self._sqrt_hessian(module, rows), None
+
+            return self._spread(module, subsampling, factor)
 
     def sqrt_hessian_sampled(
         self,
@@ -182,7 +222,9 @@ class BaseLossDerivatives(BaseDerivatives):
             sampled = self._sqrt_hessian_sampled(module, mc_samples)
             if mc_samples > 1:
                 sampled = sampled / sqrt(mc_samples)
-            return subsample(sampled, dim=1, subsampling=subsampling)
+            return self._spread(
+                module, subsampling, lambda rows: subsample(sampled, dim=1, subsampling=rows)
+            )
 
     def make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
@@ -214,6 +256,11 @@ class BaseLossDerivatives(BaseDerivatives):
                 if self.predictions(module) != (0,):
                     return apply(module, list(mat), subsampling)
                 one = mat if isinstance(mat, Tensor) else mat[0]
+                chosen = self._chosen(module, subsampling)
+                if chosen is not None:
+                    if not chosen.own:
+                        return torch.zeros_like(one)
+                    return chosen.spread(apply(module, chosen.taken(one), chosen.own))
                 one, had_v = self._check(module, one, m.input0.shape, 0, subsampling)
                 result = apply(module, one, subsampling)
             return result if had_v else result.squeeze(0)
@@ -225,10 +272,13 @@ class BaseLossDerivatives(BaseDerivatives):
     ) -> Tensor:
         """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
         with bound(module):
-            return self._sum_hessian(module, subsampling)
+            chosen = self._chosen(module, subsampling)
+            return self._sum_hessian(module, chosen.own if chosen else subsampling)
 
     def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        factor = self.sqrt_hessian(module, None, None, subsampling).flatten(0, 1)
+        self.check_call(module)
+        self._need_convex(module, subsampling)
+        factor = self._sqrt_hessian(module, subsampling).flatten(0, 1)
         rows = factor.reshape(len(factor), -1)
         return rows.T @ rows
 
@@ -259,6 +309,62 @@ class BaseLossDerivatives(BaseDerivatives):
 
     def _need_convex(self, module: Any, subsampling: Rows) -> None:
         """Raise :func:`not_convex` if the Hessian is not positive semidefinite."""
+
+    # Chosen rows: see Chosen.
+
+    def sees_chosen_rows(self, module: Any) -> bool:
+        """Return whether formulas are about the rows of a prediction as they are."""
+        return True
+
+    def seen(
+        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return inputs and output as they are, with chosen rows along the first axis.
+
+        Raises:
+            ValueError: If they are along another one, which a target does not have.
+        """
+        place = _place_of_chosen(call) if self.sees_chosen_rows(call.module) else None
+        if place is None:
+            return super().seen(call, inputs, outputs)
+        if not place.axis:
+            return list(inputs), list(outputs)
+        tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
+        if any(x.dim() != tensors[0].dim() for x in tensors):
+            raise ValueError(
+                f"{call!r} reads chosen rows of samples along axis {place.axis}. Move them to the "
+                "first axis (x.movedim), that of the target as well."
+            )
+        by_id = {id(x): x.movedim(place.axis, 0) for x in tensors}
+        return [by_id.get(id(x), x) for x in inputs], list(outputs)
+
+    def _chosen(self, module: Any, subsampling: Rows) -> Chosen | None:
+        """Return which rows of the loss some of the engine's are; None if they are the same."""
+        call = vars(module).get("_backpack_call")
+        if call is None or call.is_plain or not self.sees_chosen_rows(module):
+            return None
+        place = call.place_in(0)
+        if place is None or place.owners is None:
+            return None
+        by_place = {row: own for own, row in enumerate(place.owners.places.tolist())}
+        numbers = row_numbers(place.owners.rows, subsampling)
+        pairs = [(i, by_place.get(n % place.owners.rows)) for i, n in enumerate(numbers)]
+        known = [(i, own) for i, own in pairs if own is not None]
+        places = torch.tensor([i for i, _ in known], dtype=torch.long)
+        return Chosen([own for _, own in known], places, len(numbers))
+
+    def _spread(self, module: Any, subsampling: Rows, factor: Callable[[Rows], Any]) -> Any:
+        """Compute columns (and weights) at the rows that the engine asks for."""
+        chosen = self._chosen(module, subsampling)
+        if chosen is None:
+            return factor(subsampling)
+        if not len(module.input0):  # no sample has a row
+            return module.input0.new_zeros(1, chosen.count, *module.input0.shape[1:])
+        found = factor(chosen.own or [0])  # as many columns, even if none of the samples has a row
+        if isinstance(found, Tensor):
+            return chosen.spread(found)
+        columns, weights = found
+        return chosen.spread(columns), None if weights is None else chosen.spread(weights)
 
     # A loss as a module: its Jacobian is the gradient with respect to the prediction.
 
@@ -307,6 +413,14 @@ class BaseLossDerivatives(BaseDerivatives):
                 f"{describe(module)}: the prediction needs a batch axis, but is a single number. "
                 "Add one, x.unsqueeze(0)."
             )
+
+
+def _place_of_chosen(call: Call) -> Place | None:
+    """Return where the rows of a prediction are, if rows were chosen for it or its target."""
+    if not any(layout is not None and layout.owners is not None for layout in call.layouts_in):
+        return None
+    place = call.place_in(0) or Place()  # else the prediction is data
+    return place if place.owners is not None or not place.is_scattered else None
 
 
 def is_loss(module: Module) -> bool:

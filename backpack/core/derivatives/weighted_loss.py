@@ -33,6 +33,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         """Return whether the loss inside has one."""
         return self._rule(module).has_likelihood(module.loss)
 
+    def sees_chosen_rows(self, module: Any) -> bool:
+        """Return whether the loss inside does."""
+        return self._rule(module).sees_chosen_rows(module.loss)
+
     def predictions(self, module: Any) -> tuple[int, ...]:
         """Number the inputs that are predictions of the loss inside."""
         return self._rule(module).predictions(module)

@@ -407,6 +407,14 @@ class BackwardPass:
         self.sample_flow.compare()
         sizes = self.sample_flow.sizes
         mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing)]
+        if self.sample_flow.single and self.written:
+            warn(
+                f"{checks.listed(self.sample_flow.single)}: the individual gradients of all others "
+                "are zero. If these are rows of different samples, the batch axis is not the first "
+                "in a layer before: recurrent layers and attention need batch_first=True for data "
+                "that has it there, and a token is chosen by h[:, 0], not h[0].",
+                stacklevel=2,
+            )
         if sizes and self.written:
             names = checks.listed([*reversed(sizes)])  # in the order of the calls
             warn(

@@ -47,6 +47,9 @@ class BatchAveragedSweep:
         self.blocks: dict[tuple[Node, Node], Tensor] = {}
         self.groups: dict[Parameter, int] = {}
         mixing = [f"{call!r} mixes samples" for call in plan.calls if call.mixes_samples]
+        mixing += [
+            f"{call!r} reads chosen rows of samples" for call in plan.calls if _chooses(call)
+        ]
         rows = {
             plan.num_rows(call): f"{call!r} has {plan.num_rows(call)} rows"
             for call in plan.calls
@@ -235,6 +238,12 @@ class BatchAveragedSweep:
             return _over_rows(kronecker)
 
         return apply
+
+
+def _chooses(call: Call) -> bool:
+    """Whether samples have different numbers of rows, so that an average over them means nothing."""
+    layouts = () if call.is_plain else call.layouts_in + call.layouts_out
+    return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
 
 
 def _joined(blocks: list[Tensor], axis: int) -> Tensor:

@@ -278,7 +278,8 @@ class _Border(_Side):
         self.selected = rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
         self.is_folded = call.is_of_copies
-        # a batch axis that is merged with another one in front of it cannot be selected from
+        # a batch axis that is merged with another one in front of it cannot be selected from, nor
+        # one whose samples have other numbers of rows
         self.whole = self.follows and rows is not None and self._is_merged()
         self.rows = None if self.whole or self.is_folded else rows
 
@@ -287,6 +288,14 @@ class _Border(_Side):
         places = [call.place_in(i) for i in range(len(call.shape_in))]
         places += [call.place_out(i) for i in range(len(call.shape_out))]
         return any(place is not None and place.is_scattered for place in places)
+
+    def _selection(self, place: Place, shape: Sequence[int]) -> Rows:
+        """Return the selected rows of a tensor, whose samples may have others than the output's."""
+        own, total = place.rows_per_sample(shape), self.call.rows_per_sample
+        if own == total or self.call.is_unbatched:
+            return self.selected
+        first = row_numbers(self.call.num_rows, self.selected)[::total]
+        return [n // total * own + i for n in first for i in range(own)]
 
     def gradients(self) -> list[Tensor | None]:
         call = self.call
@@ -369,7 +378,8 @@ class _Border(_Side):
         if place is None:
             return mat
         if self.whole:
-            mat = spread(mat, 1, self.selected, place.rows(shape), self.call.module)
+            rows = self._selection(place, shape)
+            mat = spread(mat, 1, rows, place.rows(shape), self.call.module)
         return place.from_canonical(mat, place.rows_per_sample(shape))
 
     def _from(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
@@ -380,7 +390,7 @@ class _Border(_Side):
         if place is None:
             return mat
         mat = place.to_canonical(mat, skip=1)
-        return take(mat, 1, self.selected) if self.whole else mat
+        return take(mat, 1, self._selection(place, shape)) if self.whole else mat
 
     def second_of_copies(
         self, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool

@@ -74,10 +74,10 @@ class Factor:
         """
         if self.mat.shape[1:] == Size(shape):
             return self
-        rows = shape[0]
-        if rows % self.groups == 0:
+        rows, fits = shape[0], self.mat.shape[1:].numel() == Size(shape).numel()
+        if fits and rows % self.groups == 0:
             factor = self
-        elif self.groups % rows == 0:
+        elif fits and self.groups % rows == 0:
             factor = self.coarsened(rows)
         else:
             raise ValueError(

@@ -308,7 +308,11 @@ class Plan:
         call, slot = producer
         if samples is None and call.is_usual:
             return list(call.shape_out[slot])
-        count = len(row_numbers(self.num_rows(call), self.rows(call, samples)))
+        total = self.num_rows(call)
+        count = len(row_numbers(total, self.rows(call, samples)))
+        if slot and total:  # samples may have other numbers of rows than in the first output
+            place = call.place_out(slot)
+            count = count if place is None else count * place.rows(call.shape_out[slot]) // total
         return shape_out(call, slot, count)
 
     def passages(self, samples: Sequence[int] | None) -> list[Passage]:

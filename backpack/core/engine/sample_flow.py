@@ -80,6 +80,7 @@ class SampleFlow:
 
     Attributes:
         mixing: Functions that mix samples, or move them from the first axis.
+        single: Losses that read rows of one sample alone.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
     """
 
@@ -90,6 +91,7 @@ class SampleFlow:
         """Nothing was reached."""
         self.mixing: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
+        self.single: dict[str, None] = {}
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
         self.given: dict[Given, None] = {}
@@ -107,9 +109,13 @@ class SampleFlow:
             call: The call.
             paths: What is above those inputs that functions have computed.
         """
-        if call.is_container or call.is_followed:
+        if call.is_container:
             return
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
+        if is_loss and not call.is_plain:
+            self._check_owners(call)
+        if call.is_followed:
+            return
         after = None
         for mark in call.origins_out:
             if mark in self.next:
@@ -166,6 +172,8 @@ class SampleFlow:
         shape, axis = call.shape_in[i], _axis(call, i)
         if not shape or axis >= len(shape) or isinstance(call.derivatives, Elementwise):
             return
+        if mark.layout is not None and mark.layout.owners is not None:  # else it is misplaced
+            return
         before, samples = _before(mark), _samples(mark)
         if axis == 0:
             are_apart = shape[0] % (before * samples) == 0
@@ -174,6 +182,17 @@ class SampleFlow:
         if not are_apart:
             name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
             self.mixing[name] = None
+
+    def _check_owners(self, call: Call) -> None:
+        """Notice a loss whose rows all belong to one sample of several."""
+        layout = call.layouts_in[0]
+        owners = None if layout is None else layout.owners
+        if owners is not None and owners.samples > 1 and len(set(owners.numbers)) == 1:
+            number = f"number {owners.numbers[0]} of {owners.samples}"
+            shape = list(call.shape_in[0] or ())
+            self.single[f"{describe(call.module)} reads {shape}, all of it of sample {number}"] = (
+                None
+            )
 
     def _note_size(self, call: Call, own: int, reader: Call, rows: int) -> None:
         self.sizes[f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"] = None

@@ -54,6 +54,11 @@ class Owners:
         """Number of rows in canonical form: that of all samples alike, and at least one."""
         return self.samples * max(1, *map(self.numbers.count, range(self.samples)))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all samples have as many rows: none is added in canonical form."""
+        return self.rows == len(self.numbers)
+
     @cached_property
     def places(self) -> Tensor:
         """The row of each entry in canonical form."""
