@@ -46,20 +46,20 @@ class Chosen(NamedTuple):
     Attributes:
         own: The rows as the rule counts them.
         places: Where they are among the rows of the engine, those that are asked for.
-        count: How many of these there are.
+        total: How many of these there are.
     """
 
     own: list[int]
     places: Tensor
-    count: int
+    total: int
 
     def spread(self, mat: Tensor) -> Tensor:
-        """Bring ``[V, own rows, *]`` to ``[V, count, *]``, zero elsewhere."""
-        whole = mat.new_zeros(len(mat), self.count, *mat.shape[2:])
+        """Bring ``[V, own rows, *]`` to ``[V, total, *]``, zero elsewhere."""
+        whole = mat.new_zeros(len(mat), self.total, *mat.shape[2:])
         return whole.index_copy(1, self.places.to(mat.device), mat[:, : len(self.places)])
 
     def taken(self, mat: Tensor) -> Tensor:
-        """Take ``[V, own rows, *]`` of ``[V, count, *]``."""
+        """Take ``[V, own rows, *]`` of ``[V, total, *]``."""
         return mat.index_select(1, self.places.to(mat.device))
 
 
@@ -258,6 +258,7 @@ class BaseLossDerivatives(BaseDerivatives):
                 one = mat if isinstance(mat, Tensor) else mat[0]
                 chosen = self._chosen(module, subsampling)
                 if chosen is not None:
+                    assert one is not None
                     if not chosen.own:
                         return torch.zeros_like(one)
                     return chosen.spread(apply(module, chosen.taken(one), chosen.own))
@@ -359,7 +360,7 @@ class BaseLossDerivatives(BaseDerivatives):
         if chosen is None:
             return factor(subsampling)
         if not len(module.input0):  # no sample has a row
-            return module.input0.new_zeros(1, chosen.count, *module.input0.shape[1:])
+            return module.input0.new_zeros(1, chosen.total, *module.input0.shape[1:])
         found = factor(chosen.own or [0])  # as many columns, even if none of the samples has a row
         if isinstance(found, Tensor):
             return chosen.spread(found)

@@ -241,7 +241,7 @@ class BatchAveragedSweep:
 
 
 def _chooses(call: Call) -> bool:
-    """Whether samples have different numbers of rows, so that an average over them means nothing."""
+    """Whether samples have different numbers of rows: averages over them are something else."""
     layouts = () if call.is_plain else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
 

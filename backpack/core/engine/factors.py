@@ -82,7 +82,8 @@ class Factor:
         else:
             raise ValueError(
                 f"Cannot follow a reshape of {list(self.mat.shape[1:])} to {list(shape)} between "
-                "two modules: the first (batch) axis of one is not a multiple of the other's."
+                "two modules: the first (batch) axis of one is not a multiple of the other's, or "
+                "they have other entries. Keep the batch axis, or use use_converter=True."
             )
         return factor.holding(factor.mat.reshape(len(factor.mat), *shape))
 

@@ -814,7 +814,10 @@ def deliver(
         if producer.call.is_unbatched and factor.mat.shape[1] > shape[0]:
             factor = factor.gathered(shape[0])
         output = producer.call.outputs[producer.slot]
-        factor = factor.reshaped(shape).on(output.device)
+        try:
+            factor = factor.reshaped(shape).on(output.device)
+        except ValueError as error:
+            raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
         arrived[origin] = arrived[origin] + factor if origin in arrived else factor
 
 
