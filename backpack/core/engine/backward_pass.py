@@ -21,8 +21,8 @@ from backpack.context import (
     DEFAULT,
     STATE,
     Configuration,
-    Scope,
     State,
+    active,
     configure,
     state_of_caller,
     without_autocast,
@@ -209,7 +209,7 @@ class BackwardPass:
     @classmethod
     def _start(cls, task: int, state: State) -> BackwardPass | None:
         """Follow a backward pass, if a context is active where it was called."""
-        configuration, entry = state.configuration, state.entry
+        configuration, entry = active(state.configuration), state.entry
         running = list(cls._running.values())
         outer = [other for other in running if get_ident() in other.threads] if running else []
         if outer and configuration is DEFAULT.configuration and _is_called_from_here():
@@ -228,7 +228,7 @@ class BackwardPass:
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
         if current is new:
             configuration.passes.own += 1
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(task))
         return current
 
     @classmethod
@@ -236,8 +236,9 @@ class BackwardPass:
         """Take note that a backward pass comes through a call that could not be recorded."""
         state = state_of_caller()
         if not state.disabled:
-            state.configuration.passes.told = True
-            for ext in state.configuration.exts:
+            configuration = active(state.configuration)
+            configuration.passes.told = True
+            for ext in configuration.exts:
                 ext.fail(what)
 
     @classmethod
@@ -255,12 +256,11 @@ class BackwardPass:
         del cls._running[task]
 
     @classmethod
-    def abandon(cls, scope: Scope) -> None:
-        """Forget backward passes of a context that an error has stopped, and what they wrote."""
-        for task, current in list(cls._running.items()):
-            if current.configuration.scope is scope:
-                current._undo()
-                del cls._running[task]
+    def abandon(cls, task: int) -> None:
+        """Forget a backward pass that an error has stopped, and what it wrote."""
+        current = cls._running.pop(task, None)
+        if current is not None:
+            current._undo()
 
     def _undone_on_error(self, task: int, work: Callable[..., None], *arguments: Any) -> None:
         self.threads.add(get_ident())
@@ -746,6 +746,25 @@ class BackwardPass:
                     UserWarning,
                     stacklevel=2,
                 )
+
+
+class _Ending:
+    """Ends a backward pass, when autograd calls it.
+
+    Autograd alone holds it: where an error of somebody else stops the pass, it is dropped uncalled,
+    and nothing of the pass is kept.
+    """
+
+    __slots__ = ("task",)
+
+    def __init__(self, task: int):
+        self.task = task
+
+    def __call__(self) -> None:
+        BackwardPass._finish(self.task)
+
+    def __del__(self) -> None:
+        BackwardPass.abandon(self.task)
 
 
 def _have_hooks(calls: Iterable[Call]) -> bool:

@@ -80,12 +80,11 @@ def note_passes(inner: Configuration, outer: Configuration) -> None:
         outer.passes.hidden += passes
 
 
-def warn_of_nothing(configuration: Configuration, missed: bool) -> None:
+def warn_of_nothing(configuration: Configuration) -> None:
     """Say why the extensions of a context that is left have not run, if backward passes have.
 
     Args:
         configuration: That of the context.
-        missed: Whether a backward pass has reached parameters, but no recorded call.
     """
     passes = configuration.passes
     if not configuration.exts or passes.own or passes.told:
@@ -98,7 +97,7 @@ def warn_of_nothing(configuration: Configuration, missed: bool) -> None:
             "extensions to one context: `with backpack(A(), B()):`.",
             stacklevel=3,
         )
-    elif missed:
+    elif passes.missed:
         warn(
             f"backward() inside of `with backpack({names}):` reached no extended module, so "
             f"nothing was computed. {EXTEND_FIRST}",

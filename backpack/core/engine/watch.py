@@ -57,9 +57,6 @@ class WatchBackward(overrides.TorchFunctionMode):
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
         spares: Whether it is spared anything. A short step does not pay for looking at the graph.
-
-    Attributes:
-        missed: Whether a ``backward()`` has reached parameters, but no recorded call.
     """
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -69,7 +66,17 @@ class WatchBackward(overrides.TorchFunctionMode):
         super().__init__()
         self.completed = completed
         self.spares = spares
-        self.missed = False
+
+    def __exit__(self, *exception: object) -> None:
+        """Take it off, also from below modes that are not left yet."""
+        stack = overrides._get_current_function_mode_stack()
+        if self not in stack:  # in another thread
+            return
+        later = stack[stack.index(self) + 1 :]
+        for _ in (self, *later):
+            overrides._pop_mode()
+        for mode in later:
+            overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
@@ -90,8 +97,9 @@ class WatchBackward(overrides.TorchFunctionMode):
             configuration = CTX.configuration
             before = configuration.passes.own
             result = self._backward(func, entry, args, kwargs)
-            if configuration.exts and configuration.passes.own == before:
-                self.missed |= disable.should_store_io() and has_parameters(entry.nodes)
+            passes = configuration.passes
+            if configuration.exts and passes.own == before and disable.should_store_io():
+                passes.missed = passes.missed or has_parameters(entry.nodes)
             return result
         finally:
             update(entry=outer)

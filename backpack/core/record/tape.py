@@ -21,7 +21,7 @@ from torch import Size, Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from backpack.context import STATE, disable
+from backpack.context import STATE, active, disable
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import Layout, Place, note, noted, unbatched
 from backpack.core.record.registry import (
@@ -1823,6 +1823,6 @@ def record(
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             listen(out, partial(reached, call, i))
-    if state.configuration.debug:
+    if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
     return apart
