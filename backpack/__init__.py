@@ -25,6 +25,7 @@ from torch.nn import DataParallel, Module
 
 from backpack.context import (
     CTX,
+    OUTSIDE,
     STATE,
     Configuration,
     ExtensionHook,
@@ -111,7 +112,7 @@ class backpack:
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         self._is_unused = False
-        scope = Scope(CTX.configuration)
+        scope = Scope(CTX.configuration, latest=tape.latest(), seen_elsewhere=OUTSIDE.task)
         configuration = Configuration(
             self.exts,
             self.debug,
@@ -124,8 +125,8 @@ class backpack:
         # pay for a mode
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
         spares = second_order or bool(spared_gradients.costly(configuration))
-        # if nothing is recorded yet, perhaps extend() was forgotten
-        is_suspicious = bool(self.exts) and not tape.is_anything_recorded()
+        # perhaps extend() was forgotten
+        is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         configure(configuration)
         if spares or is_suspicious:
             scope.watch = WatchBackward(BackwardPass.completed, spares)
@@ -162,6 +163,7 @@ class backpack:
             scope.watch.__exit__(kind, value, trace)
         configure(CTX.configuration)
         checks.note_passes(inner, active(scope.outer))
+        checks.note_latest(inner)
         if kind is None:
             checks.warn_of_nothing(inner)
 

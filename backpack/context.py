@@ -44,12 +44,16 @@ class Scope:
     Attributes:
         outer: The configuration before.
         watch: The mode that sees calls of ``backward()``, if there is one.
+        latest: The module whose recorded call was the latest one.
+        seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
         was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
             the state, and contexts may be left in any order.
     """
 
     outer: Configuration
     watch: AbstractContextManager[Any] | None = None
+    latest: Module | None = None
+    seen_elsewhere: int = -1
     was_left: bool = False
 
 
@@ -87,7 +91,21 @@ class State(NamedTuple):
     recorders: tuple[Any, ...] = ()
 
 
+class Outside:
+    """What is known of backward passes that no context was open for.
+
+    Attributes:
+        task: Autograd's number of the latest one that has come to recorded calls.
+    """
+
+    __slots__ = ("task",)
+
+    def __init__(self) -> None:
+        self.task = -1
+
+
 DEFAULT = State()
+OUTSIDE = Outside()
 STATE: ContextVar[State] = ContextVar("backpack", default=DEFAULT)
 
 

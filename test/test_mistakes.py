@@ -719,6 +719,43 @@ def test_what_is_not_extended(name: str, order: str) -> None:
     assert all(ext.__name__ in message for ext in ORDERS[order])
 
 
+@pytest.mark.parametrize("alive", ["another model", "the model", "an earlier step", "a kept graph"])
+def test_what_is_not_extended_while_something_else_is_recorded(alive: str) -> None:
+    """First-order contexts notice it, whatever else a backward pass could have come to."""
+    (X, y), model, kept = data(), mlp(), []
+    output = model(X)
+    if alive in ("an earlier step", "a kept graph"):
+        teacher = extend(mlp())
+        for _ in range(2):
+            kept.append(nn.functional.cross_entropy(teacher(X), y))
+            with backpack(BatchGrad(), retain_graph=alive == "a kept graph"):
+                kept[-1].backward(retain_graph=True)
+    else:
+        kept.append(extend(model if alive == "the model" else mlp())(X))
+
+    def program() -> None:
+        loss = nn.functional.cross_entropy(output, y)
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    (message,) = warnings_of(program)
+    assert "reached no extended module" in message and "BatchGrad" in message
+
+
+def test_what_is_not_extended_is_noticed_where_others_are_used() -> None:
+    """The student is forgotten, the teacher (whose call is the last one) is not."""
+    (X, y), student, teacher = data(), mlp(), extend(mlp())
+
+    def program() -> None:
+        for step in range(4):
+            losses = [nn.functional.cross_entropy(model(X), y) for model in (student, teacher)]
+            for loss in losses if step else losses[1:]:
+                with backpack(BatchGrad()):
+                    loss.backward()
+
+    assert any("reached no extended module" in message for message in warnings_of(program))
+
+
 def test_inner_context_that_silences_the_outer_one() -> None:
     def program() -> None:
         loss = loss_of(mlp())

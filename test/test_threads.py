@@ -133,8 +133,23 @@ def test_a_thread_without_a_context_is_left_alone() -> None:
         assert not CTX.is_extension_active(BatchGrad)
         done.set()
 
-    side_by_side(inside, outside)
+    with pytest.warns(UserWarning, match="enter it in the function that the thread runs"):
+        side_by_side(inside, outside)
     assert all(p.grad is not None and not vars(p) for p in model.parameters())
+
+
+def test_a_thread_is_no_reason_to_warn_if_the_context_is_used_or_has_no_extensions(
+    recwarn: Any,
+) -> None:
+    model, other = network(0), network(1)
+    for exts in ([BatchGrad()], [], [DiagGGNExact()]):
+        with backpack(*exts):
+            side_by_side(lambda: step_of(model).backward())
+            step_of(other).backward()
+    step_of(model).backward()
+    with backpack(BatchGrad()), disable():
+        side_by_side(lambda: None)
+    assert not [str(w.message) for w in recwarn if "have not run" in str(w.message)]
 
 
 def test_contexts_that_are_left_in_another_order_leave_nothing_active() -> None:
@@ -209,6 +224,9 @@ def test_a_backward_pass_goes_on_if_its_context_is_left_meanwhile() -> None:
     for p in model.parameters():
         assert_equal(p.grad_batch.sum(0), p.grad)
     assert CTX.get_active_exts() == () and not BackwardPass._running
+    with backpack(DiagGGNExact()):
+        pass
+    assert torch._C._len_torch_function_stack() == 0
 
 
 class Seen(torch.overrides.TorchFunctionMode):
@@ -454,12 +472,8 @@ def failing_pass(model: Any) -> None:
 def test_backward_passes_that_fail_leave_nothing_in_an_open_context(by: str) -> None:
     """Such as a loop that tries again after an error. Autograd has dropped them."""
     model, exts = network(0), (DiagGGNExact(), BatchGrad())
-    context = backpack(*exts if by == "context" else ())
-    if by == "CTX":
-        CTX.set_active_exts(exts)
-    else:
-        context.__enter__()
-    try:
+
+    def program() -> None:
         for _ in range(3):
             failing_pass(model)
             gc.collect()
@@ -470,11 +484,16 @@ def test_backward_passes_that_fail_leave_nothing_in_an_open_context(by: str) -> 
             model(X).sum().backward()  # nothing is nested
         model.zero_grad()
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
-    finally:
-        if by == "CTX":
-            CTX.set_active_exts(())
-        else:
-            context.__exit__(None, None, None)
+
+    def active() -> None:
+        CTX.set_active_exts(exts)
+        program()
+
+    if by == "CTX":
+        contextvars.copy_context().run(active)
+    else:
+        with backpack(*exts):
+            program()
     for p in model.parameters():
         assert_equal(p.grad_batch.sum(0), p.grad)
         assert p.diag_ggn_exact.shape == p.shape

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from backpack.context import (
     DEFAULT,
+    OUTSIDE,
     STATE,
     Configuration,
     State,
@@ -204,7 +205,12 @@ class BackwardPass:
             return current
         state = state_of_caller()
         inactive = not cls._running and state.configuration is DEFAULT.configuration
-        return None if inactive or state.disabled else cls._start(task, state)
+        if state.disabled:
+            return None
+        if inactive:
+            OUTSIDE.task = task
+            return None
+        return cls._start(task, state)
 
     @classmethod
     def _start(cls, task: int, state: State) -> BackwardPass | None:
@@ -218,6 +224,8 @@ class BackwardPass:
                 raise RuntimeError(NESTED_IN_THREADS)
             configuration = outer[0].configuration
         if not configuration.is_active:
+            if configuration.scope is None:
+                OUTSIDE.task = task
             return None
         if entry is not None and not entry.is_of(task):
             entry = None  # this pass is inside of the one that it has started

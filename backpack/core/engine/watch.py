@@ -66,22 +66,32 @@ class WatchBackward(overrides.TorchFunctionMode):
         super().__init__()
         self.completed = completed
         self.spares = spares
+        self.was_left = False
+
+    def __enter__(self) -> WatchBackward:
+        """Put it on."""
+        self.was_left = False
+        super().__enter__()
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        """Take it off, also from below modes that are not left yet."""
+        """Take it off, also from below modes that are not left yet.
+
+        If it is in use, or was put on in another thread, it stays there, does nothing, and the next
+        one takes it along.
+        """
+        self.was_left = True
         stack = overrides._get_current_function_mode_stack()
-        if self not in stack:  # in another thread
-            return
-        later = stack[stack.index(self) + 1 :]
-        for _ in (self, *later):
+        for _ in stack:
             overrides._pop_mode()
-        for mode in later:
-            overrides._push_mode(mode)
+        for mode in stack:
+            if not (isinstance(mode, WatchBackward) and mode.was_left):
+                overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
         kwargs = kwargs or {}
-        if func not in self._ENTRIES:
+        if func not in self._ENTRIES or self.was_left:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)

@@ -79,6 +79,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _NOTHING = object()
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
+_newest_then = -1  # what that was when a context was left
 
 
 class BackpackOutput(torch.autograd.Function):
@@ -1423,9 +1424,17 @@ def now() -> int:
     return next(_index)
 
 
-def is_anything_recorded() -> bool:
-    """Whether there are recorded calls that still hold tensors."""
-    return bool(_live)
+def latest() -> Module | None:
+    """Return the module of the latest call, if that waits for its first context."""
+    entry = _live.get(_newest) if _newest != _newest_then else None
+    call = None if entry is None else entry()
+    return None if call is None else call.module
+
+
+def note_end_of_context() -> None:
+    """Note that the calls so far do not wait for a context any more."""
+    global _newest_then
+    _newest_then = _newest
 
 
 def all_live_calls() -> list[Call]:
