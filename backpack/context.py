@@ -101,6 +101,7 @@ class Outside:
     __slots__ = ("task",)
 
     def __init__(self) -> None:
+        """Know of none."""
         self.task = -1
 
 

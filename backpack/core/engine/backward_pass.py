@@ -443,6 +443,14 @@ class BackwardPass:
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
 
+    def _note_gradients(self) -> None:
+        """Note which gradient results belong to: the one that autograd has accumulated."""
+        for ext in self.first_order:
+            if ext.belongs_to_gradient:
+                for p, savefield, identity in self.written:
+                    if savefield == ext.savefield and id(getattr(p, savefield, None)) == identity:
+                        results.note_gradient(p, savefield)
+
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
         paths: dict[int, Path] = {}
@@ -524,6 +532,8 @@ class BackwardPass:
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
         self._mark_first_order()
+        if self.notes_accumulation:
+            self._note_gradients()
         if self.second_order:
             self._run_second_order()
         for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
