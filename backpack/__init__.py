@@ -23,7 +23,17 @@ from warnings import warn
 
 from torch.nn import DataParallel, Module
 
-from backpack.context import CTX, Configuration, ExtensionHook, Scope, configure, disable
+from backpack.context import (
+    CTX,
+    OUTSIDE,
+    STATE,
+    Configuration,
+    ExtensionHook,
+    Scope,
+    active,
+    configure,
+    disable,
+)
 from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.recording import is_open, is_recorded, record_functions
 from backpack.convert.tracing import ConversionError
@@ -87,6 +97,7 @@ class backpack:
         self.retain_graph = retain_graph
         self._sum_individual_gradients = sum_individual_gradients
         self._is_unused = bool(exts)
+        self._entered: dict[Scope, Configuration] = {}  # by threads and tasks, and not left yet
 
     def __del__(self) -> None:
         """Warn if nobody has entered the context."""
@@ -101,7 +112,7 @@ class backpack:
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         self._is_unused = False
-        scope = Scope(CTX.configuration)
+        scope = Scope(CTX.configuration, latest=tape.latest(), seen_elsewhere=OUTSIDE.task)
         configuration = Configuration(
             self.exts,
             self.debug,
@@ -114,12 +125,13 @@ class backpack:
         # pay for a mode
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
         spares = second_order or bool(spared_gradients.costly(configuration))
-        # if nothing is recorded yet, perhaps extend() was forgotten
-        is_suspicious = bool(self.exts) and not tape.is_anything_recorded()
+        # perhaps extend() was forgotten
+        is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         configure(configuration)
         if spares or is_suspicious:
             scope.watch = WatchBackward(BackwardPass.completed, spares)
             scope.watch.__enter__()
+        self._entered[scope] = configuration
         return self
 
     def __exit__(
@@ -128,16 +140,32 @@ class backpack:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the outer state."""
-        inner = CTX.configuration
+        """Restore the outer state. Contexts that others have entered inside stay active.
+
+        Raises:
+            RuntimeError: If it is not known which of several times that it was entered is over.
+        """
+        inner: Configuration | None = STATE.get().configuration
+        while inner is not None and inner.scope not in self._entered:
+            inner = None if inner.scope is None else inner.scope.outer
+        if inner is None:  # such as a generator that was closed in another thread
+            if len(self._entered) != 1:
+                raise RuntimeError(
+                    "A context of backpack(...) is left, but this thread (or task of asyncio) has "
+                    "not entered it. Leave it where it was entered, once: use `with "
+                    "backpack(...):`."
+                )
+            (inner,) = self._entered.values()
         scope: Any = inner.scope
+        self._entered.pop(scope)
+        scope.was_left = True
         if scope.watch is not None:
             scope.watch.__exit__(kind, value, trace)
-        configure(scope.outer)
-        BackwardPass.abandon(scope)
-        checks.note_passes(inner, scope.outer)
+        configure(CTX.configuration)
+        checks.note_passes(inner, active(scope.outer))
+        checks.note_latest(inner)
         if kind is None:
-            checks.warn_of_nothing(inner, scope.watch is not None and scope.watch.missed)
+            checks.warn_of_nothing(inner)
 
 
 def extend(

@@ -28,11 +28,13 @@ class Passes:
 
     Attributes:
         told: Whether it was said of a module why it has no quantities.
+        missed: Whether a ``backward()`` has reached parameters, but no recorded call.
     """
 
     own: int = 0
     hidden: int = 0
     told: bool = False
+    missed: bool = False
 
 
 @dataclass(eq=False)
@@ -42,10 +44,17 @@ class Scope:
     Attributes:
         outer: The configuration before.
         watch: The mode that sees calls of ``backward()``, if there is one.
+        latest: The module whose recorded call was the latest one.
+        seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
+        was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
+            the state, and contexts may be left in any order.
     """
 
     outer: Configuration
     watch: AbstractContextManager[Any] | None = None
+    latest: Module | None = None
+    seen_elsewhere: int = -1
+    was_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Configuration:
 class State(NamedTuple):
     """What belongs to one thread (and to a task of ``asyncio``), as gradient mode does."""
 
-    configuration: Configuration = Configuration()  # of the innermost context
+    configuration: Configuration = Configuration()  # of the innermost context: see ``active``
     disabled: int = 0  # how many ``disable()`` are active
     entry: Any = None  # the ``backward()`` that runs, if it was noticed: see core/engine/watch.py
     # for each recorded model that is running, what records its functions (the same one inside of
@@ -82,8 +91,30 @@ class State(NamedTuple):
     recorders: tuple[Any, ...] = ()
 
 
+class Outside:
+    """What is known of backward passes that no context was open for.
+
+    Attributes:
+        task: Autograd's number of the latest one that has come to recorded calls.
+    """
+
+    __slots__ = ("task",)
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self.task = -1
+
+
 DEFAULT = State()
+OUTSIDE = Outside()
 STATE: ContextVar[State] = ContextVar("backpack", default=DEFAULT)
+
+
+def active(configuration: Configuration) -> Configuration:
+    """Return that of the innermost context which was not left since."""
+    while (scope := configuration.scope) is not None and scope.was_left:
+        configuration = scope.outer
+    return configuration
 
 
 def update(**values: Any) -> None:
@@ -112,7 +143,7 @@ class _Active:
     """The configuration of the thread that asks."""
 
     def __get__(self, instance: object, owner: type) -> Configuration:
-        return STATE.get().configuration
+        return active(STATE.get().configuration)
 
 
 class CTX:

@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.core.engine.results import has_other_gradient
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -272,13 +274,19 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
         The ratio. ``[]``
 
     Raises:
-        RuntimeError: If the gradient has accumulated over several backward passes.
+        RuntimeError: If the gradient has accumulated over several backward passes, or changed
+            since the one that has computed ``batch_l2``.
     """
-    if any(getattr(p.batch_l2, "_backpack_accumulated", False) for p in params):  # type: ignore[attr-defined]
+    if any(
+        getattr(p.batch_l2, "_backpack_accumulated", False)  # type: ignore[attr-defined]
+        or has_other_gradient(p, "batch_l2")
+        for p in params
+    ):
         raise RuntimeError(
             "gradient_snr needs grad and batch_l2 of one backward pass, but grad has accumulated "
-            "over several (micro-batches, or zero_grad() was not called), and batch_l2 is that of "
-            "the last alone. Compute it from one backward pass with the whole batch."
+            "over several (micro-batches, or zero_grad() was not called), or was changed since "
+            "(another backward pass, clipping, unscaling), and batch_l2 is that of one alone. "
+            "Compute it from one backward pass with the whole batch, right after that."
         )
     signal = _entries(params, "grad").square().sum()  # of the sum over n, in whatever scale
     squares = torch.stack([p.batch_l2 for p in params])  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -265,10 +267,46 @@ def test_equal_extensions_may_share_a_savefield() -> None:
     assert model[0].weight.grad_batch.shape == (N, 4, 3)
 
 
-@pytest.mark.parametrize("indices", [range(2), (0, 1), torch.tensor([0, 1])])
+@pytest.mark.parametrize("indices", [range(2), (0, 1), torch.tensor([0, 1]), numpy.array([0, 1])])
 def test_subsampling_may_be_any_sequence(indices: Any) -> None:
     model = run(mlp(), BatchGrad(subsampling=indices))
     assert model[0].weight.grad_batch.shape == (2, 4, 3)
+
+
+MASK = [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        (torch.tensor(MASK), r"\[5\] and type torch.bool.*mask.nonzero\(\).flatten\(\)"),
+        (numpy.array(MASK), r"type torch.bool.*mask.nonzero\(\).flatten\(\)"),
+        (torch.tensor([0.0, 1.0]), r"\[2\] and type torch.float"),
+        (torch.tensor([[0], [1]]), r"\[2, 1\] and type torch.int64"),
+        (torch.tensor(1), r"shape \[\] "),
+        ({0, 1}, r"\{0, 1\}"),
+        ({0: 1}, r"\{0: 1\}"),
+        ("01", "'01'"),
+        (slice(0, 2), "slice"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_subsampling_that_is_no_list_of_indices(indices: Any, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"subsampling is a list of sample indices.*{expected}"):
+        BatchGrad(subsampling=indices)
+
+
+def test_indices_of_a_mask() -> None:
+    indices = torch.tensor(MASK).nonzero().flatten()
+    model = mlp()
+    X, y = data()
+    for p, ext in ((0, BatchGrad()), (1, BatchGrad(subsampling=indices))):
+        loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+        with backpack(ext):
+            loss.backward()
+        if p == 0:
+            whole = model[0].weight.grad_batch
+    torch.testing.assert_close(model[0].weight.grad_batch, whole[[0, 3]])
 
 
 def test_every_extension_is_checked_and_none_refused() -> None:
@@ -575,6 +613,41 @@ def test_signal_to_noise_ratio_over_accumulated_gradients(tmp_path: Path) -> Non
         monitor.step()
 
 
+def _accumulates(model: nn.Module) -> None:
+    loss_of(model).backward()
+
+
+def _accumulates_with_graph(model: nn.Module) -> None:
+    warnings.simplefilter("ignore")  # of autograd, about the cycle
+    loss_of(model).backward(create_graph=True)
+
+
+def _starts_again(model: nn.Module) -> None:
+    model.zero_grad()
+    loss_of(model).backward()
+
+
+def _clips(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [_accumulates, _accumulates_with_graph, _starts_again, _clips])
+def test_signal_to_noise_ratio_of_a_gradient_that_changes_later(change: Any) -> None:
+    """Such as if the first micro-batch alone runs in a context."""
+    model = mlp()
+    micro_batches(model, 1)
+    before = gradient_snr(list(model.parameters()))
+    with warnings.catch_warnings():
+        change(model)
+    with pytest.raises(RuntimeError, match=r"gradient_snr.*accumulated.*or was changed since"):
+        gradient_snr(list(model.parameters()))
+    micro_batches(model, 1)
+    loss_of(copy.deepcopy(model)).backward()  # of others
+    torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, weight_decay=0.1).step()
+    assert gradient_snr(list(model.parameters())) > 0 and before > 0
+    model.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_signal_to_noise_ratio_of_one_backward_pass(set_to_none: bool) -> None:
     shared = nn.Linear(3, 3)
@@ -717,6 +790,43 @@ def test_what_is_not_extended(name: str, order: str) -> None:
     (message,) = warnings_of(lambda: program(*[ext() for ext in ORDERS[order]]))
     assert re.search(expected, message)
     assert all(ext.__name__ in message for ext in ORDERS[order])
+
+
+@pytest.mark.parametrize("alive", ["another model", "the model", "an earlier step", "a kept graph"])
+def test_what_is_not_extended_while_something_else_is_recorded(alive: str) -> None:
+    """First-order contexts notice it, whatever else a backward pass could have come to."""
+    (X, y), model, kept = data(), mlp(), []
+    output = model(X)
+    if alive in ("an earlier step", "a kept graph"):
+        teacher = extend(mlp())
+        for _ in range(2):
+            kept.append(nn.functional.cross_entropy(teacher(X), y))
+            with backpack(BatchGrad(), retain_graph=alive == "a kept graph"):
+                kept[-1].backward(retain_graph=True)
+    else:
+        kept.append(extend(model if alive == "the model" else mlp())(X))
+
+    def program() -> None:
+        loss = nn.functional.cross_entropy(output, y)
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    (message,) = warnings_of(program)
+    assert "reached no extended module" in message and "BatchGrad" in message
+
+
+def test_what_is_not_extended_is_noticed_where_others_are_used() -> None:
+    """The student is forgotten, the teacher (whose call is the last one) is not."""
+    (X, y), student, teacher = data(), mlp(), extend(mlp())
+
+    def program() -> None:
+        for step in range(4):
+            losses = [nn.functional.cross_entropy(model(X), y) for model in (student, teacher)]
+            for loss in losses if step else losses[1:]:
+                with backpack(BatchGrad()):
+                    loss.backward()
+
+    assert any("reached no extended module" in message for message in warnings_of(program))
 
 
 def test_inner_context_that_silences_the_outer_one() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
+import gc
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -129,8 +133,23 @@ def test_a_thread_without_a_context_is_left_alone() -> None:
         assert not CTX.is_extension_active(BatchGrad)
         done.set()
 
-    side_by_side(inside, outside)
+    with pytest.warns(UserWarning, match="enter it in the function that the thread runs"):
+        side_by_side(inside, outside)
     assert all(p.grad is not None and not vars(p) for p in model.parameters())
+
+
+def test_a_thread_is_no_reason_to_warn_if_the_context_is_used_or_has_no_extensions(
+    recwarn: Any,
+) -> None:
+    model, other = network(0), network(1)
+    for exts in ([BatchGrad()], [], [DiagGGNExact()]):
+        with backpack(*exts):
+            side_by_side(lambda: step_of(model).backward())
+            step_of(other).backward()
+    step_of(model).backward()
+    with backpack(BatchGrad()), disable():
+        side_by_side(lambda: None)
+    assert not [str(w.message) for w in recwarn if "have not run" in str(w.message)]
 
 
 def test_contexts_that_are_left_in_another_order_leave_nothing_active() -> None:
@@ -153,6 +172,126 @@ def test_contexts_that_are_left_in_another_order_leave_nothing_active() -> None:
         assert CTX.get_active_exts() == ()
 
     side_by_side(first, second)
+    assert CTX.get_active_exts() == ()
+
+
+def step_of(model: nn.Module) -> Tensor:
+    X, y = batch(0)
+    return extend(nn.CrossEntropyLoss())(model(X), y)
+
+
+def test_a_task_does_not_have_a_context_that_is_left() -> None:
+    """Tasks, threads of asyncio and copies of the context variables start with what was active."""
+    model, others = network(0), [network(1), network(2)]
+
+    async def train() -> None:
+        assert CTX.is_extension_active(BatchGrad)
+        step_of(others[0]).backward()
+        await asyncio.sleep(0.01)
+        step_of(model).backward()
+        assert CTX.get_active_exts() == ()
+
+    async def program() -> None:
+        with backpack(BatchGrad()):
+            task = asyncio.create_task(train())
+            await asyncio.to_thread(lambda: step_of(others[1]).backward())
+            copied = contextvars.copy_context()
+        await task
+        copied.run(lambda: step_of(model).backward())
+        assert copied.run(CTX.get_active_exts) == ()
+
+    asyncio.run(program())
+    assert not any(vars(p) for p in model.parameters())
+    assert all(hasattr(p, "grad_batch") for other in others for p in other.parameters())
+
+
+def test_a_task_keeps_the_outer_context_when_the_inner_one_is_left() -> None:
+    model = network(0)
+    with backpack(Variance()):
+        with backpack(BatchGrad()):
+            copied = contextvars.copy_context()
+        copied.run(lambda: step_of(model).backward())
+    for p in model.parameters():
+        assert hasattr(p, "variance") and not hasattr(p, "grad_batch")
+
+
+def test_a_backward_pass_goes_on_if_its_context_is_left_meanwhile() -> None:
+    model, context = network(0), backpack(BatchGrad())
+    loss = step_of(model)
+    context.__enter__()
+    model[3].weight.register_hook(lambda grad: context.__exit__(None, None, None))  # type: ignore[index, union-attr]
+    loss.backward()
+    for p in model.parameters():
+        assert_equal(p.grad_batch.sum(0), p.grad)
+    assert CTX.get_active_exts() == () and not BackwardPass._running
+    with backpack(DiagGGNExact()):
+        pass
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    """Counts functions of tensors."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("first", [BatchGrad, DiagGGNExact])
+def test_contexts_of_one_thread_may_be_left_in_another_order(first: Any) -> None:
+    model = network(0)
+
+    def inside() -> Iterator[None]:
+        with backpack(first()):
+            yield
+
+    generator = inside()
+    next(generator)
+    with backpack(Variance()), Seen() as mode:
+        generator.close()
+        assert CTX.is_extension_active(Variance) and not CTX.is_extension_active(first)
+        step_of(model).backward()
+    assert mode.count and torch._C._len_torch_function_stack() == 0
+    assert CTX.get_active_exts() == ()
+    for p in model.parameters():
+        assert set(vars(p)) == {"variance"}
+
+
+def test_a_context_that_is_entered_twice() -> None:
+    context, model = backpack(BatchGrad()), network(0)
+    with context:
+        with backpack(Variance()), context:
+            assert CTX.is_extension_active(BatchGrad)
+        assert CTX.is_extension_active(BatchGrad)
+        step_of(model).backward()
+    assert CTX.get_active_exts() == ()
+    assert all(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+def test_a_context_that_is_left_in_another_thread() -> None:
+    """It is over, if there is no doubt which one is meant."""
+    context = backpack(DiagGGNExact())
+    entered, left = threading.Event(), threading.Event()
+
+    def enters() -> None:
+        context.__enter__()
+        entered.set()
+        assert left.wait(30)
+        assert CTX.get_active_exts() == ()
+
+    def leaves() -> None:
+        assert entered.wait(30)
+        context.__exit__(None, None, None)
+        left.set()
+
+    side_by_side(enters, leaves)
+    with pytest.raises(RuntimeError, match="has not entered it"):
+        context.__exit__(None, None, None)
+    side_by_side(context.__enter__, context.__enter__)
+    with pytest.raises(RuntimeError, match="has not entered it"):
+        context.__exit__(None, None, None)
     assert CTX.get_active_exts() == ()
 
 
@@ -311,6 +450,97 @@ def test_errors_in_one_thread_leave_the_others_alone() -> None:
 
     side_by_side(fails, works, fails, works)
     assert not BackwardPass._running
+
+
+class Stop(Exception):
+    """What a hook of somebody else raises."""
+
+
+def fail(grad: Tensor) -> None:
+    raise Stop
+
+
+def failing_pass(model: Any) -> None:
+    X, y = batch(0)
+    middle = model[:2](X)
+    middle.register_hook(fail)
+    with pytest.raises((Stop, SystemError)):  # threads of autograd lose the error that they pass on
+        extend(nn.CrossEntropyLoss())(model[2:](middle), y).backward()
+
+
+@pytest.mark.parametrize("by", ["context", "CTX"])
+def test_backward_passes_that_fail_leave_nothing_in_an_open_context(by: str) -> None:
+    """Such as a loop that tries again after an error. Autograd has dropped them."""
+    model, exts = network(0), (DiagGGNExact(), BatchGrad())
+
+    def program() -> None:
+        for _ in range(3):
+            failing_pass(model)
+            gc.collect()
+            assert not BackwardPass._running and not tape.all_live_calls()
+            assert not any(vars(p) for p in model.parameters())
+        X, y = batch(0)
+        with pytest.raises(ValueError, match="does not end in a supported loss"):
+            model(X).sum().backward()  # nothing is nested
+        model.zero_grad()
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+    def active() -> None:
+        CTX.set_active_exts(exts)
+        program()
+
+    if by == "CTX":
+        contextvars.copy_context().run(active)
+    else:
+        with backpack(*exts):
+            program()
+    for p in model.parameters():
+        assert_equal(p.grad_batch.sum(0), p.grad)
+        assert p.diag_ggn_exact.shape == p.shape
+
+
+def test_a_failed_backward_pass_inside_another_leaves_that_alone() -> None:
+    outer, inner = network(0), network(1)
+    X, y = batch(0)
+    output = outer(X)
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            failing_pass(inner)
+        assert len(BackwardPass._running) == 1
+
+    output.register_hook(hook)
+    with backpack(BatchGrad()):
+        extend(nn.CrossEntropyLoss())(output, y).backward()
+    assert all(hasattr(p, "grad_batch") for p in outer.parameters())
+    assert not any(vars(p) for p in inner.parameters()) and not BackwardPass._running
+
+
+def test_failed_backward_passes_in_threads_of_autograd() -> None:
+    model = network(0)
+    with backpack(BatchGrad()):
+        in_thread_of_autograd(lambda: failing_pass(model))
+        for _ in range(100):  # the thread may be a little later than its error
+            if not BackwardPass._running:
+                break
+            time.sleep(0.05)
+        assert not BackwardPass._running
+        assert not any(vars(p) for p in model.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_failed_backward_passes_on_an_accelerator() -> None:
+    model: Any = network(0).cuda()
+    X, y = (t.cuda() for t in batch(0))
+    with backpack(BatchGrad(), DiagGGNExact()):
+        for _ in range(20):
+            middle = model[:2](X)
+            middle.register_hook(fail)
+            with pytest.raises(Stop):
+                extend(nn.CrossEntropyLoss())(model[2:](middle), y).backward()
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        assert not BackwardPass._running
+    assert all(hasattr(p, "grad_batch") for p in model.parameters())
 
 
 class Nest(torch.autograd.Function):

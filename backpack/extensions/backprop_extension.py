@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 from warnings import warn
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.engine.products import Products
@@ -67,7 +69,7 @@ class BackpropExtension:
 
         Raises:
             ValueError: If ``fail_mode`` or ``subsampling`` is none of these.
-            TypeError: If ``subsampling`` is no list.
+            TypeError: If ``subsampling`` is no list of indices, such as a mask.
         """
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise ValueError(
@@ -143,10 +145,27 @@ class BackpropExtension:
 
 
 def _listed(subsampling: Any) -> list[int]:
-    try:
-        return list(subsampling)
-    except TypeError:
-        raise TypeError(
-            f"subsampling is a list of sample indices, or None for all samples, got {subsampling!r}"
-            f". For a single sample, give [{subsampling!r}]."
-        ) from None
+    """Return a sequence of indices as a list; whether those of a list fit is seen later."""
+    given = subsampling
+    if hasattr(given, "__array__") and not isinstance(given, Tensor):  # of NumPy
+        given = torch.as_tensor(given)
+    if isinstance(given, Tensor):
+        is_whole = not (
+            given.is_floating_point() or given.is_complex() or given.dtype is torch.bool
+        )
+        if given.dim() == 1 and is_whole:
+            return given.tolist()
+        got = f"a tensor of shape {list(given.shape)} and type {given.dtype}"
+    elif isinstance(given, list | tuple | range):
+        return list(given)
+    else:
+        got = repr(given)
+    advice = ""
+    if isinstance(given, Tensor) and given.dtype is torch.bool:
+        advice = " Of a mask, give the indices: mask.nonzero().flatten()."
+    elif isinstance(given, int):
+        advice = f" For a single sample, give [{given!r}]."
+    raise TypeError(
+        "subsampling is a list of sample indices (or a tuple, or a tensor of integers with one "
+        f"axis), or None for all samples, got {got}.{advice}"
+    )

@@ -19,10 +19,11 @@ from torch.nn import Parameter
 
 from backpack.context import (
     DEFAULT,
+    OUTSIDE,
     STATE,
     Configuration,
-    Scope,
     State,
+    active,
     configure,
     state_of_caller,
     without_autocast,
@@ -204,12 +205,17 @@ class BackwardPass:
             return current
         state = state_of_caller()
         inactive = not cls._running and state.configuration is DEFAULT.configuration
-        return None if inactive or state.disabled else cls._start(task, state)
+        if state.disabled:
+            return None
+        if inactive:
+            OUTSIDE.task = task
+            return None
+        return cls._start(task, state)
 
     @classmethod
     def _start(cls, task: int, state: State) -> BackwardPass | None:
         """Follow a backward pass, if a context is active where it was called."""
-        configuration, entry = state.configuration, state.entry
+        configuration, entry = active(state.configuration), state.entry
         running = list(cls._running.values())
         outer = [other for other in running if get_ident() in other.threads] if running else []
         if outer and configuration is DEFAULT.configuration and _is_called_from_here():
@@ -218,6 +224,8 @@ class BackwardPass:
                 raise RuntimeError(NESTED_IN_THREADS)
             configuration = outer[0].configuration
         if not configuration.is_active:
+            if configuration.scope is None:
+                OUTSIDE.task = task
             return None
         if entry is not None and not entry.is_of(task):
             entry = None  # this pass is inside of the one that it has started
@@ -228,7 +236,7 @@ class BackwardPass:
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
         if current is new:
             configuration.passes.own += 1
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(task))
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(task))
         return current
 
     @classmethod
@@ -236,8 +244,9 @@ class BackwardPass:
         """Take note that a backward pass comes through a call that could not be recorded."""
         state = state_of_caller()
         if not state.disabled:
-            state.configuration.passes.told = True
-            for ext in state.configuration.exts:
+            configuration = active(state.configuration)
+            configuration.passes.told = True
+            for ext in configuration.exts:
                 ext.fail(what)
 
     @classmethod
@@ -255,12 +264,11 @@ class BackwardPass:
         del cls._running[task]
 
     @classmethod
-    def abandon(cls, scope: Scope) -> None:
-        """Forget backward passes of a context that an error has stopped, and what they wrote."""
-        for task, current in list(cls._running.items()):
-            if current.configuration.scope is scope:
-                current._undo()
-                del cls._running[task]
+    def abandon(cls, task: int) -> None:
+        """Forget a backward pass that an error has stopped, and what it wrote."""
+        current = cls._running.pop(task, None)
+        if current is not None:
+            current._undo()
 
     def _undone_on_error(self, task: int, work: Callable[..., None], *arguments: Any) -> None:
         self.threads.add(get_ident())
@@ -443,6 +451,14 @@ class BackwardPass:
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
 
+    def _note_gradients(self) -> None:
+        """Note which gradient results belong to: the one that autograd has accumulated."""
+        for ext in self.first_order:
+            if ext.belongs_to_gradient:
+                for p, savefield, identity in self.written:
+                    if savefield == ext.savefield and id(getattr(p, savefield, None)) == identity:
+                        results.note_gradient(p, savefield)
+
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
         paths: dict[int, Path] = {}
@@ -524,6 +540,8 @@ class BackwardPass:
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
         self._mark_first_order()
+        if self.notes_accumulation:
+            self._note_gradients()
         if self.second_order:
             self._run_second_order()
         for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
@@ -754,6 +772,25 @@ class BackwardPass:
                     UserWarning,
                     stacklevel=2,
                 )
+
+
+class _Ending:
+    """Ends a backward pass, when autograd calls it.
+
+    Autograd alone holds it: where an error of somebody else stops the pass, it is dropped uncalled,
+    and nothing of the pass is kept.
+    """
+
+    __slots__ = ("task",)
+
+    def __init__(self, task: int):
+        self.task = task
+
+    def __call__(self) -> None:
+        BackwardPass._finish(self.task)
+
+    def __del__(self) -> None:
+        BackwardPass.abandon(self.task)
 
 
 def _have_hooks(calls: Iterable[Call]) -> bool:

@@ -7,13 +7,15 @@ from collections.abc import Collection, Sequence
 from itertools import combinations, islice
 from typing import Any
 from warnings import warn
+from weakref import WeakSet
 
 from torch import distributed
 from torch.nn import Module
 
-from backpack.context import CTX, Configuration
+from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.products import REDUCTIONS
 from backpack.core.engine.propagations import Blocks
+from backpack.core.record import tape
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
@@ -30,6 +32,10 @@ NO_SHARDS = (
     "that stand for them while the module runs, and be lost. Use "
     "torch.nn.parallel.DistributedDataParallel, and extend the model inside."
 )
+
+
+# Modules that were called just before contexts in which backward passes came to recorded calls.
+_followed: WeakSet[Module] = WeakSet()
 
 
 def check_extensions(exts: Sequence[Extension]) -> None:
@@ -80,12 +86,34 @@ def note_passes(inner: Configuration, outer: Configuration) -> None:
         outer.passes.hidden += passes
 
 
-def warn_of_nothing(configuration: Configuration, missed: bool) -> None:
+def is_suspicious(scope: Scope) -> bool:
+    """Whether backward passes may come to no recorded call in a context that is entered.
+
+    To watch for them costs a short step some percent. Nothing tells beforehand which of the graphs
+    that live ``backward()`` will be called on. So it is assumed that a context in which all is well
+    stays so: as long as the same module is the last that was called before it is entered.
+    """
+    return scope.latest is None or scope.latest not in _followed
+
+
+def note_latest(configuration: Configuration) -> None:
+    """Note if backward passes of a context that is left came to recorded calls."""
+    scope = configuration.scope
+    tape.note_end_of_context()
+    if scope is None or scope.latest is None or not configuration.exts:
+        return
+    if not configuration.passes.own:
+        _followed.discard(scope.latest)
+    elif scope.watch is not None:
+        _followed.add(scope.latest)
+    scope.latest = None
+
+
+def warn_of_nothing(configuration: Configuration) -> None:
     """Say why the extensions of a context that is left have not run, if backward passes have.
 
     Args:
         configuration: That of the context.
-        missed: Whether a backward pass has reached parameters, but no recorded call.
     """
     passes = configuration.passes
     if not configuration.exts or passes.own or passes.told:
@@ -98,10 +126,18 @@ def warn_of_nothing(configuration: Configuration, missed: bool) -> None:
             "extensions to one context: `with backpack(A(), B()):`.",
             stacklevel=3,
         )
-    elif missed:
+    elif passes.missed:
         warn(
             f"backward() inside of `with backpack({names}):` reached no extended module, so "
             f"nothing was computed. {EXTEND_FIRST}",
+            stacklevel=3,
+        )
+    elif configuration.scope is not None and configuration.scope.seen_elsewhere != OUTSIDE.task:
+        warn(
+            f"The extensions of backpack({names}) have not run: no backward() was called in this "
+            "thread (or task of asyncio) inside of the context, but in another one, through "
+            "extended modules. A context is active where it is entered alone: enter it in the "
+            "function that the thread runs.",
             stacklevel=3,
         )
 

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module, Parameter
+
+
+class Beside(NamedTuple):
+    """What ``p.grad`` was when a backward pass had saved a result that is used together with it.
+
+    Attributes:
+        value: The result.
+        grad: The gradient; None if there was none.
+        version: Counts its changes in place.
+    """
+
+    value: ref[Tensor]
+    grad: ref[Tensor] | None
+    version: int
 
 
 class Attributes(dict[str, Any]):
@@ -16,7 +31,8 @@ class Attributes(dict[str, Any]):
     PyTorch pickles all attributes of a parameter. Results are left out.
 
     Attributes:
-        results: Names of results, in the order in which they were saved first.
+        results: Names of results, in the order in which they were saved first, each with the
+            gradient that it belongs to, if that was noted.
     """
 
     __slots__ = ("results",)
@@ -24,7 +40,7 @@ class Attributes(dict[str, Any]):
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
-        self.results: dict[str, None] = {}
+        self.results: dict[str, Beside | None] = {}
 
     def others(self) -> dict[str, Any]:
         """Return the attributes that are no results."""
@@ -47,6 +63,26 @@ def save(p: Parameter, name: str, value: Any) -> None:
         p.__dict__ = Attributes(vars(p))
     vars(p).results[name] = None  # type: ignore[attr-defined]
     setattr(p, name, value)
+
+
+def note_gradient(p: Parameter, name: str) -> None:
+    """Note that a result belongs to the gradient that a parameter has now."""
+    value, grad = getattr(p, name, None), p.grad
+    if isinstance(value, Tensor) and isinstance(vars(p), Attributes):
+        beside = (None, 0) if grad is None else (ref(grad), grad._version)
+        vars(p).results[name] = Beside(ref(value), *beside)  # type: ignore[attr-defined]
+
+
+def has_other_gradient(p: Parameter, name: str) -> bool:
+    """Whether a parameter has another gradient than when a result was saved, if that was noted."""
+    own = vars(p)
+    beside = own.results.get(name) if isinstance(own, Attributes) else None
+    if beside is None or beside.value() is not own.get(name):
+        return False
+    grad = p.grad
+    if beside.grad is None or grad is None:
+        return beside.grad is not grad
+    return beside.grad() is not grad or beside.version != grad._version
 
 
 def _results(p: Parameter) -> dict[str, Any]:

@@ -57,9 +57,6 @@ class WatchBackward(overrides.TorchFunctionMode):
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
         spares: Whether it is spared anything. A short step does not pay for looking at the graph.
-
-    Attributes:
-        missed: Whether a ``backward()`` has reached parameters, but no recorded call.
     """
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -69,12 +66,32 @@ class WatchBackward(overrides.TorchFunctionMode):
         super().__init__()
         self.completed = completed
         self.spares = spares
-        self.missed = False
+        self.was_left = False
+
+    def __enter__(self) -> WatchBackward:
+        """Put it on."""
+        self.was_left = False
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Take it off, also from below modes that are not left yet.
+
+        If it is in use, or was put on in another thread, it stays there, does nothing, and the next
+        one takes it along.
+        """
+        self.was_left = True
+        stack = overrides._get_current_function_mode_stack()
+        for _ in stack:
+            overrides._pop_mode()
+        for mode in stack:
+            if not (isinstance(mode, WatchBackward) and mode.was_left):
+                overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
         kwargs = kwargs or {}
-        if func not in self._ENTRIES:
+        if func not in self._ENTRIES or self.was_left:
             return func(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -90,8 +107,9 @@ class WatchBackward(overrides.TorchFunctionMode):
             configuration = CTX.configuration
             before = configuration.passes.own
             result = self._backward(func, entry, args, kwargs)
-            if configuration.exts and configuration.passes.own == before:
-                self.missed |= disable.should_store_io() and has_parameters(entry.nodes)
+            passes = configuration.passes
+            if configuration.exts and passes.own == before and disable.should_store_io():
+                passes.missed = passes.missed or has_parameters(entry.nodes)
             return result
         finally:
             update(entry=outer)

@@ -21,7 +21,7 @@ from torch import Size, Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from backpack.context import STATE, disable
+from backpack.context import STATE, active, disable
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import Layout, Place, note, noted, unbatched
 from backpack.core.record.registry import (
@@ -79,6 +79,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _NOTHING = object()
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
+_newest_then = -1  # what that was when a context was left
 
 
 class BackpackOutput(torch.autograd.Function):
@@ -1423,9 +1424,17 @@ def now() -> int:
     return next(_index)
 
 
-def is_anything_recorded() -> bool:
-    """Whether there are recorded calls that still hold tensors."""
-    return bool(_live)
+def latest() -> Module | None:
+    """Return the module of the latest call, if that waits for its first context."""
+    entry = _live.get(_newest) if _newest != _newest_then else None
+    call = None if entry is None else entry()
+    return None if call is None else call.module
+
+
+def note_end_of_context() -> None:
+    """Note that the calls so far do not wait for a context any more."""
+    global _newest_then
+    _newest_then = _newest
 
 
 def all_live_calls() -> list[Call]:
@@ -1823,6 +1832,6 @@ def record(
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             listen(out, partial(reached, call, i))
-    if state.configuration.debug:
+    if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
     return apart
