@@ -247,6 +247,53 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     ),
 }
 
+BOTH_ORDERS = (extensions.BatchGrad, extensions.DiagGGNExact)
+OVER_SAMPLES: dict[str, Callable[[int], nn.Module]] = {
+    "linear": lambda n: nn.Linear(n, n),
+    "layer norm": nn.LayerNorm,
+    "RMS norm": nn.RMSNorm,
+    "softmax": lambda n: nn.Softmax(-1),
+}
+
+
+class OverSamples(nn.Module):
+    """Has a module whose features are the samples."""
+
+    def __init__(self, over: nn.Module, reads_data: bool) -> None:
+        super().__init__()
+        self.layer, self.over, self.head = nn.Linear(3, 3), over, nn.Linear(3, 2)
+        self.reads_data = reads_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads_data:
+            return self.head(self.layer(self.over(x.transpose(0, 2)).transpose(0, 2))).sum(1)
+        return self.head(self.over(self.layer(x).transpose(0, 2)).transpose(0, 2)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("converter", "extension"),
+    [
+        (False, extensions.BatchGrad),
+        *((how, ext) for how in (True, "record") for ext in BOTH_ORDERS),
+    ],
+)
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("name", OVER_SAMPLES)
+def test_samples_as_features_are_refused(
+    name: str, steps: int, extension: Any, converter: Any
+) -> None:
+    # without a converter, data without a graph is what the layers are given
+    for reads_data in (False, True) if converter or name != "softmax" else (False,):
+        model = extend(OverSamples(OVER_SAMPLES[name](5), reads_data), use_converter=converter)
+        loss = extend(nn.MSELoss())(model(torch.rand(5, steps, 3)), torch.rand(5, 2))
+        with backpack(extension()):
+            if converter:
+                with pytest.raises(ValueError, match="'over'"):
+                    loss.backward()
+            else:
+                with pytest.warns(UserWarning, match="'over'|'layer'"):
+                    loss.backward()
+
 
 @CONVERTERS
 @pytest.mark.parametrize("name", REFUSED)

@@ -191,9 +191,10 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if None not in known:
+                lost = next((one.lost for one in known if one is not None and one.lost), None)
                 for y in tree_leaves(result):
                     if isinstance(y, Tensor):
-                        note(y, unbatched())
+                        note(y, unbatched(lost))
             return result
         function = resolve(func)
         if function is None or (function.row is not None and function.row.result == VALUE):

@@ -272,9 +272,17 @@ class BaseDerivatives:
                 continue
             place = layout.place(shape)
             if leading:
-                wrong = place is None or place.axis >= len(shape) - self.trailing_axes(module)
-                if wrong and not layout.assumed:
-                    raise ValueError(f"{call!r} mixes the samples: they are along its last axes.")
+                trailing = self.trailing_axes(module)
+                if place is None or len(shape) <= trailing:  # may be corrected, or have no samples
+                    wrong = not layout.assumed
+                else:
+                    wrong = place.axis >= len(shape) - trailing
+                if wrong:
+                    raise ValueError(
+                        f"{call!r} mixes the samples of the batch: they are along the last "
+                        f"{trailing} axes of its input, and the module combines the entries of "
+                        "those. Give it an input whose batch axis comes before them."
+                    )
                 continue
             axis = self.batch_axis_in(module, i)
             single = layout.samples == 1 == shape[axis]
