@@ -82,6 +82,16 @@ def written_through_a_view(m: Any, x: Tensor) -> Tensor:
     return m.head(h.transpose(1, 2).tanh()).sum(1)
 
 
+def steps_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def masked(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = m.layer(x)
+    scores = (h @ h.mT).masked_fill(mask.tril() == 0, -1e9)
+    return m.head((scores.softmax(-1) @ x).tanh()).sum(1)
+
+
 def in_the_middle(m: Any, x: Tensor) -> Tensor:
     h = torch.stack([m.layer(x), m.norm(x)]).flatten(1, 2)  # [2, N·T, 3]
     a, b = h.unbind(0)
@@ -127,6 +137,31 @@ FORWARDS: dict[str, Forward] = {
         m.layer(x) * x.new_ones(1, x.shape[1]).cumsum(1)[..., None]
     ).sum(1),
     "states of zeros": lambda m, x: m.head(m.gru(x, x.new_zeros(1, len(x), 3))[0]).sum(1),
+    "states of zeros, copied": lambda m, x: m.head(
+        m.gru(x, x.new_zeros(1, len(x), 3) + m.layer(x[:, 0]))[0]
+    ).sum(1),
+    "a mask of ones": lambda m, x: masked(m, x, x.new_ones(x.shape[1], x.shape[1])),
+    "a mask like the data": lambda m, x: masked(m, x, torch.ones(x.shape[1], x.shape[1]).to(x)),
+    "a mask of a type": lambda m, x: masked(m, x, torch.ones(x.shape[1], x.shape[1]).type_as(x)),
+    "a mask like a sample": lambda m, x: masked(
+        m, x, torch.ones_like(x[0, :, :1]).expand(-1, x.shape[1])
+    ),
+    "numbers of the steps": lambda m, x: m.head(
+        m.layer(x) * x.new_full((x.shape[1], 1), 2.0).cumsum(0)
+    ).sum(1),
+    "zeros and steps": lambda m, x: m.head(
+        m.layer(x) * (x.new_zeros(x.shape[1], 3) + steps_of(x)[:, None])
+    ).sum(1),
+    "memory that is filled": lambda m, x: m.head(
+        m.layer(x) * x.new_empty(x.shape[1], 1).copy_(steps_of(x)[:, None])
+    ).sum(1),
+    "a layer of constants": lambda m, x: m.head(
+        m.layer(x) * m.norm(m.layer(x.new_ones(x.shape[1], 3)))
+    ).sum(1),
+    "like a sample": lambda m, x: m.head(
+        m.layer(x) * (torch.zeros_like(x[0]) + torch.arange(3))
+    ).sum(1),
+    "like samples": lambda m, x: m.head(m.layer(x) * torch.ones_like(x[:1]).cumsum(1)).sum(1),
     "experts": experts,
     "no rows are chosen": lambda m, x: merged(m, empty(m, x.reshape(-1, 3)), x),
     "shifted data": shifted,

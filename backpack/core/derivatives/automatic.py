@@ -398,6 +398,10 @@ class FunctionDerivatives(AutomaticDerivatives):
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
             if layout is not None and layout.is_batched
         ]
+        for *_, layout in batched:
+            if layout.is_constant:
+                layout.demote()
+                return
         doubtful = [entry for entry in batched if entry[-1].assumed]
         others = len({id(layout._root) for *_, layout in batched}) > 1
         doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1]))
@@ -430,6 +434,8 @@ class FunctionDerivatives(AutomaticDerivatives):
         affine, places = found
         if not batched:
             return affine, [unbatched() for _ in call.shape_out]
+        is_constant = all(layout.is_constant for layout in batched)
+        batched = [layout for layout in batched if is_constant or not layout.is_constant]
         for layout in batched[1:]:
             batched[0].unify(layout)
         assumed = all(layout.assumed for layout in batched)
@@ -441,9 +447,16 @@ class FunctionDerivatives(AutomaticDerivatives):
             elif not place[1]:
                 layouts.append(unbatched())
             else:
-                before, count, owners = place
+                before, count, owners, *alike = place
+                if alike:
+                    layouts.append(
+                        Layout(before, count, True, batched[0].dims, (), owners, is_constant=True)
+                    )
+                    continue
                 sources = batched if assumed else ()
-                layouts.append(Layout(before, count, assumed, batched[0].dims, sources, owners))
+                layouts.append(
+                    Layout(before, count, assumed, batched[0].dims, sources, owners, is_constant)
+                )
         return affine, layouts
 
     @staticmethod
@@ -452,6 +465,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         return (
             call.shape_in,
             call.training,
+            call.index < 0,
             bool(call.saved.get("needed")),
             tuple(x if isinstance(x, int | float | bool | str) else None for x in call.inputs),
             tuple(None if one is None else one.facts for one in call.layouts_in),

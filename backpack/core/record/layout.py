@@ -14,7 +14,7 @@ of rows, those with fewer have rows of zeros behind theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -152,11 +152,13 @@ class Layout:
         dims: Number of axes of the data that the assumption was made for.
         owners: Which samples the entries of one axis belong to, where they are in no order.
         lost: Why the samples of data could not be followed, if that is so.
+        is_constant: Whether the entries are the same for all samples, such as those of
+            ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one.
         on_correction: Called when the place of the samples in any layout was corrected: what was
             found out before has to be found out again.
     """
 
-    __slots__ = ("_facts", "_same", "_sources", "lost", "owners")
+    __slots__ = ("_facts", "_same", "_sources", "is_constant", "lost", "owners")
     on_correction: ClassVar[Callable[[], None]]
 
     def __init__(
@@ -167,9 +169,11 @@ class Layout:
         dims: int = 0,
         sources: Sequence[Layout] = (),
         owners: Owners | None = None,
+        is_constant: bool = False,
     ):
         """Store where the samples are, and the layouts that this one was derived from."""
         self.owners = owners
+        self.is_constant = is_constant
         self.lost: str | None = None
         self._facts = (before, samples, assumed, dims)
         self._same: Layout | None = None
@@ -246,6 +250,8 @@ class Layout:
     def confirm(self) -> None:
         """Take what was assumed for certain."""
         root = self._root
+        if root.is_constant:
+            return
         before, samples, assumed, dims = root._facts
         if assumed:
             root._facts = (before, samples, False, dims)
@@ -277,7 +283,7 @@ class Layout:
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
         one, two = self._root, other._root
-        if one is two or self.facts != other.facts:
+        if one is two or self.facts != other.facts or one.is_constant != two.is_constant:
             return
         if two.assumed and not one.assumed:
             one, two = two, one
@@ -415,6 +421,11 @@ def _place(start: int, samples: int, shape: tuple[int, ...]) -> Place | None:
     if start == 1 and shape:  # a batch that was split: the number of samples is smaller
         return Place(0, 1, shape[0])
     return None
+
+
+def by_certainty(layouts: Iterable[Layout]) -> list[Layout]:
+    """Sort layouts: those of constants say least."""
+    return sorted(layouts, key=lambda layout: layout.is_constant)
 
 
 def unbatched(lost: str | None = None) -> Layout:
