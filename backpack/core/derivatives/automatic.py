@@ -43,7 +43,14 @@ from backpack.core.derivatives.following import Following, tensors_in, treatment
 from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, describe, flatten_outputs, upstream
+from backpack.core.record.tape import (
+    Call,
+    assumption_behind,
+    describe,
+    flatten_outputs,
+    is_all_data,
+    upstream,
+)
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Grads
 
@@ -402,7 +409,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             if layout.is_constant:
                 layout.demote()
                 return
-        doubtful = [entry for entry in batched if entry[-1].assumed]
+        doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
         others = len({id(layout._root) for *_, layout in batched}) > 1
         doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1]))
         ranks = [entry[:3] for entry in batched]
@@ -410,7 +417,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             raise ValueError(
                 f"{call!r} combines different samples of the batch, or changes the batch axis in "
                 "a way that cannot be followed. Extensions need functions that act on each sample "
-                "alone."
+                f"alone.{assumption_behind(layout for *_, layout in batched)}"
             )
         doubtful[0][-1].demote()
 
