@@ -83,6 +83,16 @@ def written_through_a_view(m: Any, x: Tensor) -> Tensor:
     return m.head(h.transpose(1, 2).tanh()).sum(1)
 
 
+def steps_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def masked(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = m.layer(x)
+    scores = (h @ h.mT).masked_fill(mask.tril() == 0, -1e9)
+    return m.head((scores.softmax(-1) @ x).tanh()).sum(1)
+
+
 def in_the_middle(m: Any, x: Tensor) -> Tensor:
     h = torch.stack([m.layer(x), m.norm(x)]).flatten(1, 2)  # [2, N·T, 3]
     a, b = h.unbind(0)
@@ -147,6 +157,31 @@ FORWARDS: dict[str, Forward] = {
         m.layer(x) * x.new_ones(1, x.shape[1]).cumsum(1)[..., None]
     ).sum(1),
     "states of zeros": lambda m, x: m.head(m.gru(x, x.new_zeros(1, len(x), 3))[0]).sum(1),
+    "states of zeros, copied": lambda m, x: m.head(
+        m.gru(x, x.new_zeros(1, len(x), 3) + m.layer(x[:, 0]))[0]
+    ).sum(1),
+    "a mask of ones": lambda m, x: masked(m, x, x.new_ones(x.shape[1], x.shape[1])),
+    "a mask like the data": lambda m, x: masked(m, x, torch.ones(x.shape[1], x.shape[1]).to(x)),
+    "a mask of a type": lambda m, x: masked(m, x, torch.ones(x.shape[1], x.shape[1]).type_as(x)),
+    "a mask like a sample": lambda m, x: masked(
+        m, x, torch.ones_like(x[0, :, :1]).expand(-1, x.shape[1])
+    ),
+    "numbers of the steps": lambda m, x: m.head(
+        m.layer(x) * x.new_full((x.shape[1], 1), 2.0).cumsum(0)
+    ).sum(1),
+    "zeros and steps": lambda m, x: m.head(
+        m.layer(x) * (x.new_zeros(x.shape[1], 3) + steps_of(x)[:, None])
+    ).sum(1),
+    "memory that is filled": lambda m, x: m.head(
+        m.layer(x) * x.new_empty(x.shape[1], 1).copy_(steps_of(x)[:, None])
+    ).sum(1),
+    "a layer of constants": lambda m, x: m.head(
+        m.layer(x) * m.norm(m.layer(x.new_ones(x.shape[1], 3)))
+    ).sum(1),
+    "like a sample": lambda m, x: m.head(
+        m.layer(x) * (torch.zeros_like(x[0]) + torch.arange(3))
+    ).sum(1),
+    "like samples": lambda m, x: m.head(m.layer(x) * torch.ones_like(x[:1]).cumsum(1)).sum(1),
     "experts": experts,
     "no rows are chosen": lambda m, x: merged(m, empty(m, x.reshape(-1, 3)), x),
     "shifted data": shifted,
@@ -244,20 +279,193 @@ def test_positions_as_an_argument_of_the_model() -> None:
             torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
 
 
-def _at(model: nn.Module, positions: Tensor) -> nn.Module:
+class Function(nn.Module):
+    """Several arguments."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.words, self.layer = nn.Embedding(9, 3), nn.Linear(3, 3)
+        self.lstm, self.head = nn.LSTM(3, 3), nn.Linear(3, 2)
+
+    def forward(self, *given: Any) -> Tensor:
+        return self.function(self, *given)
+
+
+TABLES: dict[str, tuple[Callable[..., Tensor], Callable[[int, int], tuple[Tensor, ...]]]] = {
+    "positions": (
+        lambda m, t, x: m.head((m.words(x) * m.words(t)).tanh()),
+        lambda n, t: (torch.arange(t), torch.randint(9, (n, t))),
+    ),
+    "a table": (
+        lambda m, t, x: m.head(m.layer(x + t).tanh()),
+        lambda n, t: (torch.randn(t, 3).double(), torch.randn(n, t, 3).double()),
+    ),
+    "scales": (
+        lambda m, t, x: m.head(m.layer(x * t).tanh()),
+        lambda n, t: (torch.randn(3).double(), torch.randn(n, t, 3).double()),
+    ),
+}
+
+
+@CONVERTERS
+@pytest.mark.parametrize("sizes", [(5, 4), (4, 4), (3, 3)], ids=str)
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_before_the_data(
+    name: str, summed: bool, sizes: tuple[int, int], converter: Any
+) -> None:
+    """Which argument has the samples does not depend on their order, nor on equal sizes."""
+    function, draw = TABLES[name]
+    torch.manual_seed(0)
+    model = Function(lambda m, *xs: function(m, *xs).sum(1) if summed else function(m, *xs))
+    model = model.double()
+    table, x = draw(*sizes)
+    y = torch.randn_like(model(table, x))
+    expected = oracle.batch_grad(_at(model, x, table), nn.MSELoss(), x, y)
+    recorded = extend(copy.deepcopy(model), use_converter=converter)
+    loss = extend(nn.MSELoss())(recorded(table, x), y)
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    for p, value in zip(recorded.parameters(), expected, strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
+
+
+@CONVERTERS
+def test_arguments_that_do_not_tell_which_has_the_samples(converter: Any) -> None:
+    """Two tables and one tensor of data: the output says that the choice was wrong."""
+    for summed, match in ((False, "4 was taken for"), (True, "4 was taken for")):
+        model = extend(
+            Function(
+                lambda m, a, b, x, s=summed: (
+                    m.head(m.layer(x * a) + b).sum(1) if s else m.head(m.layer(x * a) + b)
+                )
+            ),
+            use_converter=converter,
+        )
+        given = torch.randn(4, 3), torch.randn(4, 3), torch.randn(5, 4, 3)
+        f = model(*given)
+        loss = extend(nn.MSELoss())(f, torch.zeros_like(f))
+        with pytest.raises(ValueError, match=match), backpack(extensions.BatchGrad()):
+            loss.backward()
+        f = model(given[0][None], given[1][None], given[2])
+        with backpack(extensions.BatchGrad()):
+            extend(nn.MSELoss())(f, torch.zeros_like(f)).backward()
+        assert model.layer.weight.grad_batch.shape == (5, 3, 3)
+
+
+def test_data_that_is_no_argument_is_named() -> None:
+    """An innocent function behind it is not all that the error speaks of."""
+
+    class Box:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    model = extend(
+        Function(lambda m, box: m.head(m.layer(box.x.transpose(0, 1))).sum(0)),
+        use_converter="record",
+    )
+    loss = extend(nn.MSELoss())(model(Box(torch.randn(5, 4, 3))), torch.rand(5, 2))
+    with (
+        pytest.raises(ValueError, match=r"data that 'layer' .* no argument of the model"),
+        backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "resize_": lambda x: x.resize_(10, 4, 3).normal_(),
+    "set_": lambda x: x.set_(torch.randn(10, 2, 3)),
+    "data": lambda x: setattr(x, "data", torch.randn(10, 4, 3)),
+    "transpose_": lambda x: x.transpose_(0, 1),
+}
+
+
+@pytest.mark.parametrize("second", [False, True, "record"])
+@CONVERTERS
+@pytest.mark.parametrize("n", [5, 4])
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_data_that_another_model_has_seen(
+    n: int, with_graph: bool, converter: Any, second: Any
+) -> None:
+    """Where a model has the samples of its data says nothing of other models."""
+
+    def tokens() -> nn.Module:
+        torch.manual_seed(1)
+        model = Function(lambda m, x: m.head(m.layer(x).tanh()))
+        return extend(model, use_converter=second)
+
+    def run(model: Any, X: Tensor) -> Tensor:
+        f = model(X)
+        loss = extend(nn.MSELoss())(f, torch.zeros_like(f))
+        with backpack(extensions.BatchGrad()):
+            loss.backward(retain_graph=True)
+        return model.layer.weight.grad_batch if model.layer.weight.grad is not None else f
+
+    others = {
+        "steps first": lambda m, x: m.head(m.lstm(x)[0].tanh()).sum(0),
+        "refused": lambda m, x: m.head(m.layer(x) + x[0]).sum(1),
+    }
+    for name, function in others.items():
+        X = torch.randn(n, 4, 3, requires_grad=with_graph)
+        X = X * 1 if with_graph else X
+        expected = run(tokens(), X.detach().clone())
+        other = extend(Function(function), use_converter=converter)
+        if name == "refused":
+            with pytest.raises(ValueError, match="SumModule"):
+                run(other, X)
+        else:
+            run(other, X)
+        torch.testing.assert_close(run(tokens(), X), expected)
+
+
+@CONVERTERS
+@pytest.mark.parametrize("name", CHANGES)
+def test_data_that_changes_its_shape(name: str, converter: Any) -> None:
+    """A tensor for many batches: its samples are counted in each call of the model."""
+    model = extend(Function(lambda m, x: m.head(m.layer(x).tanh())), use_converter=converter)
+    X = torch.randn(5, 4, 3)
+    for _ in range(2):
+        f = model(X)
+        with backpack(extensions.BatchGrad()):
+            extend(nn.MSELoss())(f, torch.zeros_like(f)).backward()
+        assert model.layer.weight.grad_batch.shape[0] == len(X)
+        CHANGES[name](X)
+
+
+def test_an_interrupted_call_leaves_no_notes() -> None:
+    """Hooks are not called then: the next call puts it right."""
+
+    def interrupt(m: Any, x: Tensor) -> Tensor:
+        if len(x) == 4:
+            raise KeyboardInterrupt
+        return m.head(m.layer(x))
+
+    model = extend(Function(interrupt), use_converter="record")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.rand(4, 3))
+        model(torch.rand(5, 3))
+        assert not layout.running()
+
+
+def _at(model: nn.Module, positions: Tensor, table: Tensor | None = None) -> nn.Module:
     class At(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.model(x, positions)
+            return self.model(x, positions) if table is None else self.model(table, x)
 
     return At()
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "normalised over the batch": (lambda m, x: m.head(m.layer(x.softmax(0))).sum(1), "Softmax"),
+    "one sample for all": (lambda m, x: m.head(m.layer(x) + x[0]).sum(1), "'(add|sum0).*SumModule"),
     "mean of the batch": (lambda m, x: m.head(m.layer(x) - m.layer(x).mean(0)).sum(1), "mean"),
     "copies behind the steps": (
         lambda m, x: m.head(m.lstm(torch.cat([x, x]).transpose(0, 1))[0][-1]).view(2, -1, 2).sum(0),
@@ -268,6 +476,53 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "sort",
     ),
 }
+
+BOTH_ORDERS = (extensions.BatchGrad, extensions.DiagGGNExact)
+OVER_SAMPLES: dict[str, Callable[[int], nn.Module]] = {
+    "linear": lambda n: nn.Linear(n, n),
+    "layer norm": nn.LayerNorm,
+    "RMS norm": nn.RMSNorm,
+    "softmax": lambda n: nn.Softmax(-1),
+}
+
+
+class OverSamples(nn.Module):
+    """Has a module whose features are the samples."""
+
+    def __init__(self, over: nn.Module, reads_data: bool) -> None:
+        super().__init__()
+        self.layer, self.over, self.head = nn.Linear(3, 3), over, nn.Linear(3, 2)
+        self.reads_data = reads_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads_data:
+            return self.head(self.layer(self.over(x.transpose(0, 2)).transpose(0, 2))).sum(1)
+        return self.head(self.over(self.layer(x).transpose(0, 2)).transpose(0, 2)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("converter", "extension"),
+    [
+        (False, extensions.BatchGrad),
+        *((how, ext) for how in (True, "record") for ext in BOTH_ORDERS),
+    ],
+)
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("name", OVER_SAMPLES)
+def test_samples_as_features_are_refused(
+    name: str, steps: int, extension: Any, converter: Any
+) -> None:
+    # without a converter, data without a graph is what the layers are given
+    for reads_data in (False, True) if converter or name != "softmax" else (False,):
+        model = extend(OverSamples(OVER_SAMPLES[name](5), reads_data), use_converter=converter)
+        loss = extend(nn.MSELoss())(model(torch.rand(5, steps, 3)), torch.rand(5, 2))
+        with backpack(extension()):
+            if converter:
+                with pytest.raises(ValueError, match="'over'"):
+                    loss.backward()
+            else:
+                with pytest.warns(UserWarning, match="'over'|'layer'"):
+                    loss.backward()
 
 
 @CONVERTERS
@@ -307,7 +562,7 @@ def test_data_is_left_as_it_was() -> None:
     X = torch.rand(5, 4, 3)
     model(X)
     assert not vars(X)
-    assert noted(X) is not None
+    assert noted(X) is None
     key = id(X)
     del X
     assert key not in layout._of_data

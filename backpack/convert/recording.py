@@ -52,6 +52,7 @@ from backpack.core.record.layout import Layout, note, unbatched
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import (
     follow_data,
+    forget_inputs,
     has_rules,
     layout_of,
     note_inputs,
@@ -191,9 +192,10 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if None not in known:
+                lost = next((one.lost for one in known if one is not None and one.lost), None)
                 for y in tree_leaves(result):
                     if isinstance(y, Tensor):
-                        note(y, unbatched())
+                        note(y, unbatched(lost))
             return result
         function = resolve(func)
         if function is None or (function.row is not None and function.row.result == VALUE):
@@ -565,11 +567,11 @@ def _start(module: Module, args: Any, kwargs: Any) -> None:
         set_compiler(compiler)
     else:
         inner.compiler = compiler
-        note_inputs(args, kwargs)
+        note_inputs(module, args, kwargs)
         inner.__enter__()
 
 
-def _stop(*_: Any) -> None:
+def _stop(*given: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         if may_leave_graph():
             torch._dynamo.skip_frame()
@@ -577,6 +579,7 @@ def _stop(*_: Any) -> None:
     *outer, recorder = STATE.get().recorders
     if recorder is not None and recorder not in outer:
         recorder.leave()
+        forget_inputs(recorder.root, given[2] if given else None)
         set_compiler(recorder.compiler)
     update(recorders=tuple(outer))
 

@@ -23,7 +23,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import Evaluation
 from backpack.core.derivatives.recall import recall
 from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
-from backpack.core.record.layout import Layout
+from backpack.core.record.layout import Layout, by_certainty
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call, bound, describe
 from backpack.core.rows import Rows, row_numbers
@@ -242,7 +242,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
 
     def _common_layout(self, call: Call) -> Layout | None:
         """Return the layout of queries, keys and values; None if they have no common one."""
-        known = [x for x in call.layouts_in[:3] if x is not None and x.is_batched]
+        known = by_certainty(x for x in call.layouts_in[:3] if x is not None and x.is_batched)
         alike = len({x.facts for x in known}) == 1
         if len(known) < 3 or not alike or self.learns_mask(call.saved):
             return None

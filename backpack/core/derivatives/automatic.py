@@ -43,7 +43,14 @@ from backpack.core.derivatives.following import Following, tensors_in, treatment
 from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, describe, flatten_outputs, upstream
+from backpack.core.record.tape import (
+    Call,
+    assumption_behind,
+    describe,
+    flatten_outputs,
+    is_all_data,
+    upstream,
+)
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Grads
 
@@ -398,7 +405,11 @@ class FunctionDerivatives(AutomaticDerivatives):
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
             if layout is not None and layout.is_batched
         ]
-        doubtful = [entry for entry in batched if entry[-1].assumed]
+        for *_, layout in batched:
+            if layout.is_constant:
+                layout.demote()
+                return
+        doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
         others = len({id(layout._root) for *_, layout in batched}) > 1
         doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1]))
         ranks = [entry[:3] for entry in batched]
@@ -406,7 +417,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             raise ValueError(
                 f"{call!r} combines different samples of the batch, or changes the batch axis in "
                 "a way that cannot be followed. Extensions need functions that act on each sample "
-                "alone."
+                f"alone.{assumption_behind(layout for *_, layout in batched)}"
             )
         doubtful[0][-1].demote()
 
@@ -430,6 +441,8 @@ class FunctionDerivatives(AutomaticDerivatives):
         affine, places = found
         if not batched:
             return affine, [unbatched() for _ in call.shape_out]
+        is_constant = all(layout.is_constant for layout in batched)
+        batched = [layout for layout in batched if is_constant or not layout.is_constant]
         for layout in batched[1:]:
             batched[0].unify(layout)
         assumed = all(layout.assumed for layout in batched)
@@ -441,9 +454,16 @@ class FunctionDerivatives(AutomaticDerivatives):
             elif not place[1]:
                 layouts.append(unbatched())
             else:
-                before, count, owners = place
+                before, count, owners, *alike = place
+                if alike:
+                    layouts.append(
+                        Layout(before, count, True, batched[0].dims, (), owners, is_constant=True)
+                    )
+                    continue
                 sources = batched if assumed else ()
-                layouts.append(Layout(before, count, assumed, batched[0].dims, sources, owners))
+                layouts.append(
+                    Layout(before, count, assumed, batched[0].dims, sources, owners, is_constant)
+                )
         return affine, layouts
 
     @staticmethod
@@ -452,6 +472,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         return (
             call.shape_in,
             call.training,
+            call.index < 0,
             bool(call.saved.get("needed")),
             tuple(x if isinstance(x, int | float | bool | str) else None for x in call.inputs),
             tuple(None if one is None else one.facts for one in call.layouts_in),

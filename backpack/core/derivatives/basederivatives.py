@@ -272,9 +272,19 @@ class BaseDerivatives:
                 continue
             place = layout.place(shape)
             if leading:
-                wrong = place is None or place.axis >= len(shape) - self.trailing_axes(module)
-                if wrong and not layout.assumed:
-                    raise ValueError(f"{call!r} mixes the samples: they are along its last axes.")
+                trailing = self.trailing_axes(module)
+                if place is None or len(shape) <= trailing:  # may be corrected, or have no samples
+                    wrong = not layout.assumed
+                else:
+                    wrong = place.axis >= len(shape) - trailing
+                if wrong and layout.is_constant:
+                    layout.demote()
+                elif wrong:
+                    raise ValueError(
+                        f"{call!r} mixes the samples of the batch: they are along the last "
+                        f"{trailing} axes of its input, and the module combines the entries of "
+                        "those. Give it an input whose batch axis comes before them."
+                    )
                 continue
             axis = self.batch_axis_in(module, i)
             single = layout.samples == 1 == shape[axis]
@@ -284,6 +294,9 @@ class BaseDerivatives:
                     f"{i}, but another axis is merged with them. Move that axis to the front, "
                     "where it may be merged (batch_first=True in recurrent layers and attention)."
                 )
+            if (place is None or place.axis != axis) and layout.is_constant:
+                layout.demote()
+                continue
             if (place is None or place.axis != axis) and not single:
                 # an axis of one entry, such as that of x[None], says nothing of the batch
                 if not layout.assumed or (place is not None and axis == 0 and shape[0] == 1):
@@ -309,8 +322,9 @@ class BaseDerivatives:
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
         given = [*zip(call.layouts_in, call.shape_in, strict=True)]
         main, own = given[0] if given else (None, None)
-        if main is not None and not main.is_batched:
-            main, own = next(((one, s) for one, s in given if one and one.is_batched), given[0])
+        if main is not None and (main.is_constant or not main.is_batched):
+            known = [(one, s) for one, s in given if one and one.is_batched]
+            main, own = min(known, key=lambda x: x[0].is_constant, default=given[0])
         if main is not None and not main.is_batched:
             return unbatched()
         if self.batch_axis is BatchAxis.LEADING:

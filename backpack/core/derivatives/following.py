@@ -17,7 +17,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES, treatment
+from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES, treatment
 from backpack.core.record.layout import Layout, Owners
 from backpack.core.record.tape import Call
 from backpack.custom_module.branching import SumModule
@@ -87,6 +87,7 @@ class Following:
 
         Returns:
             ``None`` for an output of no dimension; ``None`` as a whole if samples are combined.
+            Data that is the same for all samples has a fourth entry.
         """
         reshaped = self._reshaped() if self.treatment == RESHAPES else None
         if reshaped is not None:
@@ -117,6 +118,9 @@ class Following:
             alike = each.numel() > 0 and not bool((each > NONE).any())
             kept = (one for i, one in batched.items() if self._keeps_axis(i, each.shape))
             layout = next(kept, None) if alike else None
+            if layout is not None and self.call.index < 0:
+                found.append((*layout.facts, True))
+                continue
             layout = layout or Layout.of_numbers(each, self.samples, befores)
             if layout is None:
                 return None
@@ -152,6 +156,8 @@ class Following:
         """Number the sample that each entry of each output depends on; None if that is unknown."""
         if self._is_of_entries:
             return [self._of_entries(shape) for shape in self.shapes]
+        if self.treatment == CONSTANT and len(tensors_in(list(self.call.inputs))) == 1:
+            return [torch.full(shape, NONE) for shape in self.shapes]
         if self.treatment in (MOVES, RESHAPES):
             moved = self._moved()
             if moved is not None:

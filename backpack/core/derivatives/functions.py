@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.layout import Layout, by_certainty, unbatched
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows
@@ -52,7 +52,7 @@ class SumModuleDerivatives(FunctionDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the inputs."""
         (shape,) = call.shape_out
-        known = [layout for layout in call.layouts_in if layout is not None]
+        known = by_certainty(layout for layout in call.layouts_in if layout is not None)
         alike = all(s in (None, shape) for s in call.shape_in)
         if known and alike and len({one.facts for one in known}) == 1:
             call.saved["affine"] = True

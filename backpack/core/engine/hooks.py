@@ -8,7 +8,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
 
-from backpack.context import CTX
+from backpack.context import CTX, STATE
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import tape
 from backpack.core.record.altered import alteration
@@ -86,9 +86,14 @@ def _note_inputs(module: Module, args: tuple, kwargs: dict) -> None:
         return
     compiler = set_compiler(None)
     try:
-        tape.note_inputs(args, kwargs)
+        tape.note_inputs(module, args, kwargs, any(STATE.get().recorders))
     finally:
         set_compiler(compiler)
+
+
+def _forget_inputs(module: Module, args: tuple, output: object) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        tape.forget_inputs(module, output)
 
 
 def follow_inputs(root: Module) -> None:
@@ -100,3 +105,4 @@ def follow_inputs(root: Module) -> None:
     if _note_inputs not in root._forward_pre_hooks.values():
         hook = root.register_forward_pre_hook(_note_inputs, prepend=True, with_kwargs=True)
         CTX.add_hook_handle(hook, root)
+        CTX.add_hook_handle(root.register_forward_hook(_forget_inputs, always_call=True), root)

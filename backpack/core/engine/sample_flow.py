@@ -127,6 +127,10 @@ class SampleFlow:
             if after is not None and after[1] != own and not _are_tied(call, after[0]):
                 self._note_size(call, own, *after)
             after = call, own
+        elif after is not None and not is_loss and _combines_entries(call):
+            own = _samples_of(call)
+            if own % after[1]:  # else axes are merged with that of the samples, as in attention
+                self._note_size(call, own, *after)
         for i, mark in enumerate(call.origins_in):
             if mark is None:
                 if not is_loss:
@@ -265,6 +269,12 @@ def _axis(call: Call, i: int, out: bool = False) -> int:
     if rule is None or rule.batch_axis is not BatchAxis.FIXED:
         return 0
     return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
+
+
+def _combines_entries(call: Call) -> bool:
+    """Whether a module such as a softmax combines entries of what it takes for a row."""
+    rule = call.derivatives
+    return rule is not None and not (call.is_unbatched or rule.hessian_is_diagonal(call.module))
 
 
 def _samples_of(call: Call) -> int:

@@ -42,6 +42,7 @@ UNKNOWN: Final = "unknown"
 # What a function does with the entries of its tensors.
 ENTRIES: Final = "entries"  # each entry of the result depends on those at its place, broadcast
 MOVES: Final = "moves"  # each entry of the result is one of the first argument's, or a constant
+CONSTANT: Final = "constant"  # no entry of the result depends on those of the first argument
 RESHAPES: Final = "reshapes"  # the result has the first argument's entries, in their order
 
 
@@ -461,7 +462,8 @@ class Row:
         result: Kind of the result, or a function of the arguments that returns it.
         is_view: Whether the result may share its memory with the first argument.
         keep: Whether to keep calls whose result is not used.
-        treatment: :data:`ENTRIES`, :data:`MOVES`, :data:`RESHAPES`, or None for anything else.
+        treatment: :data:`ENTRIES`, :data:`MOVES`, :data:`RESHAPES`,
+            :data:`CONSTANT`, or None for anything else.
     """
 
     functions: str
@@ -786,8 +788,9 @@ TABLE: tuple[Row, ...] = (
     Row("F.binary_cross_entropy_with_logits", loss(nn.BCEWithLogitsLoss)),
     Row("F.soft_margin_loss", loss(nn.SoftMarginLoss)),
     # tensors without a gradient
-    Row("torch.zeros_like torch.ones_like torch.full_like torch.empty_like"),
-    Row(".new_zeros .new_ones .new_full .new_empty .new_tensor"),
+    Row("torch.zeros_like torch.ones_like torch.full_like torch.empty_like", treatment=CONSTANT),
+    Row(".new_zeros .new_ones .new_full .new_empty", treatment=CONSTANT),
+    Row(".new_tensor"),
     Row("torch.zeros torch.ones torch.full torch.empty torch.eye"),
     Row("torch.arange torch.linspace torch.tensor torch.as_tensor"),
     Row("torch.rand torch.randn torch.randint torch.randperm torch.normal", keep=True),

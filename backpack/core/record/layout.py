@@ -14,14 +14,16 @@ of rows, those with fewer have rows of zeros behind theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from typing import ClassVar, NamedTuple
+from threading import local
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 
 class Owners:
@@ -157,11 +159,13 @@ class Layout:
         dims: Number of axes of the data that the assumption was made for.
         owners: Which samples the entries of one axis belong to, where they are in no order.
         lost: Why the samples of data could not be followed, if that is so.
+        is_constant: Whether the entries are the same for all samples, such as those of
+            ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one.
         on_correction: Called when the place of the samples in any layout was corrected: what was
             found out before has to be found out again.
     """
 
-    __slots__ = ("_facts", "_same", "_sources", "lost", "owners")
+    __slots__ = ("_facts", "_same", "_sources", "is_constant", "lost", "owners")
     on_correction: ClassVar[Callable[[], None]]
 
     def __init__(
@@ -172,9 +176,11 @@ class Layout:
         dims: int = 0,
         sources: Sequence[Layout] = (),
         owners: Owners | None = None,
+        is_constant: bool = False,
     ):
         """Store where the samples are, and the layouts that this one was derived from."""
         self.owners = owners
+        self.is_constant = is_constant
         self.lost: str | None = None
         self._facts = (before, samples, assumed, dims)
         self._same: Layout | None = None
@@ -251,6 +257,8 @@ class Layout:
     def confirm(self) -> None:
         """Take what was assumed for certain."""
         root = self._root
+        if root.is_constant:
+            return
         before, samples, assumed, dims = root._facts
         if assumed:
             root._facts = (before, samples, False, dims)
@@ -271,6 +279,12 @@ class Layout:
         root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
         Layout.on_correction()
 
+    @property
+    def behind(self) -> set[Layout]:
+        """All that this was found from, itself included."""
+        root = self._root
+        return {root}.union(*(source.behind for source in root._sources))
+
     def demote(self) -> None:
         """Say that there are no samples, here and in what this was derived from."""
         root = self._root
@@ -282,7 +296,7 @@ class Layout:
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
         one, two = self._root, other._root
-        if one is two or self.facts != other.facts:
+        if one is two or self.facts != other.facts or one.is_constant != two.is_constant:
             return
         if two.assumed and not one.assumed:
             one, two = two, one
@@ -422,6 +436,11 @@ def _place(start: int, samples: int, shape: tuple[int, ...]) -> Place | None:
     return None
 
 
+def by_certainty(layouts: Iterable[Layout]) -> list[Layout]:
+    """Sort layouts: those of constants say least."""
+    return sorted(layouts, key=lambda layout: layout.is_constant)
+
+
 def unbatched(lost: str | None = None) -> Layout:
     """Describe a tensor without samples: a parameter, or what is computed from parameters alone.
 
@@ -435,20 +454,106 @@ def unbatched(lost: str | None = None) -> Layout:
 
 # --- Data -----------------------------------------------------------------------------------------
 
+# What a tensor was when it was noted, where the samples are, and the tensor.
+Note = tuple[Any, Layout, ref[Tensor]]
 # Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
-_of_data: dict[int, tuple[ref[Tensor], Layout]] = {}
+_of_data: dict[int, Note] = {}
+
+
+class Inputs:
+    """What one call of a model was given: where the samples are holds for that call alone.
+
+    Attributes:
+        module: The model.
+        notes: Where the samples are, by the id of the tensor.
+        marks: Identities of tensors with a graph whose layout holds for this call alone.
+        others: What else may be the number of samples: sizes of other first axes.
+        choice: What was taken for the samples, in words.
+    """
+
+    def __init__(self, module: Module):
+        """Nothing is noted yet."""
+        self.module = ref(module)
+        self.notes: dict[int, Note] = {}
+        self.marks: list[Any] = []
+        self.others: set[int] = set()
+        self.choice = ""
+
+    def note(self, tensor: Tensor, layout: Layout) -> None:
+        """Remember where the samples are, until the call ends."""
+        self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
+
+
+class _Calls(local):
+    """The calls of models that run in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        """None runs."""
+        self.running: list[Inputs] = []
+
+
+_calls = _Calls()
+
+
+def begin_call(module: Module) -> tuple[Inputs, bool]:
+    """Note that a model is called.
+
+    Returns:
+        The notes of this call, and whether it is one of a part of a model that runs.
+    """
+    names = [inputs.module() for inputs in _calls.running]
+    if module in names:  # an interrupt has ended that call: nobody was told
+        del _calls.running[names.index(module) :]
+    owners = filter(None, (inputs.module() for inputs in _calls.running))
+    is_part = any(module is part for owner in owners for part in owner.modules())
+    inputs = Inputs(module)
+    _calls.running.append(inputs)
+    return inputs, is_part
+
+
+def end_call(module: Module) -> Inputs | None:
+    """Forget what was noted of the inputs of a call, and of those that an interrupt has ended."""
+    names = [inputs.module() for inputs in _calls.running]
+    if module not in names:
+        return None
+    start = names.index(module)
+    ended, _calls.running[start:] = _calls.running[start], []
+    return ended
+
+
+def running() -> list[Inputs]:
+    """Return what is noted of the calls of models that run in this thread, the innermost last."""
+    return _calls.running
+
+
+def _form(tensor: Tensor) -> Any:
+    """Return what changes if a tensor gets other entries as a whole: shape and memory."""
+    try:
+        return tensor.shape, tensor.data_ptr()
+    except RuntimeError:  # nested, sparse, without memory, or of a transform of torch.func
+        return None
 
 
 def note(tensor: Tensor, layout: Layout | None) -> None:
     """Remember where the samples of a tensor without a graph are; None: no longer known."""
     key = id(tensor)
+    notes = next((inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes), None)
     if layout is None:
-        _of_data.pop(key, None)
+        (_of_data if notes is None else notes).pop(key, None)
+    elif notes is not None:
+        notes[key] = _form(tensor), layout, ref(tensor)
     else:
-        _of_data[key] = ref(tensor, lambda _: _of_data.pop(key, None)), layout
+        _of_data[key] = _form(tensor), layout, ref(tensor, lambda _: _of_data.pop(key, None))
 
 
 def noted(tensor: Tensor) -> Layout | None:
-    """Recall what :func:`note` was told."""
-    found = _of_data.get(id(tensor))
-    return found[1] if found is not None and found[0]() is tensor else None
+    """Recall what :func:`note` was told, unless the tensor got another shape or memory since."""
+    key = id(tensor)
+    for inputs in reversed(_calls.running):
+        found = inputs.notes.get(key)
+        if found is not None and found[2]() is tensor:
+            return found[1] if found[0] == _form(tensor) else None
+    found = _of_data.get(key)
+    if found is None or found[2]() is not tensor or found[0] != _form(tensor):
+        return None
+    return found[1]

@@ -23,7 +23,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from backpack.context import STATE, active, disable
 from backpack.core.record.compiler import is_traced
-from backpack.core.record.layout import Layout, Place, note, noted, unbatched
+from backpack.core.record.layout import (
+    Inputs,
+    Layout,
+    Place,
+    begin_call,
+    end_call,
+    note,
+    noted,
+    running,
+    unbatched,
+)
 from backpack.core.record.registry import (
     derivatives_of,
     derivatives_of_call,
@@ -1602,27 +1612,126 @@ def layout_of(x: Any) -> Layout | None:
     return unbatched() if isinstance(x, Parameter) else None
 
 
-def note_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+NO_SAMPLES = (
+    "Give what has no samples, such as a table, an axis of one entry in front (x[None]), or make "
+    "it a buffer of the model."
+)
+
+
+def note_inputs(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_part: bool = False
+) -> None:
     """Note where the samples are in what a model is called with: along the first axis.
 
-    Of tensors whose first axes differ, those with most companions have the
-    samples, others none. A module that knows better corrects that.
+    Of tensors whose first axes differ, some have the samples, others none. A module that knows
+    better corrects that. All of it holds for this call (:func:`forget_inputs`): what another model
+    has found out of the same data says nothing here.
+
+    Args:
+        module: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        is_part: Whether a model that is followed runs: what is known of its tensors holds.
     """
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
+    inputs, is_child = begin_call(module)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-    sizes = [len(x) for x in given]
-    count = max(sizes, key=lambda n: (sizes.count(n), n > 1), default=0)
+    count = _number_of_samples(given)
+    inputs.others = {len(x) for x in given} - {count, 1}
+    if inputs.others:
+        inputs.choice = (
+            f"{describe(module)} was called with tensors of shapes "
+            f"{[list(x.shape) for x in given]}, and {count} was taken for the number of samples"
+        )
     for x in given:
-        mark = origin(x)
-        if layout_of(x) is not None or (mark is not None and mark.is_output):
+        mark, known = origin(x), layout_of(x)
+        if mark is not None and mark.is_output:
+            continue
+        if known is not None and (is_part or is_child or not (known.assumed or mark is not None)):
             continue
         own = Layout.of_axis(x.shape, 0, assumed=True)
         layout = own if len(x) == count else Layout(1, 0, True, x.dim())
         if mark is None:
-            note(x, layout)
+            inputs.note(x, layout)
         else:
             mark.layout = layout
+            inputs.marks.append(mark)
+
+
+def _number_of_samples(given: Sequence[Tensor]) -> int:
+    """Choose the size of a first axis: that of most tensors, or one that is no other's inner axis.
+
+    A table of positions ``[T, H]`` belongs to ``[N, T, H]``, whichever comes first.
+    """
+    sizes = [len(x) for x in given]
+    most = max([sizes.count(n) for n in sizes if n > 1], default=0)
+    tied = [n for n in dict.fromkeys(sizes) if n > 1 and sizes.count(n) == most]
+    if len(tied) < 2:
+        return next(iter(tied or sizes), 0)
+    inner = {n: {s for x in given if len(x) == n for s in x.shape[1:]} for n in tied}
+    outer = [
+        n for n in tied if not any(n in inner[m] and m not in inner[n] for m in tied if m != n)
+    ]
+    return (outer or tied)[0]
+
+
+def forget_inputs(module: Module, output: Any = None) -> None:
+    """Note that a call of a model has ended; check where the samples were taken to be.
+
+    Args:
+        module: The model.
+        output: What it returned, if it did.
+    """
+    inputs = end_call(module)
+    if inputs is None:
+        return
+    for mark in inputs.marks:
+        mark.layout = None
+    for y in flatten_outputs(output) if inputs.others else ():
+        layout, mark = layout_of(y), origin(y)
+        if layout is None or mark is None or not y.dim() or len(y) not in inputs.others:
+            continue
+        if layout.is_batched and (layout.has_rows(y.shape) or not layout.assumed):
+            continue
+        mark.lost = (
+            f"{inputs.choice}, but an output of shape {list(y.shape)} does not have them along its "
+            f"first axis. {NO_SAMPLES}"
+        )
+        for call in all_live_calls():
+            if mark in call.origins_out:
+                call.misplaced = mark.lost
+
+
+def _given(inputs: Inputs) -> list[Layout]:
+    """List where the samples are in what a model that runs was called with."""
+    layouts = [layout for _, layout, _ in inputs.notes.values()]
+    return layouts + [mark.layout for mark in inputs.marks if mark.layout is not None]
+
+
+def is_all_data(layout: Layout) -> bool:
+    """Whether nothing that the model at hand was called with has samples if this has none."""
+    known = _given(running()[-1]) if running() else ()
+    batched = [one for one in known if one.is_batched and not one.is_constant]
+    return bool(batched) and all(one._root in layout.behind for one in batched)
+
+
+def assumption_behind(layouts: Iterable[Layout]) -> str:
+    """Tell which assumption says where samples are, for an error that might be due to it."""
+    known: set[Layout] = set().union(*(layout.behind for layout in layouts))
+    for inputs in running():
+        if inputs.others and any(known & one.behind for one in _given(inputs)):
+            return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
+    for call in all_live_calls():
+        read = zip(call.inputs, call.layouts_in, strict=True)
+        if any(one is not None and known & one.behind for one in call.layouts_out):
+            if any(isinstance(x, Tensor) and one is None for x, one in read):
+                return (
+                    f" They were taken to be along the first axis of the data that {call!r} reads, "
+                    "which is no argument of the model. Let it be one."
+                )
+            break
+    return ""
 
 
 def _tensors_in(value: Any) -> tuple[Tensor, ...]:
