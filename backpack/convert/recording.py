@@ -48,7 +48,7 @@ from backpack.core.record.functions import (
     part_of,
     set_item,
 )
-from backpack.core.record.layout import Layout, note, unbatched
+from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import (
     follow_data,
@@ -71,6 +71,8 @@ PLAIN = (
 )
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
+# Functions that read a tensor and leave the entries of another one to be filled.
+UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # What is not worth a mention as the place of a call.
@@ -194,6 +196,10 @@ class Recorder(TorchFunctionMode):
                 for y in tree_leaves(result):
                     if isinstance(y, Tensor):
                         note(y, unbatched())
+            return result
+        if getattr(func, "__name__", "") in UNINITIALISED:
+            result = func(*args, **kwargs)
+            note(result, unbatched(UNFILLED))
             return result
         function = resolve(func)
         if function is None or (function.row is not None and function.row.result == VALUE):

@@ -430,6 +430,9 @@ def unbatched(lost: str | None = None) -> Layout:
 
 # --- Data -----------------------------------------------------------------------------------------
 
+# Why they are not known in memory that no function of torch has filled.
+UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
+
 # Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
 _of_data: dict[int, tuple[ref[Tensor], Layout]] = {}
 

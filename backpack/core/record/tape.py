@@ -18,12 +18,13 @@ from weakref import ref
 
 import torch
 from torch import Size, Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.context import STATE, disable
 from backpack.core.record.compiler import is_traced
-from backpack.core.record.layout import Layout, Place, note, noted, unbatched
+from backpack.core.record.layout import UNFILLED, Layout, Place, note, noted, unbatched
 from backpack.core.record.registry import (
     derivatives_of,
     derivatives_of_call,
@@ -635,12 +636,30 @@ class Call:
             if not x.requires_grad or parameter_behind(x) is None:
                 return None
             return unbatched()
+        is_foreign = is_foreign_function(x.grad_fn)
+        known = noted(x) if is_foreign else None
+        if known is not None and (known.is_batched or known.lost not in (None, UNFILLED)):
+            # a recorded model has followed what its forward does; kernels are not seen
+            if known.lost:
+                self.misplaced = f"{self!r} reads {known.lost}"
+            mark.layout = known
+            return known
         above, _ = upstream(x, lambda m: m.layout is not None or m.lost is not None)
         lost = next((m.lost for m in above if m.lost is not None), None)
         if lost is not None:
             self.misplaced = lost
             return None
         self.computed[i] = bool(above)
+        counts = {m.layout.samples for m in above if m.layout is not None and m.layout.is_batched}
+        is_recorded = bool(STATE.get().recorders)
+        if is_foreign and is_recorded and counts and x.dim() and counts != {len(x)}:
+            function = x.grad_fn.name()  # type: ignore[union-attr]
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a torch.autograd.Function "
+                f"({function}) has computed from one of {min(counts)} samples in a way that cannot "
+                "be followed. Write its forward with functions of torch, or make it a module and "
+                "register derivatives for that (backpack.core.derivatives.register)."
+            )
         if any(m.layout is not None and not m.layout.is_plain for m in above):
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
@@ -1576,6 +1595,11 @@ def is_output(node: Any) -> bool:
     return isinstance(node, BackpackOutput._backward_cls)
 
 
+def is_foreign_function(node: Any) -> bool:
+    """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
+    return isinstance(node, BackwardCFunction) and not is_output(node)
+
+
 def _own_node(x: Any) -> Any:
     return BackpackOutput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
 
@@ -1676,6 +1700,20 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
         node.register_prehook(tell)
     else:
         listeners.append(listener)
+
+
+def _inner_base(call: Call, i: int, out: Tensor) -> Tensor | None:
+    """Return the tensor that an output is another shape of, if the call has computed it.
+
+    Such as the product of a linear layer, for inputs with more than two axes. The gradient of an
+    output that is changed in place goes past the node of the view.
+    """
+    base = None if call.is_transparent else out._base
+    return base if base is not None and origin(base) is call.origins_out[i] else None
+
+
+def _reached_as(shape: Size, reached: OnReach, call: Call, i: int, grad: Tensor | None) -> None:
+    reached(call, i, None if grad is None else grad.reshape(shape))  # type: ignore[arg-type]
 
 
 def _repeated(output: Tensor, given: Any) -> Origin | None:
@@ -1822,7 +1860,11 @@ def record(
                 note(x, unbatched())
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
-            listen(out, partial(reached, call, i))
+            base = _inner_base(call, i, out)
+            if base is None:
+                listen(out, partial(reached, call, i))
+            else:
+                listen(base, partial(_reached_as, out.shape, reached, call, i))
     if state.configuration.debug:
         print(f"[backpack] recorded {call!r}")
     return apart
