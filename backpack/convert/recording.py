@@ -53,9 +53,11 @@ from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import (
     follow_data,
     has_rules,
+    is_dense,
     layout_of,
     note_inputs,
     origin,
+    pass_by,
     preserve,
     record,
 )
@@ -171,6 +173,8 @@ class Recorder(TorchFunctionMode):
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not all(map(is_dense, tensors)):
+            return self._pass_by(func, args, kwargs, tensors)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return self._follow(func, args, kwargs, tensors)
         function = resolve(func)
@@ -186,6 +190,15 @@ class Recorder(TorchFunctionMode):
             if result is args[0] or (mark is not None and mark.is_output):
                 return result  # the same entries
         return self._run(*self._application(function, args, kwargs))
+
+    def _pass_by(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a function of nested or sparse tensors as it is."""
+        result = func(*args, **kwargs)
+        names = {id(p): name for name, p in self.root.named_parameters() if p.requires_grad}
+        read = [names[id(x)] for x in tensors if id(x) in names]
+        what = getattr(func, "__name__", "a function")
+        pass_by(self.root, read, what, tensors, result, BackwardPass.missed)
+        return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a function that no gradient flows through, and follow the samples."""
@@ -654,6 +667,8 @@ def _leave_leaf(module: Module, args: Any, output: Any) -> None:
 
 def _suits_as_a_whole(given: Sequence[Any]) -> bool:
     """Whether a module can be one function: of something with samples, a row for each."""
+    if not all(is_dense(x) for x in given if isinstance(x, Tensor)):
+        return True  # what is said of it names the module
     layouts = [(layout_of(x), x) for x in given if isinstance(x, Tensor)]
     batched = [(one, x.shape) for one, x in layouts if one is None or one.is_batched]
     return bool(batched) and all(

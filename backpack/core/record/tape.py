@@ -60,6 +60,8 @@ RESHAPES = {
 # Modules that stand for a function: what they compute from nothing has no samples.
 FUNCTIONS = (FunctionModule, ParameterModule)
 TENSORS = frozenset({Tensor, Parameter})
+# What makes nested and sparse tensors dense.
+FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnReach = Callable[["Call", int, Tensor], None]
 OnMiss = Callable[[str], None]
 # An entry of a dictionary: where, its name, and the value.
@@ -1625,7 +1627,8 @@ def note_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in tensors if not x.is_nested and x.dim()]
     sizes = [len(x) for x in given]
     count = max(sizes, key=lambda n: (sizes.count(n), n > 1), default=0)
     for x in given:
@@ -1659,6 +1662,8 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         output: What it returned.
     """
     outputs, given = _tensors_in(output), _tensors_in((args, kwargs) if kwargs else args)
+    if not all(map(is_dense, outputs)):
+        return
     known = list(map(layout_of, given))
     if known and not any(known):
         return
@@ -1753,11 +1758,66 @@ def _lost(module: Module, rule: Rule) -> str | None:
     )
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return _FORM(x) in DENSE
+
+
+def pass_by(
+    root: Module,
+    names: Sequence[str],
+    function: str,
+    tensors: Sequence[Tensor],
+    result: Any,
+    missed: OnMiss,
+) -> None:
+    """Note what is not known of what a function of nested or sparse tensors has computed.
+
+    Args:
+        root: The model.
+        names: Its parameters that the function has read.
+        function: Its name.
+        tensors: Its arguments.
+        result: What it returned.
+        missed: See :func:`record`.
+    """
+    odd = next(x for x in tensors if not is_dense(x))
+    for y in tree_leaves(result):
+        if isinstance(y, Tensor) and not any(x is y for x in tensors):
+            if names:
+                why = f"calls {function}, which {_dense_advice(odd)}"
+                _note_miss(root, tensors, [y], why, missed, names)
+            _follow_odd(function, odd, y)
+
+
+def _follow_odd(function: str, odd: Tensor, y: Tensor) -> None:
+    """Note where the samples are in a tensor that was computed from a nested or sparse one."""
+    mark = origin(y)
+    if not is_dense(y) or (mark is not None and mark.is_output):
+        return
+    if function in FILLING_UP:  # the samples stay where they are
+        layout = layout_of(odd) or Layout.of_axis(y.shape, 0, assumed=True)
+    else:
+        what = f"a tensor of shape {list(y.shape)} that {function} has computed"
+        layout = unbatched(f"{what}, which {_dense_advice(odd)}")
+    if mark is None:
+        note(y, layout)
+    elif layout.lost:
+        mark.lost = layout.lost
+    else:
+        mark.layout = layout
+
+
 def _note_miss(
-    module: Module, args: Iterable[Any], outputs: Sequence[Tensor], why: str, missed: OnMiss
+    module: Module,
+    args: Iterable[Any],
+    outputs: Sequence[Tensor],
+    why: str,
+    missed: OnMiss,
+    names: Sequence[str] = (),
 ) -> None:
     """Let a backward pass that comes through a call which is not recorded know that."""
-    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    names = names or [name for name, p in module.named_parameters() if p.requires_grad]
     if not names:
         return
     shapes = ", ".join(_shape(x) for x in args if isinstance(x, Tensor))
@@ -1824,6 +1884,9 @@ def record(
     if not DENSE.issuperset(map(_FORM, tensors + outputs)):
         odd = next(x for x in tensors + outputs if _FORM(x) not in DENSE)
         _note_miss(module, given, outputs, _dense_advice(odd), missed)
+        if isinstance(module, FunctionModule):
+            for y in outputs:
+                _follow_odd(module.name, odd, y)
         return None
     if not any(map(_GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
