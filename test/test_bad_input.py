@@ -733,6 +733,88 @@ def test_sparse_parameters_without_extensions_are_fine() -> None:
     assert model.head.weight.grad is not None
 
 
+# ------------------------------------------------------------------ nested and sparse data
+
+ROUTES = [False, "trace", "record"]
+
+
+def nested(layout: torch.layout = torch.strided) -> Tensor:
+    return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=layout)
+
+
+ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "jagged": (lambda: nested(torch.jagged), "nested tensors.*to_padded_tensor"),
+    "strided": (nested, "nested tensors.*to_padded_tensor"),
+    "sparse": (lambda: torch.rand(N, 3).to_sparse(), r"torch.sparse_coo.*to_dense\(\)"),
+}
+ODD_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: nn.Linear(3, 2),
+    "layers": lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)),
+}
+
+
+def total(y: Tensor) -> Tensor:
+    return sum((x.square().sum() for x in y.unbind()), torch.zeros(()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+@pytest.mark.parametrize("name", ODD_MODELS)
+@pytest.mark.parametrize("kind", ODD)
+def test_nested_and_sparse_data(kind: str, name: str, route: Any) -> None:
+    """Without extensions, all is as it was; with them, the module and the remedy are named."""
+    plain, (make, remedy) = ODD_MODELS[name](), ODD[kind]
+    model, x = extend(copy.deepcopy(plain), use_converter=route), make()
+    total(plain(x)).backward()
+    total(model(x)).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    with (
+        pytest.warns(UserWarning, match=rf"grad_batch.*weight, bias of .*Linear.*{remedy}"),
+        backpack(extensions.BatchGrad()),
+    ):
+        total(model(x)).backward()
+
+
+class Within(nn.Module):
+    """Makes its data dense."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:No rule for function")
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+@pytest.mark.parametrize("kind", ODD)
+def test_nested_and_sparse_data_that_the_model_makes_dense(kind: str, route: Any) -> None:
+    x = ODD[kind][0]()
+    fill = (lambda x: x.to_dense()) if kind == "sparse" else (lambda x: x.to_padded_tensor(0.0))
+    model = extend(Within(fill), use_converter=route)
+    with backpack(extensions.BatchGrad()):
+        total(model(x)).backward()
+    reference = nn.Linear(3, 2)
+    reference.load_state_dict(model.get_submodule("head").state_dict())
+    expected = oracle.batch_grad(reference, lambda y, _: total(y), fill(x), None)
+    for p, truth in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, truth)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for function")
+@pytest.mark.parametrize("route", ROUTES[1:])
+def test_rows_of_nested_data_are_no_samples(route: str) -> None:
+    model = extend(Within(lambda x: x.values()), use_converter=route)
+    loss = total(model(nested(torch.jagged)))
+    problem = "'head'.*reads a tensor of shape .*values has computed, which has nested tensors"
+    with pytest.raises(ValueError, match=problem), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
 # ------------------------------------------------------------------ shapes in public products
 
 

@@ -1213,6 +1213,10 @@ def own_apply(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
+def silently(x: Tensor) -> Tensor:
+    raise OSError
+
+
 ERRORS: list[tuple[nn.Module, str]] = [
     (nn.Sequential(nn.Linear(2, 2), Branching()), r"child '1', Branching\).*if x.sum\(\) > 0:"),
     (Net(loop), r"forward pass of Net.*for row in x:.*cannot be iterated"),
@@ -1223,6 +1227,8 @@ ERRORS: list[tuple[nn.Module, str]] = [
     (Net(unregistered), r"not installed as a submodule"),
     (Net(module_as_argument), r"gives 'linear' to a function"),
     (Net(lambda m, x, y: m.nothing), r"no attribute 'nothing'"),
+    (Net(lambda m, x, y: torch.func.vmap(torch.sin)(x)), "ValueError: vmap.*'record'"),
+    (Net(lambda m, x, y: silently(x)), r"OSError: raise OSError \(.*test_converter.py:\d+\)"),
 ]
 
 

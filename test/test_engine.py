@@ -1852,3 +1852,23 @@ def test_extension_hook_alone_needs_nothing_of_a_call() -> None:
     with backpack(extension_hook=seen.append):
         loss.backward()
     assert seen == [layer]
+
+
+class Halved(nn.Module):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x /= 2
+        return x
+
+
+def test_output_with_three_axes_that_changes_in_place() -> None:
+    """It is a view of a product: gradients go past the node of the view."""
+    model = nn.Sequential(nn.Linear(3, 3), Halved(), nn.Flatten(), nn.Linear(6, 2))
+    X, y = torch.randn(N, 2, 3), torch.randint(2, (N,))
+    expected = oracle.batch_grad(copy.deepcopy(model), F.cross_entropy, X, y)
+    extend(model)
+    with backpack(extensions.BatchGrad()):
+        F.cross_entropy(model(X), y).backward()
+    for mine, truth in zip(values(model, "grad_batch"), expected, strict=True):
+        torch.testing.assert_close(mine, truth, **TOLERANCE)

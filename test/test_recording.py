@@ -414,6 +414,14 @@ def clones(net: Any, h: Tensor) -> Tensor:
     return x * h
 
 
+def outputs_that_change(net: Any, h: Tensor) -> Tensor:
+    x = net.last(h.unsqueeze(1) * torch.ones(2, 1))
+    x /= 2
+    positions = net.last(net.table.unsqueeze(0)).view(1, CLASSES, 2).permute(0, 2, 1)
+    positions *= 3
+    return x + positions.sin()
+
+
 # parts without a gradient
 
 
@@ -442,6 +450,14 @@ def test_forward(name: str, route: Any) -> None:
     # where it can be traced, the other route is tested with the converter
     fields = TRUTHS if route == "record" else ["grad_batch", "diag_ggn_exact"]
     check(model, X, y, fields=fields, use_converter=route)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_outputs_that_change_in_place(route: Any) -> None:
+    """Those of linear layers are views of a product with two axes."""
+    torch.manual_seed(0)
+    model, (X, y) = Net(outputs_that_change, {"table": (2, WIDTH)}).double(), data()
+    check(model, X, y, fields=["grad_batch", "diag_ggn_exact", "hmp"], use_converter=route)
 
 
 def test_no_gradient_through_modules() -> None:
@@ -1175,6 +1191,43 @@ def a_function_of_the_user(net: Net, h: Tensor) -> Tensor:
     return Double.apply(h).sin()
 
 
+class Swap(torch.autograd.Function):
+    """Moves the samples from one axis to another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.transpose(0, 1)
+
+
+class Kernel(torch.autograd.Function):
+    """Fills memory, as kernels do that are no functions of torch; it may swap axes, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, swaps: bool) -> Tensor:
+        ctx.swaps = swaps
+        x = x.transpose(0, 1) if swaps else x
+        y = torch.empty_like(x)
+        y.numpy()[...] = 2 * x.detach().numpy()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return (2 * g.transpose(0, 1) if ctx.swaps else 2 * g), None
+
+
+def moved_there_and_back(net: Net, h: Tensor) -> Tensor:
+    rows = Swap.apply(h.unsqueeze(1) * torch.ones(2, 1))
+    return Swap.apply(net.last(rows).sin())
+
+
+def a_kernel_of_the_user(net: Net, h: Tensor) -> Tensor:
+    return Kernel.apply(h, False).sin()
+
+
 def vmapped(net: Net, h: Tensor) -> Tensor:
     return torch.vmap(lambda row: row.sin() * row.sum())(h)
 
@@ -1207,7 +1260,8 @@ def gradients_of_rows(net: Net, h: Tensor) -> Tensor:
 
 
 GAPS = [
-    *(a_function_of_the_user, vmapped, scripted, pulled_back, pushed_forward, gradients_of_rows),
+    *(a_function_of_the_user, moved_there_and_back, a_kernel_of_the_user),
+    *(vmapped, scripted, pulled_back, pushed_forward, gradients_of_rows),
     in_place_on_what_is_viewed,
 ]
 
@@ -1228,6 +1282,18 @@ def test_gaps(middle: Middle) -> None:
         backpack(extensions.DiagGGNExact()),
     ):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
+
+
+def test_functions_of_the_user_that_move_samples_unseen() -> None:
+    def middle(net: Net, h: Tensor) -> Tensor:
+        rows = Kernel.apply(h.unsqueeze(1) * torch.ones(2, 1), True)
+        return Kernel.apply(net.last(rows).sin(), True)
+
+    model, (X, y) = recorded(Net(middle, {}).double()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    problem = r"'last' \(Linear\).*\(KernelBackward\) has computed from one of 3 samples"
+    with pytest.raises(ValueError, match=problem), backpack(extensions.BatchGrad()):
+        loss.backward()
 
 
 class Force(nn.Module):

@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -812,3 +813,31 @@ def test_another_thread_calls_modules_of_a_model_that_is_recorded() -> None:
     with backpack(BatchGrad()):
         outputs[0].sum().backward()
     assert [len(p.grad_batch) for p in model.parameters()] == [4] * 6
+
+
+class Traced(nn.Module):
+    """Takes its time while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 2]."""
+        x = x.sin()
+        time.sleep(0.01)
+        return self.layer(x + x.cos())
+
+
+def test_threads_that_convert_models() -> None:
+    """The tracer replaces functions for all threads."""
+    before = torch.rand, torch.autograd.Function.apply, isinstance, nn.Module.__call__
+    models = [[Traced() for _ in range(5)] for _ in range(3)]
+
+    def work(own: list[Traced]) -> None:
+        for traced in own:
+            model = extend(traced, use_converter="trace")
+            assert {type(m).__name__ for m in model.children()} >= {"Linear", "SumModule"}
+
+    side_by_side(*[partial(work, own) for own in models])
+    assert before == (torch.rand, torch.autograd.Function.apply, isinstance, nn.Module.__call__)

@@ -409,3 +409,20 @@ def test_precision_changes_between_model_and_loss() -> None:
         units = torch.eye(p.numel(), dtype=torch.float32).reshape(-1, *p.shape)
         product = p.hmp(units).reshape(block.shape).double()
         torch.testing.assert_close(product, block, rtol=1e-4, atol=1e-6)
+
+
+class Standardised(nn.Module):
+    """Mixes the samples; one alone has no standard deviation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / x.std(0)
+
+
+def test_trials_show_no_warnings_of_torch() -> None:
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(around(Standardised()), *data(), extensions.BatchGrad())
+    (own,) = caught
+    assert "mixes the samples" in str(own.message)
+    assert warnings.filters == filters

@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from backpack.convert.tracing import (
     ADVICE,
+    TRACING,
     BackpackTracer,
     ConversionError,
     optional_arguments,
@@ -104,7 +105,8 @@ def convert_module_to_backpack(module: Module, debug: bool) -> Module:
         if debug:
             print(f"[backpack] {type(module).__name__} needs no conversion")
         return module
-    converted = _Converter(module, _record(module)).convert()
+    with TRACING:
+        converted = _Converter(module, _record(module)).convert()
     if debug:
         print(f"[backpack] converted {type(module).__name__}:\n{converted.report()}")
     return converted

@@ -48,15 +48,17 @@ from backpack.core.record.functions import (
     part_of,
     set_item,
 )
-from backpack.core.record.layout import Layout, note, unbatched
+from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import (
     follow_data,
     forget_inputs,
     has_rules,
+    is_dense,
     layout_of,
     note_inputs,
     origin,
+    pass_by,
     preserve,
     record,
 )
@@ -72,6 +74,8 @@ PLAIN = (
 )
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
+# Functions that read a tensor and leave the entries of another one to be filled.
+UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # What is not worth a mention as the place of a call.
@@ -170,6 +174,8 @@ class Recorder(TorchFunctionMode):
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not all(map(is_dense, tensors)):
+            return self._pass_by(func, args, kwargs, tensors)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return self._follow(func, args, kwargs, tensors)
         function = resolve(func)
@@ -186,6 +192,15 @@ class Recorder(TorchFunctionMode):
                 return result  # the same entries
         return self._run(*self._application(function, args, kwargs))
 
+    def _pass_by(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a function of nested or sparse tensors as it is."""
+        result = func(*args, **kwargs)
+        names = {id(p): name for name, p in self.root.named_parameters() if p.requires_grad}
+        read = [names[id(x)] for x in tensors if id(x) in names]
+        what = getattr(func, "__name__", "a function")
+        pass_by(self.root, read, what, tensors, result, BackwardPass.missed)
+        return result
+
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a function that no gradient flows through, and follow the samples."""
         known = [layout_of(x) for x in tensors]
@@ -196,6 +211,10 @@ class Recorder(TorchFunctionMode):
                 for y in tree_leaves(result):
                     if isinstance(y, Tensor):
                         note(y, unbatched(lost))
+            return result
+        if getattr(func, "__name__", "") in UNINITIALISED:
+            result = func(*args, **kwargs)
+            note(result, unbatched(UNFILLED))
             return result
         function = resolve(func)
         if function is None or (function.row is not None and function.row.result == VALUE):
@@ -651,6 +670,8 @@ def _leave_leaf(module: Module, args: Any, output: Any) -> None:
 
 def _suits_as_a_whole(given: Sequence[Any]) -> bool:
     """Whether a module can be one function: of something with samples, a row for each."""
+    if not all(is_dense(x) for x in given if isinstance(x, Tensor)):
+        return True  # what is said of it names the module
     layouts = [(layout_of(x), x) for x in given if isinstance(x, Tensor)]
     batched = [(one, x.shape) for one, x in layouts if one is None or one.is_batched]
     return bool(batched) and all(

@@ -9,10 +9,12 @@ import linecache
 import math
 import operator
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -49,6 +51,8 @@ STRICT = (
 )
 # Functions of torch that are recorded even if their arguments are constants.
 RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+# torch.fx, and we, replace functions for all threads: one forward pass at a time.
+TRACING = RLock()
 ADVICE = """\
 What to do, one of:
  - write the forward pass without control flow that depends on tensors or on their shapes;
@@ -56,7 +60,8 @@ What to do, one of:
    is recorded as a whole, and its derivatives are computed automatically;
  - move the lines into a torch.nn.Module and register derivatives for its class
    (backpack.core.derivatives.register): the module is recorded as a whole;
- - write the model with modules only, and do without the converter."""
+ - write the model with modules only, and do without the converter;
+ - record the functions while the model runs: extend(model, use_converter="record")."""
 
 
 class ConversionError(ValueError):
@@ -93,6 +98,12 @@ def _users_line(trace: TracebackType | None) -> str:
             found = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
         trace = trace.tb_next
     return found
+
+
+def _last_line(error: Exception) -> str:
+    """Quote the line that has raised an error without a message."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.line} ({last.filename}:{last.lineno})"
 
 
 def place_of(node: Node, short: bool = True) -> str:
@@ -246,6 +257,10 @@ class BackpackTracer(Tracer):
                 "its class. torch.fx does not see it: put it into a class. If it is from "
                 "torch.compile, convert the module before it is compiled."
             )
+        with TRACING:
+            return self._trace(root, concrete_args)
+
+    def _trace(self, root: Any, concrete_args: dict[str, Any] | None) -> Graph:
         self._modes, before = _modes(), torch.get_rng_state()
         try:
             with self._flags(root), self._patches():
@@ -401,7 +416,7 @@ class BackpackTracer(Tracer):
         lines = _users_line(error.__traceback__)
         return (
             f"The forward pass of {where} cannot be converted:\n{lines}"
-            f"  {type(error).__name__}: {error}\n{ADVICE}"
+            f"  {type(error).__name__}: {str(error) or _last_line(error)}\n{ADVICE}"
         )
 
 

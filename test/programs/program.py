@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from networks import CLASSES, N, Network
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
@@ -171,13 +172,21 @@ class Program:
         return self
 
     def tensors_left(self) -> Counter[Any]:
-        """Count the tensors that live on, apart from results and what is kept here."""
+        """Count the tensors that live on, apart from results and what is kept here.
+
+        And apart from fake ones, without memory: torch's compiler leaves some for each graph that
+        it has compiled, without the library, too, and hooks divide a model into several graphs.
+        """
         gc.collect()
         kept = [self.gradients, [value for _, value in self.seen], self.quantities]
         kept += [vars(p).get(ext.savefield) for p in self.parameters for ext in self.exts]
         results = [x for x in tree_leaves(kept) if isinstance(x, Tensor)]
         own = {id(x) for result in results for x in (result, *vars(result).values())}
-        tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in own]
+        tensors = [
+            x
+            for x in gc.get_objects()
+            if issubclass(type(x), Tensor) and type(x) is not FakeTensor and id(x) not in own
+        ]
         return Counter((tuple(x.shape), x.dtype) for x in tensors)
 
 

@@ -8,8 +8,11 @@ samples (a parameter) is needed for each sample apart, and is computed sample by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from backpack.core.types import Rule
 
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
+_quiet = RLock()
 Values = dict[Any, Tensor]  # of inputs (by number) and parameters (by name)
 
 
@@ -93,7 +97,7 @@ class Evaluation:
             return False
         # the first alone, and two in another order: what a row is may depend on its number
         for rows in ([0], [self.num_samples - 1, 0]):
-            with torch.no_grad():
+            with torch.no_grad(), _quietly():
                 try:
                     alone = self.outputs({}, self._narrowed(rows))
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
@@ -162,6 +166,17 @@ class Evaluation:
         """Machine epsilon that the outputs of the call were computed with."""
         call: Any = self.module._backpack_call
         return call.rounding
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Show no warnings, such as that one sample has no standard deviation.
+
+    The filters are those of all threads: of two at once, one would keep what the other had set.
+    """
+    with _quiet, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.basederivatives import BatchAxis
@@ -25,7 +24,14 @@ from backpack.core.derivatives.elementwise_losses import (
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.given import Given
-from backpack.core.record.tape import RESHAPES, Call, Origin, describe, is_output
+from backpack.core.record.tape import (
+    RESHAPES,
+    Call,
+    Origin,
+    describe,
+    is_foreign_function,
+    is_output,
+)
 
 # How many rows of a loss are looked at.
 ROWS = 6
@@ -211,7 +217,7 @@ class SampleFlow:
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
             sources = {key: mark for key, mark in sources.items() if _samples(mark) == rows > 1}
-        if not sources or any(map(_is_foreign, path.nodes)):
+        if not sources or any(map(is_foreign_function, path.nodes)):
             return
         known = self._known.setdefault(call.module, {})
         key = (is_loss, _structure(path, sources))
@@ -251,11 +257,6 @@ class SampleFlow:
                 if int(samples.sum()) > 1 if is_loss else bool((samples & ~rows).any()):
                     return False
         return found
-
-
-def _is_foreign(node: Any) -> bool:
-    """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
-    return isinstance(node, BackwardCFunction) and not is_output(node)
 
 
 def _are_tied(one: Call, other: Call) -> bool:

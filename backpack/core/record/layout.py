@@ -454,6 +454,9 @@ def unbatched(lost: str | None = None) -> Layout:
 
 # --- Data -----------------------------------------------------------------------------------------
 
+# Why they are not known in memory that no function of torch has filled.
+UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
+
 # What a tensor was when it was noted, where the samples are, and the tensor.
 Note = tuple[Any, Layout, ref[Tensor]]
 # Where the samples are in tensors that no graph leads to: the layout goes with the tensor.

@@ -18,12 +18,14 @@ from weakref import ref
 
 import torch
 from torch import Size, Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.context import STATE, active, disable
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
+    UNFILLED,
     Inputs,
     Layout,
     Place,
@@ -69,6 +71,8 @@ RESHAPES = {
 # Modules that stand for a function: what they compute from nothing has no samples.
 FUNCTIONS = (FunctionModule, ParameterModule)
 TENSORS = frozenset({Tensor, Parameter})
+# What makes nested and sparse tensors dense.
+FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnReach = Callable[["Call", int, Tensor], None]
 OnMiss = Callable[[str], None]
 # An entry of a dictionary: where, its name, and the value.
@@ -646,12 +650,30 @@ class Call:
             if not x.requires_grad or parameter_behind(x) is None:
                 return None
             return unbatched()
+        is_foreign = is_foreign_function(x.grad_fn)
+        known = noted(x) if is_foreign else None
+        if known is not None and (known.is_batched or known.lost not in (None, UNFILLED)):
+            # a recorded model has followed what its forward does; kernels are not seen
+            if known.lost:
+                self.misplaced = f"{self!r} reads {known.lost}"
+            mark.layout = known
+            return known
         above, _ = upstream(x, lambda m: m.layout is not None or m.lost is not None)
         lost = next((m.lost for m in above if m.lost is not None), None)
         if lost is not None:
             self.misplaced = lost
             return None
         self.computed[i] = bool(above)
+        counts = {m.layout.samples for m in above if m.layout is not None and m.layout.is_batched}
+        is_recorded = bool(STATE.get().recorders)
+        if is_foreign and is_recorded and counts and x.dim() and counts != {len(x)}:
+            function = x.grad_fn.name()  # type: ignore[union-attr]
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a torch.autograd.Function "
+                f"({function}) has computed from one of {min(counts)} samples in a way that cannot "
+                "be followed. Write its forward with functions of torch, or make it a module and "
+                "register derivatives for that (backpack.core.derivatives.register)."
+            )
         if any(m.layout is not None and not m.layout.is_plain for m in above):
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
@@ -1595,6 +1617,11 @@ def is_output(node: Any) -> bool:
     return isinstance(node, BackpackOutput._backward_cls)
 
 
+def is_foreign_function(node: Any) -> bool:
+    """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
+    return isinstance(node, BackwardCFunction) and not is_output(node)
+
+
 def _own_node(x: Any) -> Any:
     return BackpackOutput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
 
@@ -1636,7 +1663,8 @@ def note_inputs(
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
     inputs, is_child = begin_call(module)
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in tensors if not x.is_nested and x.dim()]
     count = _number_of_samples(given)
     inputs.others = {len(x) for x in given} - {count, 1}
     if inputs.others:
@@ -1753,6 +1781,8 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         output: What it returned.
     """
     outputs, given = _tensors_in(output), _tensors_in((args, kwargs) if kwargs else args)
+    if not all(map(is_dense, outputs)):
+        return
     known = list(map(layout_of, given))
     if known and not any(known):
         return
@@ -1796,6 +1826,20 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
         listeners.append(listener)
 
 
+def _inner_base(call: Call, i: int, out: Tensor) -> Tensor | None:
+    """Return the tensor that an output is another shape of, if the call has computed it.
+
+    Such as the product of a linear layer, for inputs with more than two axes. The gradient of an
+    output that is changed in place goes past the node of the view.
+    """
+    base = None if call.is_transparent else out._base
+    return base if base is not None and origin(base) is call.origins_out[i] else None
+
+
+def _reached_as(shape: Size, reached: OnReach, call: Call, i: int, grad: Tensor | None) -> None:
+    reached(call, i, None if grad is None else grad.reshape(shape))  # type: ignore[arg-type]
+
+
 def _repeated(output: Tensor, given: Any) -> Origin | None:
     """Return the identity of an output that has the entries of an argument, else None."""
     mark = origin(output)
@@ -1833,11 +1877,66 @@ def _lost(module: Module, rule: Rule) -> str | None:
     )
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return _FORM(x) in DENSE
+
+
+def pass_by(
+    root: Module,
+    names: Sequence[str],
+    function: str,
+    tensors: Sequence[Tensor],
+    result: Any,
+    missed: OnMiss,
+) -> None:
+    """Note what is not known of what a function of nested or sparse tensors has computed.
+
+    Args:
+        root: The model.
+        names: Its parameters that the function has read.
+        function: Its name.
+        tensors: Its arguments.
+        result: What it returned.
+        missed: See :func:`record`.
+    """
+    odd = next(x for x in tensors if not is_dense(x))
+    for y in tree_leaves(result):
+        if isinstance(y, Tensor) and not any(x is y for x in tensors):
+            if names:
+                why = f"calls {function}, which {_dense_advice(odd)}"
+                _note_miss(root, tensors, [y], why, missed, names)
+            _follow_odd(function, odd, y)
+
+
+def _follow_odd(function: str, odd: Tensor, y: Tensor) -> None:
+    """Note where the samples are in a tensor that was computed from a nested or sparse one."""
+    mark = origin(y)
+    if not is_dense(y) or (mark is not None and mark.is_output):
+        return
+    if function in FILLING_UP:  # the samples stay where they are
+        layout = layout_of(odd) or Layout.of_axis(y.shape, 0, assumed=True)
+    else:
+        what = f"a tensor of shape {list(y.shape)} that {function} has computed"
+        layout = unbatched(f"{what}, which {_dense_advice(odd)}")
+    if mark is None:
+        note(y, layout)
+    elif layout.lost:
+        mark.lost = layout.lost
+    else:
+        mark.layout = layout
+
+
 def _note_miss(
-    module: Module, args: Iterable[Any], outputs: Sequence[Tensor], why: str, missed: OnMiss
+    module: Module,
+    args: Iterable[Any],
+    outputs: Sequence[Tensor],
+    why: str,
+    missed: OnMiss,
+    names: Sequence[str] = (),
 ) -> None:
     """Let a backward pass that comes through a call which is not recorded know that."""
-    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    names = names or [name for name, p in module.named_parameters() if p.requires_grad]
     if not names:
         return
     shapes = ", ".join(_shape(x) for x in args if isinstance(x, Tensor))
@@ -1904,6 +2003,9 @@ def record(
     if not DENSE.issuperset(map(_FORM, tensors + outputs)):
         odd = next(x for x in tensors + outputs if _FORM(x) not in DENSE)
         _note_miss(module, given, outputs, _dense_advice(odd), missed)
+        if isinstance(module, FunctionModule):
+            for y in outputs:
+                _follow_odd(module.name, odd, y)
         return None
     if not any(map(_GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
@@ -1940,7 +2042,11 @@ def record(
                 note(x, unbatched())
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
-            listen(out, partial(reached, call, i))
+            base = _inner_base(call, i, out)
+            if base is None:
+                listen(out, partial(reached, call, i))
+            else:
+                listen(base, partial(_reached_as, out.shape, reached, call, i))
     if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
     return apart
