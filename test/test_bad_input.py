@@ -742,7 +742,7 @@ def nested(layout: torch.layout = torch.strided) -> Tensor:
     return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=layout)
 
 
-ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+ODD_DATA: dict[str, tuple[Callable[[], Tensor], str]] = {
     "jagged": (lambda: nested(torch.jagged), "nested tensors.*to_padded_tensor"),
     "strided": (nested, "nested tensors.*to_padded_tensor"),
     "sparse": (lambda: torch.rand(N, 3).to_sparse(), r"torch.sparse_coo.*to_dense\(\)"),
@@ -760,10 +760,10 @@ def total(y: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 @pytest.mark.parametrize("name", ODD_MODELS)
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", ODD_DATA)
 def test_nested_and_sparse_data(kind: str, name: str, route: Any) -> None:
     """Without extensions, all is as it was; with them, the module and the remedy are named."""
-    plain, (make, remedy) = ODD_MODELS[name](), ODD[kind]
+    plain, (make, remedy) = ODD_MODELS[name](), ODD_DATA[kind]
     model, x = extend(copy.deepcopy(plain), use_converter=route), make()
     total(plain(x)).backward()
     total(model(x)).backward()
@@ -791,9 +791,9 @@ class Within(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:No rule for function")
 @pytest.mark.parametrize("route", ROUTES, ids=str)
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", ODD_DATA)
 def test_nested_and_sparse_data_that_the_model_makes_dense(kind: str, route: Any) -> None:
-    x = ODD[kind][0]()
+    x = ODD_DATA[kind][0]()
     fill = (lambda x: x.to_dense()) if kind == "sparse" else (lambda x: x.to_padded_tensor(0.0))
     model = extend(Within(fill), use_converter=route)
     with backpack(extensions.BatchGrad()):
