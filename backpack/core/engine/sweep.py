@@ -766,8 +766,9 @@ class Sweep:
                         sample_counts(call, ext.get_subsampling(), self.plan.base),
                     )
                 parts = back if isinstance(back, tuple) else (back,)
-                if call in self.plan.going_on:
-                    check_passed_on(ext, rule, call, parts, rows)
+                if call not in self.plan.going_on:
+                    return True
+                check_passed_on(ext, rule, call, parts, rows)
                 try:
                     backs = [
                         None if m is None else call_products.read_back(call, i, m, rows)
