@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import re
 import time
 import warnings
@@ -472,11 +471,8 @@ def test_loss_of_transformers_divided_by_the_number_of_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None,
-    reason="transformers.Trainer needs accelerate, which is not installed: pip install accelerate",
-)
 def test_trainer_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     torch.set_default_dtype(torch.float32)  # what Trainer expects
     model = language_model()
     from transformers import Trainer, TrainingArguments

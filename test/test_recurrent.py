@@ -254,6 +254,32 @@ def test_jac_t_mat_prod(kind: str, options: dict[str, Any]) -> None:
 
 
 @everywhere
+def test_averaged_product_at_the_first_output(kind: str, options: dict[str, Any]) -> None:
+    """The public method of KFRA: of several outputs and inputs, the first alone."""
+    probe = Probe(kind, **options)
+    y, x = probe.outputs[0].movedim(probe.axes_out[0], 0), probe.inputs[0]
+    flat = y.flatten(1)
+    mat = torch.randn(flat.shape[1], flat.shape[1], dtype=y.dtype)
+    jacobians = [
+        torch.stack(
+            [_gradient(entry, x).select(probe.axes_in[0], n).flatten() for entry in flat[n]]
+        )
+        for n in range(N)
+    ]
+    for rows in ROWS:
+        chosen = subsample(torch.stack(jacobians), 0, rows)
+        expected = einsum("noi,op,npj->ij", chosen, mat, chosen) / len(chosen)
+        with probe.bound() as m:
+            found = probe.rule.ea_jac_t_mat_jac_prod(m, None, None, mat, rows)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def _gradient(of: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(of, x, retain_graph=True)
+    return gradient
+
+
+@everywhere
 def test_jac_mat_prod(kind: str, options: dict[str, Any]) -> None:
     probe = Probe(kind, **options)
     count = len(probe.inputs)

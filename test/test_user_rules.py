@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import oracle
@@ -25,6 +25,7 @@ from backpack.core.engine.propagations import (
     Propagation,
 )
 from backpack.core.record.registry import _CACHE, REGISTRY, class_derivatives, register
+from backpack.custom_module.permute import Permute
 from backpack.extensions.backprop_extension import (
     FAIL_ERROR,
     FAIL_SILENT,
@@ -181,18 +182,19 @@ def test_overwrite_replaces_built_in_support() -> None:
         def __init__(self) -> None:
             super().__init__(params=["weight", "bias"])
 
-        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> str:
-            return "weight"
+        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Tensor:
+            return torch.full((N, 2, 3), 1.0)
 
-        def bias(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> str:
-            return "bias"
+        def bias(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Tensor:
+            return torch.full((N, 2), 2.0)
 
     ext, model = extensions.BatchGrad(), nn.Linear(3, 2)
     with pytest.raises(ValueError, match="overwrite=True"):
         ext.set_module_extension(nn.Linear, Constant())
     ext.set_module_extension(nn.Linear, Constant(), overwrite=True)
     run(model, ext, batch=data())
-    assert (model.weight.grad_batch, model.bias.grad_batch) == ("weight", "bias")
+    assert (model.weight.grad_batch == 1).all()
+    assert (model.bias.grad_batch == 2).all()
 
 
 @pytest.mark.parametrize(
@@ -645,6 +647,174 @@ def test_registered_derivatives_serve_every_extension() -> None:
             torch.testing.assert_close(p.kfac[0], flat.T @ flat)
 
 
+SWAPPED = {
+    "_jac_mat_prod": ["GGNMP", "HMP", "PCHMP"],
+    "_jac_t_mat_prod": ["DiagGGNExact", "DiagHessian", "HMP"],
+    "_weight_jac_mat_prod": ["GGNMP", "HMP", "PCHMP"],
+    "_weight_jac_t_mat_prod": ["BatchGrad", "DiagGGNExact", "DiagHessian"],
+    "_hessian_diagonal": ["DiagHessian", "BatchDiagHessian", "HMP", "PCHMP"],
+    "hessian_diagonal": ["DiagHessian", "BatchDiagHessian", "HMP", "PCHMP"],
+    "_residual_mat_prod": ["HMP"],
+}
+
+
+@pytest.mark.parametrize(
+    "method, name, kind",
+    [
+        (method, name, kind)
+        for method, names in SWAPPED.items()
+        for name in names
+        for kind in ("swapped", "None", "missing")
+        if kind != "missing" or "jac" in method  # there are bodies for the others
+    ],
+)
+def test_what_derivatives_return_has_a_shape(method: str, name: str, kind: str) -> None:
+    """Its last axes swapped (as many entries), or a forgotten return; or no such method."""
+
+    class Both(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x**3
+
+    class Right(BaseDerivatives):
+        params = ("weight",)
+        hessian_is_zero = CubedDerivatives.hessian_is_zero
+        hessian_is_diagonal = CubedDerivatives.hessian_is_diagonal
+
+        def _jac_mat_prod(
+            self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+        ) -> Any:
+            return mat * 3 * subsample(module.input0, subsampling=subsampling) ** 2 * module.weight
+
+        _jac_t_mat_prod = _jac_mat_prod
+
+        def _weight_jac_mat_prod(
+            self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+        ) -> Any:
+            return mat.unsqueeze(1) * subsample(module.input0, subsampling=subsampling) ** 3
+
+        def _weight_jac_t_mat_prod(
+            self, module: Any, g_inp: Any, g_out: Any, mat: Any, sum_batch: bool, subsampling: Any
+        ) -> Any:
+            product = mat * subsample(module.input0, subsampling=subsampling) ** 3
+            return product.sum(1) if sum_batch else product
+
+        def _hessian_diagonal(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any) -> Any:
+            x, g = (subsample(t, subsampling=subsampling) for t in (module.input0, g_out[0]))
+            return 6 * x * g * module.weight
+
+    class Wrong(Right):
+        pass
+
+    def wrong(self: Any, *args: Any, **options: Any) -> Any:
+        found = getattr(Right, method)(self, *args, **options)
+        return found.transpose(-1, -2) if kind == "swapped" else None
+
+    if kind != "missing":
+        setattr(Wrong, method, wrong)
+    else:
+        delattr(Right, method)
+    register(Both)(Wrong)
+    model, loss = extend(nn.Sequential(nn.Linear(3, 3), Both(), nn.Linear(3, 2))), nn.MSELoss()
+    ext = getattr(extensions, name)()
+    message = rf"Wrong\.{method} at '1' \(Both\).*shape \[.*{N}, 3\], got (\[.*\]|None)"
+    if kind == "missing":
+        message = rf"Wrong needs a method '{method}' for .*'1' \(Both\).*'Write a rule'"
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        with backpack(ext):
+            extend(loss)(model(torch.rand(N, 3)), torch.rand(N, 2)).backward()
+        for p in model.parameters():
+            getattr(p, ext.savefield)(torch.rand(2, *p.shape))
+
+
+class Mixed(nn.Module):
+    """A module of two inputs and two outputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x - y
+
+
+class MixedDerivatives(BaseDerivatives):
+    """Returns lists, as it is given lists."""
+
+    def _jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any) -> Any:
+        x, y = mat
+        known = x if x is not None else y
+        x, y = (torch.zeros_like(known) if m is None else m for m in (x, y))
+        return [x + y, x - y]
+
+    _jac_t_mat_prod = _jac_mat_prod
+
+
+class OneOfTwo(MixedDerivatives):
+    """Forgets an output."""
+
+    def _jac_mat_prod(self, *args: Any) -> Any:
+        return super()._jac_mat_prod(*args)[0]
+
+
+class TwoPaths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.mixed = nn.Linear(3, 3), nn.Linear(3, 3), Mixed()
+        self.add, self.last = Add(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.add(*self.mixed(self.a(x), self.b(x))))
+
+
+def test_derivatives_of_several_inputs_and_outputs_may_return_lists() -> None:
+    register(Mixed)(MixedDerivatives)
+    model, batch = TwoPaths(), data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Add is differentiated automatically
+        params = run(model, extensions.DiagGGNExact(), extensions.GGNMP(), batch=batch)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+    for p, block in zip(params, truth(oracle.ggn_blocks, model, batch), strict=True):
+        units = torch.eye(p.numel()).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.ggnmp(units).flatten(1), block, **TOLERANCE)
+    register(Mixed)(OneOfTwo)
+    model = TwoPaths()
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="each of 2 outputs, got 1"):
+        warnings.simplefilter("ignore")
+        run(model, extensions.GGNMP(), batch=batch)
+        model.a.weight.ggnmp(torch.rand(1, 3, 3))  # type: ignore[operator]
+
+
+class SecondAxis(CubedDerivatives):
+    """The samples are along the second axis."""
+
+    def batch_axis_in(self, module: Any, i: int) -> int:
+        return 1
+
+    batch_axis_out = batch_axis_in
+
+    def _jac_mat_prod(self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any) -> Any:
+        return mat * 3 * subsample(module.input0, 1, subsampling) ** 2
+
+    _jac_t_mat_prod = _jac_mat_prod
+
+    def _hessian_diagonal(self, module: Any, g_inp: Any, g_out: Any, subsampling: Any) -> Any:
+        x, g = (subsample(t, 1, subsampling) for t in (module.input0, g_out[0]))
+        return 6 * x * g
+
+
+@pytest.mark.parametrize("length", [N, N - 1])  # with N, shapes do not tell the axes apart
+def test_second_derivative_with_samples_along_the_second_axis(length: int) -> None:
+    layers = [nn.Linear(3, 3), Permute(1, 0, 2), Cubed(), Permute(1, 0, 2), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(3 * length, 2))
+    batch = torch.randn(N, length, 3), torch.randint(2, (N,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no rule
+        params = run(model, extensions.PCHMP(), batch=batch)
+    expected = [p.pchmp for p in params]
+    register(Cubed)(SecondAxis)
+    params = run(model, extensions.DiagHessian(), extensions.PCHMP(), batch=batch)
+    check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+    for p, product in zip(params, expected, strict=True):
+        units = torch.eye(p.numel()).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.pchmp(units), product(units), **TOLERANCE)
+
+
 def test_a_later_registration_replaces_the_earlier() -> None:
     class Wrong(ScaleDerivatives):
         def _weight_jac_t_mat_prod(self, *args: Any) -> Any:
@@ -889,3 +1059,123 @@ def test_what_a_rule_passes_on_has_a_shape() -> None:
     message = rf"rule of Wrong for '1' \(Tanh\).*passes on \[\[2, {N}, 5\]\]"
     with backpack(ext), pytest.raises(ValueError, match=message):
         loss.backward()
+
+
+class Returns(ModuleExtension):
+    """Makes something of individual gradients, or of what arrived, and passes that on."""
+
+    def __init__(self, make: Any, params: Sequence[str] = ("weight",)) -> None:
+        super().__init__(params)
+        self.make = make
+
+    def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any) -> Any:
+        return self.make(module.input0 * g_out[0])
+
+    def backpropagate(
+        self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Any:
+        return self.make(bpQuantities)
+
+
+WRONG: dict[str, Any] = {
+    "None": lambda g: None,
+    "list": lambda g: [g],
+    "str": lambda g: "x",
+    "int": lambda g: 3,
+    "shape": lambda g: g[..., :1],
+    "other axis": lambda g: g.square().sum(0),
+    "no samples": lambda g: g.T @ g,
+}
+
+
+@pytest.mark.parametrize("subsampling", [None, [2, 0]], ids=str)
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "SumGradSquared", "KFLR"])
+def test_what_a_rule_saves(name: str, kind: str, subsampling: list[int] | None) -> None:
+    """With as many samples as an output has entries, "other axis" could not be told apart."""
+    ext = getattr(extensions, name)(subsampling=subsampling)
+    if name == "SumGradSquared" and kind == "other axis":
+        kind = "no samples"  # the sum over the samples is what it saves
+    make = (lambda g: []) if (name, kind) == ("KFLR", "list") else WRONG[kind]
+
+    class Rule(Returns):
+        def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Any:
+            return bp * module.weight
+
+    ext.set_module_extension(Scale, Rule(make))
+    model = scaled_model()
+    message = rf"Rule\.weight at '1' \(Scale\): {name} saves a .* in '{ext.savefield}', got "
+    with pytest.raises(ValueError, match=message):
+        run(model, ext, batch=data())
+    assert not vars(model[1].weight)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "sequence first"])
+def test_a_rule_knows_the_samples_of_its_module(first: bool) -> None:
+    """Of a sequence: one for each sample, or for each row; where a loss has confirmed the axis."""
+    time, model = 5, nn.Sequential(nn.Linear(3, 3), Scale(), nn.Flatten(), nn.Linear(15, 2))
+    X, y = torch.randn(N, time, 3), torch.randint(2, (N,))
+    axis = 1 if first else 0
+    for wrong in (False, True):
+        ext = extensions.BatchGrad()
+        rule = Returns(lambda g, wrong=wrong: g.sum(1 - axis if wrong else axis))
+        ext.set_module_extension(Scale, rule)
+        if first and not wrong:
+            run(model, ext, batch=(X, y))
+            torch.testing.assert_close(model[1].weight.grad_batch.sum(0), model[1].weight.grad)
+        elif first:
+            with pytest.raises(ValueError, match=rf"N = {N}\) in 'grad_batch', got \[{time}, 3\]"):
+                run(model, ext, batch=(X, y))
+        else:  # nobody has said where the samples are
+            scale = extend(Scale())
+            out = scale(X.transpose(0, 1))
+            with backpack(ext), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out[-1].sum().backward()
+            assert scale.weight.grad_batch.shape == (time if wrong else N, 3)  # type: ignore[union-attr]
+
+
+PASSED_ON: dict[str, Any] = WRONG | {
+    "swapped": lambda mat: mat.transpose(1, 2),
+    "columns second": lambda mat: mat.transpose(0, 1),
+    "no samples": lambda mat: mat.sum(1),
+    "all None": lambda mat: (None,),
+}
+
+
+@pytest.mark.parametrize("place", [Cubed, nn.CrossEntropyLoss])
+@pytest.mark.parametrize("kind", PASSED_ON)
+@pytest.mark.parametrize("name", ["DiagGGNExact", "KFLR"])
+def test_what_a_rule_passes_on(name: str, kind: str, place: Any) -> None:
+    """To rules of the library: columns at the inputs, in their shape."""
+    if place is not Cubed and kind == "list":
+        kind = "str"  # a loss may return a list with one entry for each input
+    make = PASSED_ON[kind]
+
+    class Loss(LossRule):
+        def backpropagate(self, *args: Any) -> Any:
+            return make(super().backpropagate(*args))
+
+    ext = getattr(extensions, name)()
+    rule = Returns(make, ()) if place is Cubed else Loss()
+    ext.set_module_extension(place, rule, overwrite=True)
+    model = nn.Sequential(nn.Linear(3, 3), Cubed(), nn.Linear(3, 3))
+    batch = torch.randn(N, 3), torch.randint(3, (N,))
+    where = r"'1' \(Cubed\)" if place is Cubed else "CrossEntropyLoss"
+    message = rf"{ext.savefield}: .*rule.*{type(rule).__name__} for {where} .*passes (on|nothing)"
+    with pytest.raises(ValueError, match=message):
+        run(model, ext, batch=batch)
+
+
+def test_a_first_module_passes_nothing_on() -> None:
+    """Though its input, which no module has computed, needs a gradient."""
+    model, batch = nn.Sequential(Scale(), nn.Linear(3, 2)), data()
+
+    class Last(ScaleDiagGGN):
+        def backpropagate(self, *args: Any) -> None:
+            return None
+
+    ext = extensions.DiagGGNExact()
+    ext.set_module_extension(Scale, Last())
+    params = run(model, ext, batch=(batch[0].requires_grad_(), batch[1]))
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, (batch[0].detach(), batch[1])))

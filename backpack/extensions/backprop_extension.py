@@ -36,6 +36,7 @@ class BackpropExtension:
         savefield: Attribute of the parameter that holds the result.
         shape: Shape of the result, with ``"*p"`` for that of the parameter and letters for sizes
             (``"N"`` for the number of samples); None if it is no tensor, or any will do.
+        saves_matrices: Whether the result is a list of square matrices.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
     """
@@ -43,6 +44,7 @@ class BackpropExtension:
     propagation: Propagation | None = None
     needs: ClassVar[tuple[str, ...]] = ()
     shape: ClassVar[tuple[str, ...] | None] = None
+    saves_matrices: ClassVar[bool] = False
     belongs_to_gradient: ClassVar[bool] = False
     overrides_extract: ClassVar[bool] = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +83,7 @@ class ModuleExtension:
         bpQuantities: Any,
         save: Save,
         goes_on: bool = True,
+        counts: Collection[int] = (),
     ) -> Any:
         """Save the value of each parameter's method, and return what to pass on.
 
@@ -94,40 +95,51 @@ class ModuleExtension:
             bpQuantities: What arrived at the output.
             save: Called with each parameter, the extension and the value.
             goes_on: Whether an input needs a gradient: else nothing is passed on.
+            counts: How many samples there are, or rows where a sample has several. Default: any.
         """
         self.check_hyperparameters_module_extension(ext, module, g_inp, g_out, bpQuantities)
         for name in self._params:
             p = getattr(module, name, None)
             if p is not None and p.requires_grad:
                 value = getattr(self, name)(ext, module, g_inp, g_out, bpQuantities)
-                self._check_shape(name, p, value, ext, module)
+                self._check_value(name, p, value, ext, module, counts)
                 save(p, ext, value)
         if goes_on and ext.expects_backpropagation_quantities():
             return self.backpropagate(ext, module, g_inp, g_out, bpQuantities)
         return None
 
-    def _check_shape(self, name: str, p: Parameter, value: Any, ext: Any, module: Module) -> None:
+    def _check_value(
+        self,
+        name: str,
+        p: Parameter,
+        value: Any,
+        ext: Any,
+        module: Module,
+        counts: Collection[int],
+    ) -> None:
         """Refuse a value that is not what the extension saves at other modules."""
-        if ext.shape is None or not isinstance(value, Tensor):
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if ext.shape is not None:
+            own = list(p.shape) if "*p" in ext.shape else []
+            letters = [letter for letter in ext.shape if letter != "*p"]
+            numbers = " or ".join(map(str, sorted(counts))) or "samples"
+            expected = f"a tensor {[*letters, *own]}" + f" (N = {numbers})" * ("N" in letters)
+            fits = isinstance(value, Tensor) and value.dim() == len(letters) + len(own)
+            fits = fits and list(value.shape[len(letters) :]) == own
+            if fits and counts and "N" in letters:
+                fits = value.shape[letters.index("N")] in counts
+        elif ext.saves_matrices:
+            expected = "a list of square matrices"
+            fits = isinstance(value, list) and len(value) > 0 and all(map(_is_square, value))
+        else:
             return
-        own = list(p.shape) if "*p" in ext.shape else []
-        letters = [letter for letter in ext.shape if letter != "*p"]
-        sizes = list(value.shape)
-        fits = len(sizes) == len(letters) + len(own) and sizes[len(letters) :] == own
-        if fits and "N" in letters:
-            fits = self._has_samples(sizes[letters.index("N")], ext, module)
         if not fits:
+            hint = " Is its 'return' missing?" if value is None else ""
             raise ValueError(
                 f"{type(self).__name__}.{name} at {describe(module)}: {type(ext).__name__} saves "
-                f"{[*letters, *own]} in {ext.savefield!r} (N samples), got {sizes}."
+                f"{expected} in {ext.savefield!r}, got {found}.{hint}"
             )
 
-    @staticmethod
-    def _has_samples(count: int, ext: Any, module: Any) -> bool:
-        """Whether there may be so many samples: an axis of the output, or a factor of the first."""
-        subsampling = ext.get_subsampling()
-        if subsampling is not None:
-            return count == len(subsampling)
-        output = module.output if isinstance(module.output, Tensor) else module.output[0]
-        first = output.shape[0] if output.dim() else 1
-        return count in output.shape or (count > 1 and first % count == 0)
+
+def _is_square(matrix: Any) -> bool:
+    return isinstance(matrix, Tensor) and matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]

@@ -408,6 +408,8 @@ class BaseDerivatives:
             tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]  # others: options
             arguments = mats[0] if tensors == [0] else mats
             result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
+            if not self.is_ours:
+                result = self._checked_out("_jac_mat_prod", module, mats, result, subsampling)
         return result if had_v else _without_v(result)
 
     def jac_t_mat_prod(
@@ -435,18 +437,18 @@ class BaseDerivatives:
         mats, had_v = self._check_output(module, mat, subsampling)
         result = self._jac_t_mat_prod(module, g_inp, g_out, mats, subsampling)
         if not self.is_ours:
-            self._check_result_in(module, mats, result, subsampling)
+            result = self._checked_in("_jac_t_mat_prod", module, mats, result, subsampling)
         return result if had_v else _without_v(result)
 
     def _jac_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
     ) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no jac_mat_prod.")
+        raise self._missing("_jac_mat_prod", describe(module))
 
     def _jac_t_mat_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
     ) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no jac_t_mat_prod.")
+        raise self._missing("_jac_t_mat_prod", describe(module))
 
     def ea_jac_t_mat_jac_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
@@ -456,7 +458,8 @@ class BaseDerivatives:
         Source: Botev et al., Practical Gauss-Newton optimisation for deep learning (2017).
 
         Args:
-            module: Module whose call is at hand, with one input.
+            module: Module whose call is at hand. Of several inputs, and outputs, the first alone
+                takes part: the matrix is zero at the other outputs.
             g_inp: Gradients with respect to the inputs (not used).
             g_out: Gradients with respect to the outputs (not used).
             mat: ``[D_out, D_out]``, D_out entries in a sample's output.
@@ -469,7 +472,8 @@ class BaseDerivatives:
             ValueError: If ``mat`` is not square in the number of outputs.
         """
         with bound(module) as m:
-            dim = m.output.shape[1:].numel()
+            shape = self._first_output(m).shape
+            dim = shape.numel() // shape[self.batch_axis_out(module, 0)]
             if mat.shape != (dim, dim):
                 raise ValueError(
                     f"{describe(module)}: expected a matrix of shape {[dim, dim]} (entries of one "
@@ -484,7 +488,7 @@ class BaseDerivatives:
     def _ea_jac_t_mat_jac_prod(
         self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
     ) -> Tensor:
-        samples = one_by_one(module.input0.shape[0], subsampling)
+        samples = one_by_one(module.input0.shape[self.batch_axis_in(module, 0)], subsampling)
         if self.jacobian_is_constant(module):
             samples = samples[:1]
         total: Tensor | int = 0
@@ -495,9 +499,16 @@ class BaseDerivatives:
 
     def _average_product(self, module: Any, g_out: Grads, mat: Tensor, rows: Rows) -> Tensor:
         """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
-        shape = self.shape_of_rows(module.output.shape, 0, rows)
-        stacked = mat.T.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
-        return self.jac_t_mat_prod(module, None, g_out, stacked, rows).mean(1).flatten(1)
+        axis = self.batch_axis_out(module, 0)
+        shape = self.shape_of_rows(self._first_output(module).shape, axis, rows)
+        alike = mat.T.reshape(-1, *shape[:axis], 1, *shape[axis + 1 :])  # for all samples
+        back = self.jac_t_mat_prod(module, None, g_out, alike.expand(-1, *shape), rows)
+        back = back if isinstance(back, Tensor) else back[0]
+        return back.mean(1 + self.batch_axis_in(module, 0)).flatten(1)
+
+    @staticmethod
+    def _first_output(module: Any) -> Tensor:
+        return module.output if isinstance(module.output, Tensor) else module.output[0]
 
     # ------------------------------------------------------------------ parameters
 
@@ -572,6 +583,9 @@ class BaseDerivatives:
             had_v = mat.dim() > len(shape)
             mat = mat if had_v else mat.unsqueeze(0)
             result = self._param_jac_mat_prod(param_str, module, g_inp, g_out, mat, subsampling)
+            if not self.is_ours:
+                method = f"_{param_str}_jac_mat_prod"
+                result = self._checked_out(method, module, mat, result, subsampling)
         return result if had_v else _without_v(result)
 
     def _param_jac_mat_prod(
@@ -589,11 +603,14 @@ class BaseDerivatives:
     def _method(self, method: str, param_str: str, module: Module) -> Callable[..., Any]:
         rule = getattr(self, method, None)
         if rule is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} needs a method '{method}' for the parameter '{param_str}' "
-                f"of {describe(module)}. Its signature is in 'Write a rule' of the documentation."
-            )
+            raise self._missing(method, f"the parameter '{param_str}' of {describe(module)}")
         return rule
+
+    def _missing(self, method: str, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} needs a method '{method}' for {what}. Its signature is in "
+            "'Write a rule' of the documentation."
+        )
 
     def parameter(self, module: Module, param_str: str) -> Parameter:
         """Return a parameter by the name that :meth:`own` gives it."""
@@ -794,7 +811,8 @@ class BaseDerivatives:
         """
         self._need_g_out(module, g_out)
         with bound(module):
-            return self._hessian_diagonal(module, g_inp, g_out, subsampling)
+            diagonal = self._hessian_diagonal(module, g_inp, g_out, subsampling)
+            return self.checked_diagonal(module, g_out, diagonal, subsampling)
 
     def _hessian_diagonal(
         self, module: Any, g_inp: Grads, g_out: Grads, subsampling: Rows
@@ -820,6 +838,8 @@ class BaseDerivatives:
             result = self._residual_mat_prod(
                 module, g_inp, g_out, mats if len(mats) > 1 else mats[0], subsampling
             )
+            if not self.is_ours:
+                result = self._checked_in("_residual_mat_prod", module, mats, result, subsampling)
         return result if had_v else _without_v(result)
 
     def _residual_mat_prod(
@@ -830,7 +850,8 @@ class BaseDerivatives:
             zeros = [None if m is None else torch.zeros_like(m) for m in mats]
             return zeros[0] if isinstance(mat, Tensor) else zeros
         if isinstance(mat, Tensor) and self.hessian_is_diagonal(module):
-            return mat * self.hessian_diagonal(module, g_inp, g_out, subsampling)
+            diagonal = self.hessian_diagonal(module, g_inp, g_out, subsampling)
+            return mat * self.checked_diagonal(module, g_out, diagonal, subsampling)
         results, _ = self.mixed_residual(module, g_out, mats, {}, subsampling)
         return results[0] if isinstance(mat, Tensor) else results
 
@@ -994,15 +1015,54 @@ class BaseDerivatives:
             f"{list(mat.shape)}."
         )
 
-    def _check_result_in(self, module: Any, mats: Any, result: Any, subsampling: Rows) -> None:
-        """Refuse what a user's ``_jac_t_mat_prod`` returns, if it has not the inputs' shapes."""
-        columns = len(_first(mats))
-        for i, mat in enumerate([result] if isinstance(result, Tensor) else result):
+    # What methods of users return. Several tensors may be a list: rules are given lists, too.
+
+    def _checked_in(
+        self, method: str, module: Any, mats: Any, result: Any, subsampling: Rows
+    ) -> Any:
+        """Refuse what has not the inputs' shapes; some of several may be None, for zero."""
+        parts = result if isinstance(result, (list, tuple)) else [result]
+        nothing = all(part is None for part in parts)
+        for i, part in enumerate(parts):
             x = vars(module).get(f"input{i}")
-            if mat is None or not isinstance(x, Tensor) or self.stands_apart(module, i):
+            if not isinstance(x, Tensor) or self.stands_apart(module, i):
+                continue
+            if part is None and not (nothing and x.is_floating_point()):
                 continue
             shape = self.shape_of_rows(x.shape, self.batch_axis_in(module, i), subsampling)
-            self._check_same("_jac_t_mat_prod", module, [columns, *shape], mat)
+            self._check_same(method, module, [len(_first(mats)), *shape], part)
+        return tuple(result) if isinstance(result, list) else result
+
+    def _checked_out(
+        self, method: str, module: Any, mats: Any, result: Any, subsampling: Rows
+    ) -> Any:
+        """Refuse what has not the outputs' shapes."""
+        outputs = [module.output] if isinstance(module.output, Tensor) else module.output
+        parts = result if isinstance(result, (list, tuple)) else [result]
+        for i, (y, part) in enumerate(zip(outputs, parts, strict=False)):
+            shape = self.shape_of_rows(y.shape, self.batch_axis_out(module, i), subsampling)
+            self._check_same(method, module, [len(_first(mats)), *shape], part)
+        if len(parts) != len(outputs):
+            raise ValueError(
+                f"{type(self).__name__}.{method} at {describe(module)} should return a tensor for "
+                f"each of {len(outputs)} outputs, got {len(parts)}."
+            )
+        return tuple(result) if isinstance(result, list) else result
+
+    def checked_diagonal(
+        self, module: Any, g_out: Grads, diagonal: Tensor, subsampling: Rows
+    ) -> Tensor:
+        """Refuse the diagonal of a user's second derivative, if it has not the input's shape."""
+        if self.is_ours:
+            return diagonal
+        shape, axis, grad = module.input0.shape, self.batch_axis_in(module, 0), _first(g_out)
+        if grad.dim() > self._first_output(module).dim():  # of samples, at a tensor without them
+            shape, axis = Size([len(grad), *shape]), 0
+        shape = self.shape_of_rows(shape, axis, subsampling)
+        generic = type(self).hessian_diagonal is BaseDerivatives.hessian_diagonal
+        method = "_hessian_diagonal" if generic else "hessian_diagonal"
+        self._check_same(method, module, [*shape], diagonal)
+        return diagonal
 
     def _check_result(
         self, param_str: str, module: Any, mats: Any, result: Tensor, sum_batch: bool
@@ -1014,11 +1074,13 @@ class BaseDerivatives:
         shape = [len(mat), *rows, *self.parameter(module, param_str).shape]
         self._check_same(f"_{param_str}_jac_t_mat_prod", module, shape, result)
 
-    def _check_same(self, method: str, module: Module, shape: list[int], got: Tensor) -> None:
-        if list(got.shape) != shape:
+    def _check_same(self, method: str, module: Module, shape: list[int], got: Any) -> None:
+        found: Any = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        if found != shape:
+            found = "None: is its 'return' missing?" if got is None else f"{found}."
             raise ValueError(
                 f"{type(self).__name__}.{method} at {describe(module)} should return a tensor of "
-                f"shape {shape}, got {list(got.shape)}."
+                f"shape {shape}, got {found}"
             )
 
     def _check_name(self, module: Module, param_str: str) -> None:

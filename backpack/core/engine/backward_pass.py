@@ -37,7 +37,7 @@ from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
-from backpack.core.engine.sweep import call_gradients, separate_samples
+from backpack.core.engine.sweep import call_gradients, sample_counts, separate_samples
 from backpack.core.engine.watch import Entry
 from backpack.core.record import tape
 from backpack.core.record.given import Given
@@ -672,7 +672,8 @@ class BackwardPass:
                     "(backpack.core.derivatives.register)."
                 )
             with call.bound(whole=True) as module:
-                rule.run(ext, module, *call_gradients(call), None, self._save)
+                counts = sample_counts(call, ext.get_subsampling())
+                rule.run(ext, module, *call_gradients(call), None, self._save, counts=counts)
 
     def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
         for call, name in uses:

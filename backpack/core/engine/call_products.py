@@ -195,6 +195,21 @@ def second(
     return side.from_inputs(backs), products
 
 
+def second_diagonal(call: Call, rows: Rows) -> Tensor:
+    """Return the second derivative of ``⟨g_out, y⟩`` where it is diagonal: ``[R, *in]``."""
+    rule: Any = call.derivatives
+    grads = gradients(call)
+    with call.bound() as module:
+        if call.is_direct or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
+            diagonal = rule.hessian_diagonal(module, None, grads, rows)
+            return rule.checked_diagonal(module, grads, diagonal, rows)
+        axis = rule.batch_axis_out(module, 0)
+        grads = [g if g is None else g.movedim(0, axis) for g in grads]
+        diagonal = rule.hessian_diagonal(module, None, grads, rows)
+        diagonal = rule.checked_diagonal(module, grads, diagonal, rows)
+        return diagonal.movedim(rule.batch_axis_in(module, 0), 0)
+
+
 def _repeated(call: Call, mat: Tensor, to_input: bool) -> Tensor:
     """Reshape columns at a call that repeats an input: entries are in one order in canonical form.
 

@@ -247,12 +247,10 @@ class CurvatureBlock:
         self, call: Call, inputs: list[Tensor | None], diagonal: bool, rows: Rows
     ) -> list[Tensor | None]:
         """Apply the positive part (say) of the second derivative, for each sample."""
-        assert self.modify is not None and call.derivatives is not None
+        assert self.modify is not None
         if diagonal:
             (tangent,) = inputs
-            with call.bound() as module:
-                grads = call_products.gradients(call)
-                residual = call.derivatives.hessian_diagonal(module, None, grads, rows)
+            residual = call_products.second_diagonal(call, rows)
             return [None if tangent is None else self.modify(residual) * tangent]
         like = next(t for t in inputs if t is not None)
         count = like.shape[1]

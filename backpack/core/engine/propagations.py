@@ -29,8 +29,10 @@ from backpack.core.engine.sweep import (
     Source,
     Sweep,
     call_gradients,
+    check_passed_on,
     loss_scale,
     root_of_scale,
+    sample_counts,
 )
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
@@ -83,7 +85,10 @@ def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
 
             def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Any:
                 with call.bound(whole=True) as module:
-                    return rule.backpropagate(ext, module, *call_gradients(call), None), None
+                    back = rule.backpropagate(ext, module, *call_gradients(call), None)
+                parts = tuple(back) if isinstance(back, (list, tuple)) else (back,)
+                check_passed_on(ext, rule, call, parts, rows)
+                return parts if len(parts) > 1 else parts[0], None
 
             return factor
     return None
@@ -410,7 +415,8 @@ class UserRules(Propagation):
         if rule is not None:
             with call.bound(whole=True) as module:
                 gradients = call_gradients(call)
-                back = rule.run(ext, module, *gradients, quantity, save, call.goes_on)
+                counts = sample_counts(call, subsampling, plan.base)
+                back = rule.run(ext, module, *gradients, quantity, save, call.goes_on, counts)
             backs = back if isinstance(back, tuple) and len(call.origins_in) > 1 else (back,)
         elif call.repeats is not None:
             backs = (*[None] * call.repeats, quantity)

@@ -139,10 +139,7 @@ class ResidualSource:
 
     def diagonal(self, rows: Rows) -> Tensor:
         """Return r, ``[rows, *in]``."""
-        assert self.call.derivatives is not None
-        with self.call.bound() as module:
-            grads = call_products.gradients(self.call)
-            return self.call.derivatives.hessian_diagonal(module, None, grads, rows)
+        return call_products.second_diagonal(self.call, rows)
 
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns."""
@@ -766,8 +763,12 @@ class Sweep:
                         given,
                         self._add_rule_value,
                         call.goes_on,
+                        sample_counts(call, ext.get_subsampling(), self.plan.base),
                     )
                 parts = back if isinstance(back, tuple) else (back,)
+                if call not in self.plan.going_on:
+                    return True
+                check_passed_on(ext, rule, call, parts, rows)
                 try:
                     backs = [
                         None if m is None else call_products.read_back(call, i, m, rows)
@@ -776,11 +777,8 @@ class Sweep:
                     factors = [None if m is None else factor.holding(m) for m in backs]
                     deliver(self.plan, call, factors, arrived, samples)
                 except (ValueError, RuntimeError, IndexError) as error:
-                    shapes = [list(m.shape) for m in parts if isinstance(m, Tensor)]
                     raise ValueError(
-                        f"{ext.savefield}: the rule of {type(rule).__name__} for {call!r} passes "
-                        f"on {shapes}. Expected is ['V', *input] for each input, with the samples "
-                        f"of the extension. ({error})"
+                        f"{_what_is_passed_on(ext, rule, call, parts)} ({error})"
                     ) from error
                 return True
         return False
@@ -904,6 +902,73 @@ def fetch(call: Call, arrived: dict[Origin, Factor]) -> tuple[Factor, list[Tenso
     aligned = [None if f is None else f.coarsened(groups) for f in found]
     first = next(f for f in aligned if f is not None)
     return first, [None if f is None else f.mat for f in aligned]
+
+
+def sample_counts(
+    call: Call, subsampling: Sequence[int] | None, samples: int | None = None
+) -> set[int]:
+    """Return how many samples a user's rule may find in a call: those, or their rows.
+
+    Args:
+        call: The call.
+        subsampling: Samples that the extension looks at.
+        samples: Number of samples of the batch, if all calls agree on it.
+
+    Returns:
+        Empty if it is not known.
+    """
+    rows, samples = Plan.num_rows(call), samples or Plan.num_samples(call)
+    if subsampling is not None:
+        taken = len(subsampling)
+        return {taken, taken * rows // samples} if samples else {taken}
+    if not (samples and rows):
+        return set()
+    layout, shape = call.layouts_out[0], call.shape_out[0]
+    # the rule may know better where the samples are, if that is only assumed
+    apart = len(shape) > 2 and layout is not None and layout.assumed and not call.is_unbatched
+    return {samples, rows, shape[1]} if apart else {samples, rows}
+
+
+def check_passed_on(
+    ext: Extension, rule: Any, call: Call, parts: Sequence[Any], rows: Rows
+) -> None:
+    """Refuse what a user's rule passes on to the inputs of a call, if it is not shaped like them.
+
+    Raises:
+        ValueError: If that is so, or nothing is passed on.
+    """
+    if all(part is None for part in parts):
+        raise ValueError(
+            f"{ext.savefield}: 'backpropagate' of the rule {type(rule).__name__} for {call!r} "
+            "passes nothing on (None): the parameters below would have no quantity. Return "
+            "['V', *input] for each input; zeros if it has no influence."
+        )
+    for i, part in enumerate(parts):
+        if part is not None and not (
+            isinstance(part, Tensor) and _is_at_input(call, i, part.shape[1:], rows)
+        ):
+            raise ValueError(_what_is_passed_on(ext, rule, call, parts))
+
+
+def _what_is_passed_on(ext: Extension, rule: Any, call: Call, parts: Sequence[Any]) -> str:
+    shapes = [list(m.shape) if isinstance(m, Tensor) else type(m).__name__ for m in parts]
+    return (
+        f"{ext.savefield}: the rule of {type(rule).__name__} for {call!r} passes on {shapes}. "
+        "Expected is a tensor ['V', *input] for each input, with the samples of the extension."
+    )
+
+
+def _is_at_input(call: Call, i: int, got: Sequence[int], rows: Rows) -> bool:
+    """Whether columns fit an input: its shape, flattened behind the samples, or only reshaped."""
+    shape = call.shape_in[i] if i < len(call.shape_in) else None
+    place = call.place_in(i) if shape else None
+    if shape is None or place is None or place.axis or place.is_scattered:
+        return True  # what follows finds out
+    total = Plan.num_rows(call)
+    count = shape[0] * len(row_numbers(total, rows)) // total
+    if list(got) in ([count, *shape[1:]], [count, shape[1:].numel()]):
+        return True
+    return call.is_transparent and bool(got) and got[0] == count
 
 
 def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

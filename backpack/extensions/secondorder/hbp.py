@@ -78,6 +78,7 @@ class HBP(SecondOrderBackpropExtension):
     """
 
     needs = ("gram",)
+    saves_matrices = True
 
     def __init__(
         self,
