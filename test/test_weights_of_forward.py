@@ -354,3 +354,77 @@ def test_products_of_parameters_that_have_changed(kind: Any, change: str) -> Non
         p.data = p.data * 0.5
     with pytest.raises(RuntimeError, match=r"was changed .* after the backward pass"):
         product(torch.rand(2, 4))
+
+
+def columns_swapped(p: Tensor) -> None:
+    p.data.copy_(p.data.flip(1).clone())
+
+
+def signs_changed(p: Tensor) -> None:
+    p.data[0].neg_()
+
+
+NORM_KEEPING = pytest.mark.parametrize("change", [columns_swapped, signs_changed])
+
+
+@NORM_KEEPING
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_changes_that_keep_the_norm(change: Callable[[Tensor], None], frozen: bool) -> None:
+    """Of a weight without hooks, by a hook of an activation, behind autograd's back."""
+    model = extend(NETWORKS["mlp"]())
+    last = model[5].weight.requires_grad_(not frozen)
+    hidden = model[:4](torch.rand(5, 3))
+    hidden.register_hook(lambda grad: change(last))
+    loss = extend(nn.MSELoss())(model[4:](hidden), torch.rand(5, 2))
+    with (
+        pytest.raises(RuntimeError, match=r"'5' \(Linear\), of shape \[2, 4\], was changed during"),
+        backpack(extensions.DiagGGNExact()),
+    ):
+        loss.backward()
+
+
+@NORM_KEEPING
+@pytest.mark.parametrize("ext", PRODUCTS)
+def test_products_after_changes_that_keep_the_norm(
+    change: Callable[[Tensor], None], ext: Any
+) -> None:
+    model = extend(NETWORKS["mlp"]())
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(ext("product")):
+        loss.backward()
+    product, vectors = model[0].weight.product, torch.rand(1, 4, 3)
+    before = product(vectors)
+    torch.testing.assert_close(product(vectors), before)
+    change(model[5].weight)
+    with pytest.raises(RuntimeError, match=r"was changed .* after the backward pass"):
+        product(vectors)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one pass", "second pass"])
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFLR])
+def test_other_memory_between_the_passes(ext: Any, second: bool) -> None:
+    """Autograd still has the weights of the forward pass, and so has first order."""
+    model = extend(NETWORKS["mlp"]())
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    if second:
+        with backpack(ext(), retain_graph=True):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    with (
+        pytest.raises(RuntimeError, match=r"'5' \(Linear\) was given other memory"),
+        backpack(ext()),
+    ):
+        loss.backward()
+
+
+def test_other_memory_between_the_passes_in_first_order() -> None:
+    model = extend(NETWORKS["convolutions"]())
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)

@@ -166,6 +166,7 @@ class BackwardPass:
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
         self.keeping: dict[Call, list[Tensor]] = {}
+        self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = tape.Users()
         self.originals: dict[Tensor, Any] = {}  # of the copies that rules see
         self.start = tape.now()
@@ -314,6 +315,8 @@ class BackwardPass:
             self.kept = KeptParameters(copies=_have_hooks(tape.all_live_calls()))
         for call in reading:
             self.keeping[call] = call.own()
+            if call.has_moved:
+                self.moved.add(call)
         self.kept.add(chain.from_iterable([self.keeping[call] for call in reading]))
         if self.kept.copies:
             storages = self.kept.storages()
@@ -339,6 +342,8 @@ class BackwardPass:
                 self._keep_parameters([call])
             call.check_released()
             call.check_batched()
+            if call in self.moved:
+                call.refuse_moved()
             if self.sharded and call.module in self.sharded:
                 raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
             if call.module._parameters:

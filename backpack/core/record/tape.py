@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from inspect import signature
 from itertools import count
 from threading import get_ident
@@ -234,12 +234,12 @@ class Kept(NamedTuple):
     Attributes:
         state: Tells whether it was changed since, unless behind autograd's back.
         value: A copy; None if there is none.
-        norm: Its norm, if there is no copy to compare with.
+        digest: What tells its entries from others, if there is no copy to compare with.
     """
 
     state: State
     value: Tensor | None
-    norm: Tensor | None
+    digest: Tensor | None
 
 
 class KeptParameters:
@@ -261,9 +261,9 @@ class KeptParameters:
         self._tensors.update(new)
         tensors = list(new.values())
         values = [p.detach().clone().requires_grad_() if self._copies(p) else None for p in tensors]
-        norms = _norms([p for p in tensors if not self._copies(p)])
+        digests = _digests([p for p in tensors if not self._copies(p)])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
-            self._kept[id(p)] = Kept(state, value, next(norms) if value is None else None)
+            self._kept[id(p)] = Kept(state, value, next(digests) if value is None else None)
 
     def _copies(self, parameter: Tensor) -> bool:
         return self.copies and parameter.requires_grad
@@ -272,12 +272,13 @@ class KeptParameters:
         """Return which of some parameters are no longer what they were, and what that was."""
         tensors = list({id(p): p for p in parameters}.values())
         found: dict[Tensor, Kept] = {}
-        norms = _norms([p for p in tensors if self._kept[id(p)].value is None])
+        digests = _digests([p for p in tensors if self._kept[id(p)].value is None])
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
-            now, before = (next(norms), was.norm) if was.value is None else (p, was.value)
+            now, before = (next(digests), was.digest) if was.value is None else (p, was.value)
             is_known = now is not None and before is not None and not now.is_meta
-            if was.state != state or (is_known and not _is_same(now, before)):
+            slack = _rounding(p, now) if is_known and was.value is None else 0.0
+            if was.state != state or (is_known and not _is_same(now, before, slack)):
                 found[p] = was
         return found
 
@@ -291,19 +292,42 @@ class KeptParameters:
         return set(map(_storage, self._tensors.values()))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether all entries are equal, or not numbers in both."""
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _is_same(one: Any, other: Any, slack: float) -> bool:
+    """Whether all entries are equal (up to some slack), or not numbers in both."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
 
 
-def _norms(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
-    """Return the norm of each tensor, which tells it from most others; None if it has none."""
+def _rounding(tensor: Tensor, digest: Any) -> float:
+    """Return what the digests of one tensor may differ by, if they are computed twice."""
+    return 10 * torch.finfo(digest.dtype).eps * float(digest[0]) * tensor.numel() ** 0.5
+
+
+def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Return what tells the entries of each tensor from others; None if it has none.
+
+    Its norm, and a sum of all entries with random signs: permutations and changes of signs leave
+    the norm as it is.
+    """
     dense = [t.layout is torch.strided and t.is_floating_point() for t in tensors]
-    if tensors and all(dense):
-        return iter(torch._foreach_norm([t.detach() for t in tensors]))
-    return iter(
-        [next(_norms([t])) if is_one else None for t, is_one in zip(tensors, dense, strict=True)]
-    )
+    if not all(dense):
+        each = zip(tensors, dense, strict=True)
+        return iter([next(_digests([t])) if is_one else None for t, is_one in each])
+    values = [t.detach() for t in tensors]
+    norms = torch._foreach_norm(values) if values else []
+    return iter(map(_digest, values, norms))
+
+
+def _digest(tensor: Tensor, norm: Tensor) -> Tensor:
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    left, right = (_signs(n, norm.dtype, tensor.device) for n in rows.shape)
+    return torch.stack([norm, (rows.to(norm.dtype) @ right) @ left])
+
+
+@lru_cache(maxsize=256)
+def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random signs, always the same."""
+    generator = torch.Generator().manual_seed(count)
+    return (2 * torch.randint(2, (count,), generator=generator) - 1).to(device, dtype)
 
 
 class Call:
@@ -338,6 +362,7 @@ class Call:
         shared: What was computed of the columns at hand for one parameter that others need, too.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         read: Parameters and buffers that the module (and its children) had, by name.
+        addresses: Where their parameters were in memory.
         params: Own parameters that require a gradient, by name.
         trained: Those of them that the backward pass at hand accumulates a gradient into.
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
@@ -355,6 +380,7 @@ class Call:
 
     __slots__ = (
         "__weakref__",
+        "addresses",
         "before",
         "computed",
         "copies",
@@ -439,6 +465,7 @@ class Call:
             self.read = [module._parameters.copy(), module._buffers.copy()]
             if module._buffers:
                 self._cut_buffers()
+        self.addresses = _addresses(self.read)
         self.training = module.training
         self.was_first = was_first
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
@@ -826,6 +853,23 @@ class Call:
             return True
         is_linear = rule is None or not self.params or rule.is_linear_in_params(self.module)
         return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a parameter has other memory now than in the forward pass (``p.data = …``)."""
+        return self.addresses != _addresses(self.read)
+
+    def refuse_moved(self) -> None:
+        """Refuse parameters that were changed so between the forward pass and the backward pass.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"A parameter of {describe(self.module)} was given other memory (p.data = …) after the "
+            "forward pass. Quantities are those of the weights of the forward pass, which autograd "
+            "alone still has. Change weights after the backward pass."
+        )
 
     def own(self) -> list[Tensor]:
         """List the parameters that the call has read, of itself and of what it stands for."""
@@ -1392,6 +1436,14 @@ def _states(tensors: Sequence[Tensor]) -> list[State]:
         )
     except RuntimeError:  # those of torch.inference_mode have no version, sparse ones no address
         return list(map(_state, tensors))
+
+
+def _addresses(read: Sequence[Mapping[str, Tensor | None]]) -> tuple[int, ...]:
+    """Return where parameters are in memory; nothing if one has none of its own."""
+    try:
+        return tuple([p.data_ptr() for ps in read[::2] for p in ps.values() if p is not None])
+    except RuntimeError:  # sparse, fake, or of a transform of torch.func
+        return ()
 
 
 def _state(tensor: Tensor) -> State:
