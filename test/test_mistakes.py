@@ -1022,6 +1022,68 @@ def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     assert calls[0] > 0 and calls[1:] == [0, 0, 0]
 
 
+PERMUTED, FULL = torch.tensor([1, 2, 3, 4, 0]), torch.rand(N, N)
+ONE = torch.eye(N)
+# the same functions with other numbers, which keep the samples apart and then do not
+VALUES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
+    "index": (lambda z, v: z[v], torch.arange(N), PERMUTED),
+    "index_add": (
+        lambda z, v: torch.zeros_like(z).index_add(0, v, z),
+        torch.arange(N),
+        PERMUTED,
+    ),
+    "gather": (lambda z, v: z.gather(0, v[:, None].expand(N, 4)), torch.arange(N), PERMUTED),
+    "matrix": (lambda z, v: v.to(z) @ z, ONE, FULL),
+    "attention mask": (
+        lambda z, v: (z @ z.T).masked_fill(v == 0, -torch.inf).softmax(-1) @ z,
+        ONE,
+        FULL,
+    ),
+    "where": (lambda z, v: torch.where(v, z, z.flip(0)), torch.tensor(True), torch.tensor(False)),
+    "factor": (lambda z, v: z + v * z.mean(0), 0.0, 1.0),
+    "alpha": (lambda z, v: torch.add(z, z.mean(0), alpha=v), 0.0, 1.0),
+    "computed": (lambda z, v: z + (z.mean(0) + v).relu(), -100.0, 100.0),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_numbers_that_functions_between_have_stored(name: str) -> None:
+    function, apart, mixed = VALUES[name]
+    model = Between()
+    for values in (apart, mixed, mixed, apart, apart, mixed):
+        model.function = lambda z, v=values: function(z, v)
+        messages = warnings_of(lambda: sequences(model, 0, BatchGrad()))
+        assert bool(messages) == (values is mixed)
+        assert all("mixes the samples" in message for message in messages)
+
+
+ORDINARY: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    **{name: function for name, function in APART.items() if name != "own function"},
+    "dropout": (lambda z: nn.functional.dropout(z), 0),
+    "layer norm": (lambda z: nn.functional.layer_norm(z, (4,)), N),
+    "group norm": (lambda z: nn.functional.group_norm(z, 2), 4),
+    "pooling": (lambda z: nn.functional.max_pool1d(z, 3, 1, 1), 4),
+    "weights": (lambda z: nn.functional.linear(z, torch.rand(4, 4), torch.rand(4)), 0),
+    "scaled dot product": (
+        lambda z: nn.functional.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None])[
+            :, 0
+        ],
+        N,
+    ),
+    "statistics": (lambda z: z / (z.std(-1, keepdim=True) + z.amax(-1, True)), 0),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_functions_between_are_looked_at_once(name: str) -> None:
+    function, T = ORDINARY[name]
+    model = Between(function)
+    sequences(model, T, BatchGrad())
+    with mock.patch.object(sample_flow, "_vjp") as looked:
+        sequences(model, T, BatchGrad())
+    assert not looked.called
+
+
 def test_functions_between_are_no_matter_of_curvature() -> None:
     with mock.patch.object(sample_flow, "_vjp") as looked:
         run(Between(), DiagGGNExact())
