@@ -35,6 +35,7 @@ class BackpropExtension:
         shape: Shape of the result, with ``"*p"`` for that of the parameter and letters for sizes
             (``"N"`` for the number of samples); None if it is no tensor, or any will do.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
+        looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
     """
 
@@ -42,6 +43,7 @@ class BackpropExtension:
     needs: ClassVar[tuple[str, ...]] = ()
     shape: ClassVar[tuple[str, ...] | None] = None
     belongs_to_gradient: ClassVar[bool] = False
+    looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

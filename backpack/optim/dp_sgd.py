@@ -75,6 +75,7 @@ class DPSGD(ExtensionOptimizer):
         self.generator = generator
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, BatchGrad())
+        self.extension.looks_at_loss = True
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
         individual = {p: self._quantity(p) for _, p, _ in self._trained()}
@@ -87,6 +88,13 @@ class DPSGD(ExtensionOptimizer):
                     f"DPSGD: the individual gradients of {self._describe(p)} depend on other "
                     f"samples, because the network mixes them in {mixing}: the steps would not be "
                     "private. Use modules that treat samples alone, such as GroupNorm."
+                )
+            undecided = getattr(grads, "_backpack_undecided", None)
+            if undecided is not None:
+                raise ValueError(
+                    f"DPSGD: whether the individual gradients of {self._describe(p)} depend on "
+                    f"other samples cannot be told, because of {undecided}: the steps might not be "
+                    "private. Use a loss that is a module, and extend(lossfunc)."
                 )
         weights = self._weights(individual)
         for group, p, _ in self._trained():

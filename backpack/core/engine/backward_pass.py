@@ -96,6 +96,8 @@ NESTED_IN_THREADS = (
 
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
+LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
+
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "
     "extend(model, use_converter=True), which follows them."
@@ -406,7 +408,9 @@ class BackwardPass:
         marks = {}
         self.sample_flow.compare()
         sizes = self.sample_flow.sizes
-        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing)]
+        terms = None if self.entry is None else self.entry.terms
+        in_loss = () if terms is None else terms.mixing
+        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
         if sizes and self.written:
             names = checks.listed([*reversed(sizes)])  # in the order of the calls
             warn(
@@ -421,6 +425,7 @@ class BackwardPass:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.mixing else []
             advice += [FUNCTIONS_THAT_MIX] if self.sample_flow.mixing else []
+            advice += [LOSS_THAT_MIXES] if in_loss else []
             warn(
                 f"The network mixes the samples of a batch, in {names}: the individual gradients "
                 "are those of the loss as a whole with respect to one sample's row of a module's "
@@ -428,6 +433,8 @@ class BackwardPass:
                 stacklevel=2,
             )
             marks["_backpack_mixing"] = names
+        if terms is not None and terms.unknown:
+            marks["_backpack_undecided"] = checks.listed(terms.unknown)
         for p, savefield, identity in self.written if marks or self.accumulated else ():
             value = getattr(p, savefield, None)
             if id(value) == identity and isinstance(value, Tensor):

@@ -209,7 +209,7 @@ class SampleFlow:
         if not sources or any(map(_is_foreign, path.nodes)):
             return
         known = self._known.setdefault(call.module, {})
-        key = (is_loss, _structure(path, sources))
+        key = (is_loss, describe_structure(path, sources))
         verdict = known.get(key)
         if verdict is None:
             apart = self._are_apart(call, i, path, sources, is_loss, spread)
@@ -241,11 +241,11 @@ class SampleFlow:
         selections = _single_rows if is_loss else _halves
         for rows in selections(x.shape[axis], x.device):
             try:
-                grads = _vjp(path, {path.start: _cotangent(x, axis, rows)}, run)
-                touched = [_touched(grads.get(key), mark) for key, mark in sources.items()]
+                grads = vjp(path, {path.start: _cotangent(x, axis, rows)}, run)
+                reached = [touched(grads.get(key), mark) for key, mark in sources.items()]
             except RuntimeError:  # an operation that needs the engine, or whose spread is unknown
                 return None
-            for samples in touched:
+            for samples in reached:
                 if samples is None:
                     continue
                 found = True
@@ -312,7 +312,7 @@ def _single_rows(count: int, device: torch.device) -> list[Tensor]:
     return [numbers == row for row in chosen]
 
 
-def _touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
+def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
     if grad is None:
         return None
@@ -323,7 +323,7 @@ def _touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
 
 
-def _vjp(
+def vjp(
     path: Path,
     cotangents: Mapping[tuple[Any, int], Tensor],
     run: Callable[..., Any] | None = None,
@@ -414,7 +414,7 @@ def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -
     )
 
 
-def _structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
+def describe_structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
     """Describe functions and shapes; equal sizes have equal numbers, whatever they are."""
     numbers: dict[int, int] = {}
     index = {key: i for i, key in enumerate([*path.nodes, *path.sources])}

@@ -117,6 +117,8 @@ def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         return _products(g, shapes)
     if name in ("Addmm", "Baddbmm"):
         return [g, *_products(g, shapes[1:])]
+    if name == "CtcLoss" and rank == 1 and shapes[0] is not None:
+        return [g[:, None].expand(shapes[0]), *(None for _ in shapes[1:])]
     spatial = [size for size in (1, 2, 3) if f"{size}D" in name or f"{size}d" in name]
     if name in NORMS_OF_LAST_AXES:
         axes = list(range(rank - len(node._saved_normalized_shape), rank))

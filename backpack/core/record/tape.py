@@ -1423,6 +1423,12 @@ def now() -> int:
     return next(_index)
 
 
+def last_call() -> Call | None:
+    """Return the call that was recorded last, if it still holds tensors."""
+    entry = _live.get(_newest)
+    return None if entry is None else entry()
+
+
 def is_anything_recorded() -> bool:
     """Whether there are recorded calls that still hold tensors."""
     return bool(_live)
