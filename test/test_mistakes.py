@@ -682,6 +682,19 @@ def forward_before_extend(lossfunc: Any, *exts: BackpropExtension) -> None:
 
 
 ORDERS = {"first": [BatchGrad], "second": [DiagGGNExact], "both": [Variance, extensions.KFAC]}
+
+
+def forward_before_another(*exts: BackpropExtension) -> Tensor:
+    """A forward pass before extend(), and one behind it that is not used."""
+    model, (X, y) = mlp(), data()
+    before = model(X)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    kept = lossfunc(extend(model)(X), y)
+    with backpack(*exts):
+        lossfunc(before, y).backward()
+    return kept
+
+
 FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "everything": (
         lambda *exts: step(mlp(), nn.CrossEntropyLoss(), *exts),
@@ -701,6 +714,10 @@ FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "the model, forward inside": (
         lambda *exts: step(mlp(), extend(nn.CrossEntropyLoss()), *exts, inside=True),
+        "no module that has parameters was recorded",
+    ),
+    "forward before extend, but other forward passes are kept": (
+        lambda *exts: forward_before_another(*exts),
         "no module that has parameters was recorded",
     ),
     "forward before extend, but loss": (
@@ -1101,6 +1118,90 @@ def test_dp_sgd_refuses_functions_that_mix_samples(name: str) -> None:
         optimiser.step()
 
 
+class CentredData(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu(x - x.mean(0)))
+
+
+class FunctionBehind(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).relu())
+
+
+# models in which samples are mixed where no gradient passes, and how they are extended
+MIXED_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "batch norm first": (
+        lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 4)),
+        False,
+        r"'0' \(BatchNorm1d\)",
+    ),
+    "frozen batch norm": (
+        lambda: nn.Sequential(
+            frozen(nn.Linear(3, 4)), frozen(nn.BatchNorm1d(4)), nn.ReLU(), nn.Linear(4, 4)
+        ),
+        False,
+        r"'1' \(BatchNorm1d\)",
+    ),
+    "function behind": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        False,
+        r"'0' \(BatchNorm1d\)",
+    ),
+    "traced": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        True,
+        r".*BatchNorm1d\)",
+    ),
+    "recorded": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        "record",
+        r".*BatchNorm1d\)",
+    ),
+    "centred, traced": (lambda: CentredData(nn.Linear(3, 4)), True, "a function of the data "),
+    "centred, recorded": (lambda: CentredData(nn.Linear(3, 4)), "record", "a function of the data"),
+}
+
+
+def private_step(
+    model: nn.Module, before: Callable[[Tensor], Tensor] = lambda x: x, converter: Any = False
+) -> list[str]:
+    model = extend(model, use_converter=converter)
+    optimiser = DPSGD([p for p in model.parameters() if p.requires_grad], **PRIVATE)
+
+    def program() -> None:
+        loss = extend(nn.MSELoss())(model(before(torch.rand(N, 3))), torch.rand(N, 4))
+        with backpack(*optimiser.extensions):
+            loss.backward()
+
+    messages = warnings_of(program)
+    optimiser.step()
+    return messages
+
+
+@pytest.mark.parametrize("name", MIXED_DATA)
+def test_dp_sgd_refuses_samples_mixed_where_no_gradient_passes(name: str) -> None:
+    make, converter, what = MIXED_DATA[name]
+    model = make()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"mixes them in {what}"):
+            private_step(model, converter=converter)
+    if "centred" not in name:
+        assert private_step(model.eval(), converter=converter) == []
+
+
+def test_dp_sgd_refuses_a_frozen_model_that_mixes_samples() -> None:
+    backbone = extend(frozen(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
+    with pytest.raises(ValueError, match=r"mixes them in '1' \(BatchNorm1d\)"):
+        private_step(nn.Linear(3, 4), lambda x: backbone(x).relu())
+    backbone.eval()
+    assert private_step(nn.Linear(3, 4), lambda x: backbone(x).relu()) == []
+
+
+def test_samples_mixed_where_no_gradient_passes_are_no_matter_of_individual_gradients() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), Between())
+    assert warnings_of(lambda: sequences(model, 0, BatchGrad())) == []
+
+
 F = nn.functional
 TARGET, LABELS = torch.rand(N, 4, dtype=torch.float64), torch.arange(N) % 4
 WEIGHT = torch.rand(N, dtype=torch.float64)
@@ -1220,6 +1321,22 @@ def step_privately(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
 def test_dp_sgd_refuses_terms_that_mix_samples(name: str) -> None:
     with pytest.raises(ValueError, match="mixes them in a loss that is not extended"):
         step_privately(lambda z, _: MIXED_TERMS[name](z))
+
+
+@pytest.mark.parametrize("name", ["own function", "checkpoint"])
+def test_dp_sgd_refuses_functions_between_that_cannot_be_looked_at(name: str) -> None:
+    def function(z: Tensor) -> Tensor:
+        z = z - z.mean(0)
+        return Doubled.apply(z) if name == "own function" else z
+
+    def checkpointed(z: Tensor) -> Tensor:
+        return checkpoint(lambda t: function(t).exp(), z, use_reentrant=False)
+
+    model = Between(function if name == "own function" else checkpointed)
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    sequences(model, 0, *optimiser.extensions)
+    with pytest.raises(ValueError, match=r"functions before 'second' \(Linear\): the steps might"):
+        optimiser.step()
 
 
 def test_dp_sgd_looks_beside_an_extended_loss() -> None:

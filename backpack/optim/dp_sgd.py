@@ -19,8 +19,13 @@ class DPSGD(ExtensionOptimizer):
     norm of an individual gradient g_n is that over all parameters which have a gradient. B is the
     *expected* number of samples in a batch. For the guarantee, every batch takes each sample of the
     data independently with probability B / (number of samples), see
-    :func:`backpack.optim.privacy_spent`; and no module mixes the samples of a batch (batch
-    normalisation does): a step is refused if a backward pass has found one.
+    :func:`backpack.optim.privacy_spent`; and nothing mixes the samples of a batch (batch
+    normalisation does). A step is refused if the backward pass, which has to run in the context of
+    ``extensions``, has found something that does, or that cannot be looked at: modules, frozen ones
+    included; functions between modules, and of the data in a converted model; terms of a loss that
+    is not extended. What leaves no trace is not seen: what was done to the data before the model,
+    and by functions in a model that was not converted; modules that are not extended, or run in
+    ``torch.no_grad()``; numbers that were taken out of the graph (``detach()``, ``item()``).
 
     Source: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, Deep learning with differential
     privacy (CCS 2016), algorithm 1.
@@ -94,7 +99,8 @@ class DPSGD(ExtensionOptimizer):
                 raise ValueError(
                     f"DPSGD: whether the individual gradients of {self._describe(p)} depend on "
                     f"other samples cannot be told, because of {undecided}: the steps might not be "
-                    "private. Use a loss that is a module, and extend(lossfunc)."
+                    "private. For a loss, use a module and extend(lossfunc); make functions in the "
+                    "network modules, or use extend(model, use_converter=True)."
                 )
         weights = self._weights(individual)
         for group, p, _ in self._trained():

@@ -163,6 +163,8 @@ class BackwardPass:
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
         self.mixing: dict[str, None] = {}  # what mixes the samples of the batch
         self.sample_flow = SampleFlow()
+        self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
+        self.mixed_data: dict[str, None] = {}  # what mixes samples where no gradient passes
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
@@ -407,7 +409,7 @@ class BackwardPass:
         """Say if samples were mixed, and note at the results what belongs to them."""
         marks = {}
         self.sample_flow.compare()
-        sizes = self.sample_flow.sizes
+        sizes, hidden = self.sample_flow.sizes, self._mixing_without_gradient()
         terms = None if self.entry is None else self.entry.terms
         in_loss = () if terms is None else terms.mixing
         mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
@@ -433,14 +435,24 @@ class BackwardPass:
                 stacklevel=2,
             )
             marks["_backpack_mixing"] = names
-        if terms is not None and terms.unknown:
-            marks["_backpack_undecided"] = checks.listed(terms.unknown)
+        elif hidden and not sizes:  # the individual gradients themselves are right
+            marks["_backpack_mixing"] = checks.listed(hidden)
+        unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
+        if unknown:
+            marks["_backpack_undecided"] = checks.listed(unknown)
         for p, savefield, identity in self.written if marks or self.accumulated else ():
             value = getattr(p, savefield, None)
             if id(value) == identity and isinstance(value, Tensor):
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
+
+    def _mixing_without_gradient(self) -> dict[str, None]:
+        """Return what has mixed samples where no gradient passes, such as frozen layers."""
+        names = dict(self.mixed_data)
+        for given in self.sample_flow.given:
+            names.update(dict.fromkeys(given.mixing))
+        return names | dict.fromkeys(tape.take_mixing(before=self.start))
 
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
@@ -454,7 +466,11 @@ class BackwardPass:
                 elif mark is not None and not mark.is_output:
                     paths[i] = path_above(x.grad_fn, x.output_nr)
             self._check_foreign_uses(call, paths)
+        if self.foreign_uses and self.has_parameters:  # else nothing is computed, and that is told
+            self._tell_foreign_uses()
         self.sample_flow.visit(call, paths)
+        if call.mixed_data is not None:
+            self.mixed_data[call.mixed_data] = None
         rule = call.derivatives
         if call.mixes_samples or (rule and not call.params and rule.mixes_in_secret(call)):
             self.mixing[describe(call.module)] = None
@@ -472,12 +488,17 @@ class BackwardPass:
             for leaf in leaves:
                 reached = any(leaf is p for params in self.parameters for p in params.values())
                 if reached or is_used(leaf):
-                    for ext in self.first_order:
-                        ext.fail(
-                            f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
-                            f"module is also used by a function whose result {call!r} reads. That "
-                            "use is not counted."
-                        )
+                    self.foreign_uses.append((call, leaf))
+
+    def _tell_foreign_uses(self) -> None:
+        for call, leaf in self.foreign_uses:
+            for ext in self.first_order:
+                ext.fail(
+                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
+                    f"is also used by a function whose result {call!r} reads. That use is not "
+                    "counted."
+                )
+        self.foreign_uses.clear()
 
     def _find_trained(self, call: Call) -> None:
         with torch.enable_grad():

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from backpack.context import without_autocast
 from backpack.core.engine.sample_flow import (
     Path,
     describe_structure,
+    is_foreign,
     is_unpacked,
     path_above,
     touched,
@@ -121,7 +121,7 @@ class LossTerms:
         names = dict.fromkeys([node.name(), *[n.name() for n in between]])
         text = f"a loss that is not extended ({', '.join(names)})"
         most = None
-        if all(map(is_unpacked, between)) and not any(map(_is_foreign, between)):
+        if all(map(is_unpacked, between)) and not any(map(is_foreign, between)):
             most = _most_samples(path, edges, name in ROWWISE)
         # what chooses entries depends on those that it leaves out, too
         if most == 1 and any(kind(n) in SELECTING for n in between):
@@ -168,10 +168,6 @@ def _is_whole(node: Any, slot: int) -> bool:
     return math.prod(shape_of(node, slot).shape) == 1
 
 
-def _is_foreign(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) and not is_output(node)
-
-
 def _carrying(path: Path) -> set[Any]:
     """Return the nodes that have computed something from what recorded calls have returned."""
     readers: dict[Edge | Any, list[Any]] = {}
@@ -207,7 +203,7 @@ def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
     name = kind(node)
     if type(node).__name__ in WRAPPERS or name in LINEAR:
         return True
-    if _is_foreign(node):
+    if is_foreign(node):
         return None
     if name in SELECTING:
         return False

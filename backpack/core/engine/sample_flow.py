@@ -98,6 +98,7 @@ class SampleFlow:
 
     Attributes:
         mixing: Functions that mix samples, or move them from the first axis.
+        unknown: Functions that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
     """
 
@@ -107,6 +108,7 @@ class SampleFlow:
     def __init__(self) -> None:
         """Nothing was reached."""
         self.mixing: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
@@ -206,7 +208,10 @@ class SampleFlow:
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
             sources = {key: mark for key, mark in sources.items() if _samples(mark) == rows > 1}
-        if not sources or any(map(_is_foreign, path.nodes)):
+        if not sources:
+            return
+        if any(map(is_foreign, path.nodes)):
+            self.unknown[f"functions before {describe(call.module)}"] = None
             return
         known = self._known.setdefault(call.module, {})
         key = (is_loss, describe_structure(path, sources))
@@ -221,6 +226,8 @@ class SampleFlow:
                 verdict = Verdict(apart, values)
                 if values is not None:
                     known[key] = verdict
+        if verdict.apart is None and not all(map(is_unpacked, path.nodes)):
+            self.unknown[f"functions before {describe(call.module)}"] = None
         if verdict.apart is False:
             names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
             self.mixing[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
@@ -254,7 +261,7 @@ class SampleFlow:
         return found
 
 
-def _is_foreign(node: Any) -> bool:
+def is_foreign(node: Any) -> bool:
     """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
     return isinstance(node, BackwardCFunction) and not is_output(node)
 
