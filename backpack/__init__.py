@@ -37,6 +37,7 @@ from backpack.context import (
 from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.recording import is_open, is_recorded, record_functions
 from backpack.convert.tracing import ConversionError
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks, spared_gradients
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one, follow_inputs
@@ -49,6 +50,10 @@ from backpack.custom_module.converted_module import ConvertedModule
 from backpack.extensions.backprop_extension import BackpropExtension
 
 __all__ = ["CTX", "backpack", "clear", "disable", "extend", "memory_cleanup", "quantities"]
+
+
+def _is_loss(call: tape.Call | None) -> bool:
+    return call is not None and isinstance(call.derivatives, BaseLossDerivatives)
 
 
 class backpack:
@@ -121,14 +126,15 @@ class backpack:
             self._sum_individual_gradients,
             scope,
         )
-        # first-order extensions do not ask what backward() was called on, and short steps do not
-        # pay for a mode
+        # a mode notices what backward() is called on: first-order extensions ask that of losses
+        # that are not extended (if one is, short steps do not pay for a mode)
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
         spares = second_order or bool(spared_gradients.costly(configuration))
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
+        looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(tape.last_call())
         configure(configuration)
-        if spares or is_suspicious:
+        if spares or is_suspicious or (looks and self.exts):
             scope.watch = WatchBackward(BackwardPass.completed, spares)
             scope.watch.__enter__()
         self._entered[scope] = configuration

@@ -751,6 +751,19 @@ def forward_before_extend(lossfunc: Any, *exts: BackpropExtension) -> None:
 
 
 ORDERS = {"first": [BatchGrad], "second": [DiagGGNExact], "both": [Variance, extensions.KFAC]}
+
+
+def forward_before_another(*exts: BackpropExtension) -> Tensor:
+    """A forward pass before extend(), and one behind it that is not used."""
+    model, (X, y) = mlp(), data()
+    before = model(X)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    kept = lossfunc(extend(model)(X), y)
+    with backpack(*exts):
+        lossfunc(before, y).backward()
+    return kept
+
+
 FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "everything": (
         lambda *exts: step(mlp(), nn.CrossEntropyLoss(), *exts),
@@ -770,6 +783,10 @@ FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "the model, forward inside": (
         lambda *exts: step(mlp(), extend(nn.CrossEntropyLoss()), *exts, inside=True),
+        "no module that has parameters was recorded",
+    ),
+    "forward before extend, but other forward passes are kept": (
+        lambda *exts: forward_before_another(*exts),
         "no module that has parameters was recorded",
     ),
     "forward before extend, but loss": (
@@ -1121,15 +1138,77 @@ def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     calls = []
     model = Between(MIXING["centred"][0])
     for T in (3, 6, 3, 7):  # another number of positions is no other structure
-        with mock.patch.object(sample_flow, "_vjp", wraps=sample_flow._vjp) as looked:
+        with mock.patch.object(sample_flow, "vjp", wraps=sample_flow.vjp) as looked:
             (message,) = warnings_of(lambda T=T: sequences(model, T, BatchGrad()))
         assert "mixes" in message
         calls.append(looked.call_count)
     assert calls[0] > 0 and calls[1:] == [0, 0, 0]
 
 
+PERMUTED, FULL = torch.tensor([1, 2, 3, 4, 0]), torch.rand(N, N)
+ONE = torch.eye(N)
+# the same functions with other numbers, which keep the samples apart and then do not
+VALUES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, Any]] = {
+    "index": (lambda z, v: z[v], torch.arange(N), PERMUTED),
+    "index_add": (
+        lambda z, v: torch.zeros_like(z).index_add(0, v, z),
+        torch.arange(N),
+        PERMUTED,
+    ),
+    "gather": (lambda z, v: z.gather(0, v[:, None].expand(N, 4)), torch.arange(N), PERMUTED),
+    "matrix": (lambda z, v: v.to(z) @ z, ONE, FULL),
+    "attention mask": (
+        lambda z, v: (z @ z.T).masked_fill(v == 0, -torch.inf).softmax(-1) @ z,
+        ONE,
+        FULL,
+    ),
+    "where": (lambda z, v: torch.where(v, z, z.flip(0)), torch.tensor(True), torch.tensor(False)),
+    "factor": (lambda z, v: z + v * z.mean(0), 0.0, 1.0),
+    "alpha": (lambda z, v: torch.add(z, z.mean(0), alpha=v), 0.0, 1.0),
+    "computed": (lambda z, v: z + (z.mean(0) + v).relu(), -100.0, 100.0),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_numbers_that_functions_between_have_stored(name: str) -> None:
+    function, apart, mixed = VALUES[name]
+    model = Between()
+    for values in (apart, mixed, mixed, apart, apart, mixed):
+        model.function = lambda z, v=values: function(z, v)
+        messages = warnings_of(lambda: sequences(model, 0, BatchGrad()))
+        assert bool(messages) == (values is mixed)
+        assert all("mixes the samples" in message for message in messages)
+
+
+ORDINARY: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    **{name: function for name, function in APART.items() if name != "own function"},
+    "dropout": (lambda z: nn.functional.dropout(z), 0),
+    "layer norm": (lambda z: nn.functional.layer_norm(z, (4,)), N),
+    "group norm": (lambda z: nn.functional.group_norm(z, 2), 4),
+    "pooling": (lambda z: nn.functional.max_pool1d(z, 3, 1, 1), 4),
+    "weights": (lambda z: nn.functional.linear(z, torch.rand(4, 4), torch.rand(4)), 0),
+    "scaled dot product": (
+        lambda z: nn.functional.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None])[
+            :, 0
+        ],
+        N,
+    ),
+    "statistics": (lambda z: z / (z.std(-1, keepdim=True) + z.amax(-1, True)), 0),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_functions_between_are_looked_at_once(name: str) -> None:
+    function, T = ORDINARY[name]
+    model = Between(function)
+    sequences(model, T, BatchGrad())
+    with mock.patch.object(sample_flow, "vjp") as looked:
+        sequences(model, T, BatchGrad())
+    assert not looked.called
+
+
 def test_functions_between_are_no_matter_of_curvature() -> None:
-    with mock.patch.object(sample_flow, "_vjp") as looked:
+    with mock.patch.object(sample_flow, "vjp") as looked:
         run(Between(), DiagGGNExact())
     assert not looked.called
 
@@ -1143,6 +1222,245 @@ def test_dp_sgd_refuses_functions_that_mix_samples(name: str) -> None:
         sequences(model, T, *optimiser.extensions)
     with pytest.raises(ValueError, match=r"functions before 'second' \(Linear\).*private"):
         optimiser.step()
+
+
+class CentredData(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu(x - x.mean(0)))
+
+
+class FunctionBehind(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).relu())
+
+
+# models in which samples are mixed where no gradient passes, and how they are extended
+MIXED_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "batch norm first": (
+        lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 4)),
+        False,
+        r"'0' \(BatchNorm1d\)",
+    ),
+    "frozen batch norm": (
+        lambda: nn.Sequential(
+            frozen(nn.Linear(3, 4)), frozen(nn.BatchNorm1d(4)), nn.ReLU(), nn.Linear(4, 4)
+        ),
+        False,
+        r"'1' \(BatchNorm1d\)",
+    ),
+    "function behind": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        False,
+        r"'0' \(BatchNorm1d\)",
+    ),
+    "traced": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        True,
+        r".*BatchNorm1d\)",
+    ),
+    "recorded": (
+        lambda: FunctionBehind(frozen(nn.BatchNorm1d(3)), nn.Linear(3, 4)),
+        "record",
+        r".*BatchNorm1d\)",
+    ),
+    "centred, traced": (lambda: CentredData(nn.Linear(3, 4)), True, "a function of the data "),
+    "centred, recorded": (lambda: CentredData(nn.Linear(3, 4)), "record", "a function of the data"),
+}
+
+
+def private_step(
+    model: nn.Module, before: Callable[[Tensor], Tensor] = lambda x: x, converter: Any = False
+) -> list[str]:
+    model = extend(model, use_converter=converter)
+    optimiser = DPSGD([p for p in model.parameters() if p.requires_grad], **PRIVATE)
+
+    def program() -> None:
+        loss = extend(nn.MSELoss())(model(before(torch.rand(N, 3))), torch.rand(N, 4))
+        with backpack(*optimiser.extensions):
+            loss.backward()
+
+    messages = warnings_of(program)
+    optimiser.step()
+    return messages
+
+
+@pytest.mark.parametrize("name", MIXED_DATA)
+def test_dp_sgd_refuses_samples_mixed_where_no_gradient_passes(name: str) -> None:
+    make, converter, what = MIXED_DATA[name]
+    model = make()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"mixes them in {what}"):
+            private_step(model, converter=converter)
+    if "centred" not in name:
+        assert private_step(model.eval(), converter=converter) == []
+
+
+def test_dp_sgd_refuses_a_frozen_model_that_mixes_samples() -> None:
+    backbone = extend(frozen(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
+    with pytest.raises(ValueError, match=r"mixes them in '1' \(BatchNorm1d\)"):
+        private_step(nn.Linear(3, 4), lambda x: backbone(x).relu())
+    backbone.eval()
+    assert private_step(nn.Linear(3, 4), lambda x: backbone(x).relu()) == []
+
+
+def test_samples_mixed_where_no_gradient_passes_are_no_matter_of_individual_gradients() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), Between())
+    assert warnings_of(lambda: sequences(model, 0, BatchGrad())) == []
+
+
+F = nn.functional
+TARGET, LABELS = torch.rand(N, 4, dtype=torch.float64), torch.arange(N) % 4
+WEIGHT = torch.rand(N, dtype=torch.float64)
+# losses that are not extended, of an output z [N, 4]
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross entropy": lambda z: F.cross_entropy(z, LABELS),
+    "smoothed labels": lambda z: F.cross_entropy(z, LABELS, label_smoothing=0.1),
+    "probabilities": lambda z: F.cross_entropy(z, TARGET / TARGET.sum(1, True)),
+    "ignored": lambda z: F.cross_entropy(z, LABELS, ignore_index=1),
+    "weighted mean": lambda z: (
+        (F.cross_entropy(z, LABELS, reduction="none") * WEIGHT).sum() / WEIGHT.sum()
+    ),
+    "masked mean": lambda z: F.mse_loss(z, TARGET, reduction="none")[WEIGHT > 0.3].mean(),
+    "nll": lambda z: F.nll_loss(z.log_softmax(1), LABELS),
+    "mse": lambda z: F.mse_loss(z, TARGET),
+    "l1": lambda z: F.l1_loss(z, TARGET),
+    "smooth l1": lambda z: F.smooth_l1_loss(z, TARGET),
+    "huber": lambda z: F.huber_loss(z, TARGET),
+    "bce": lambda z: F.binary_cross_entropy(z.sigmoid(), TARGET),
+    "bce with logits": lambda z: F.binary_cross_entropy_with_logits(z, TARGET, pos_weight=TARGET),
+    "kl": lambda z: F.kl_div(z.log_softmax(1), TARGET, reduction="batchmean"),
+    "poisson": lambda z: F.poisson_nll_loss(z, TARGET),
+    "gaussian": lambda z: F.gaussian_nll_loss(z[:, :2], TARGET[:, :2], z[:, 2:].exp()),
+    "cosine": lambda z: F.cosine_embedding_loss(z, TARGET, WEIGHT.sign()),
+    "hinge embedding": lambda z: F.hinge_embedding_loss(z[:, 0], WEIGHT.sign()),
+    "margin ranking": lambda z: F.margin_ranking_loss(z[:, 0], z[:, 1], WEIGHT.sign()),
+    "multi margin": lambda z: F.multi_margin_loss(z, LABELS),
+    "multilabel margin": lambda z: F.multilabel_margin_loss(z, LABELS[:, None].expand(N, 4)),
+    "multilabel soft margin": lambda z: F.multilabel_soft_margin_loss(z, TARGET.round()),
+    "soft margin": lambda z: F.soft_margin_loss(z, TARGET.sign()),
+    "triplet": lambda z: F.triplet_margin_loss(z, TARGET, TARGET.flip(1)),
+    "ctc": lambda z: F.ctc_loss(
+        z.log_softmax(1).expand(7, N, 4), LABELS[:, None] % 3 + 1, (7,) * N, (1,) * N
+    ),
+    "squared norm": lambda z: (z - TARGET).norm() ** 2,
+    "scaled": lambda z: F.cross_entropy(z, LABELS) / 3 * torch.tensor(1024.0),
+    "several": lambda z: F.cross_entropy(z, LABELS) + 0.1 * z.square().sum(1).mean(),
+    "focal": lambda z: (
+        (1 - (-F.cross_entropy(z, LABELS, reduction="none")).exp()) ** 2
+        * F.cross_entropy(z, LABELS, reduction="none")
+    ).mean(),
+    "one by one": lambda z: torch.stack([F.mse_loss(z[n], TARGET[n]) for n in range(N)]).mean(),
+    "another order": lambda z: F.cross_entropy(z[[1, 0, 2, 4, 3]], LABELS),
+    "unit matrix": lambda z: F.cross_entropy(torch.eye(N).to(z) @ z, LABELS),
+    "sum of centred": lambda z: ((z - z.mean(0)) * TARGET).sum(),
+    "learned weight": lambda z: F.mse_loss(z, TARGET) * torch.ones((), requires_grad=True).exp(),
+    "weight decay": lambda z: F.mse_loss(z, TARGET) + torch.ones(3, requires_grad=True).norm(),
+    "not extended layer": lambda z: F.cross_entropy(nn.Linear(4, 4).to(z)(z).relu(), LABELS),
+    "best class": lambda z: z.max(1)[0].mean(),
+    "not below zero": lambda z: F.cross_entropy(z, LABELS).clamp(min=0),
+}
+MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "centred": lambda z: F.cross_entropy(z - z.mean(0), LABELS),
+    "centred, l1": lambda z: F.l1_loss(z - z.mean(0), TARGET),
+    "similarities": lambda z: F.cross_entropy(z @ z.T, torch.arange(N)),
+    "squared similarities": lambda z: (z @ z.T).square().sum(),
+    "batch norm": lambda z: F.cross_entropy(nn.BatchNorm1d(4).to(z)(z), LABELS),
+    "softmax over the batch": lambda z: (z.softmax(0) * TARGET).square().sum(),
+    "spread": lambda z: z.std(0).sum(),
+    "another sample": lambda z: F.mse_loss(z, z.roll(1, 0)),
+    "root of the mean": lambda z: F.mse_loss(z, TARGET).sqrt(),
+    "dice": lambda z: (z.sigmoid() * TARGET).sum() / z.sigmoid().sum(),
+    "weights of the batch": lambda z: (z[:, 0].softmax(0) * z[:, 1]).sum(),
+}
+UNDECIDED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda z: F.cross_entropy(z, LABELS, reduction="none").topk(2)[0].mean(),
+    "flooding": lambda z: (F.cross_entropy(z, LABELS) - 0.1).abs(),
+    "own function": lambda z: Doubled.apply(z - z.mean(0)).square().sum(),
+    "checkpoint": lambda z: checkpoint(
+        lambda t: (t - t.mean(0)).exp().sum(), z, use_reentrant=False
+    ),
+    "not below zero": TERMS["not below zero"],
+}
+
+
+def messages_of_loss(function: Callable[[Tensor], Tensor], *exts: BackpropExtension) -> list[str]:
+    model = extend(Between())
+    loss = function(model(torch.rand(N, 3)))
+
+    def program() -> None:
+        with backpack(*exts):
+            loss.backward()
+
+    return warnings_of(program)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_one_sample_each(name: str) -> None:
+    for _ in range(2):  # what is known of the structure is used
+        assert messages_of_loss(TERMS[name], BatchGrad()) == []
+
+
+@pytest.mark.parametrize("name", MIXED_TERMS)
+def test_terms_that_mix_samples(name: str) -> None:
+    for _ in range(2):
+        (message,) = messages_of_loss(MIXED_TERMS[name], BatchGrad())
+        assert "mixes the samples" in message and "in a loss that is not extended (" in message
+
+
+def test_numbers_that_a_loss_has_stored() -> None:
+    for matrix, count in ((ONE, 0), (FULL, 1), (ONE, 0), (FULL, 1)):
+        function = lambda z, m=matrix: F.cross_entropy(m.to(z) @ z, LABELS)  # noqa: E731
+        assert len(messages_of_loss(function, BatchGrad())) == count
+
+
+def step_privately(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    model = extend(Between())
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    loss = function(model(torch.rand(N, 3)), extend(nn.MSELoss()))
+    with backpack(*optimiser.extensions), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss.backward()
+    optimiser.step()
+
+
+@pytest.mark.parametrize("name", MIXED_TERMS)
+def test_dp_sgd_refuses_terms_that_mix_samples(name: str) -> None:
+    with pytest.raises(ValueError, match="mixes them in a loss that is not extended"):
+        step_privately(lambda z, _: MIXED_TERMS[name](z))
+
+
+@pytest.mark.parametrize("name", ["own function", "checkpoint"])
+def test_dp_sgd_refuses_functions_between_that_cannot_be_looked_at(name: str) -> None:
+    def function(z: Tensor) -> Tensor:
+        z = z - z.mean(0)
+        return Doubled.apply(z) if name == "own function" else z
+
+    def checkpointed(z: Tensor) -> Tensor:
+        return checkpoint(lambda t: function(t).exp(), z, use_reentrant=False)
+
+    model = Between(function if name == "own function" else checkpointed)
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    sequences(model, 0, *optimiser.extensions)
+    with pytest.raises(ValueError, match=r"functions before 'second' \(Linear\): the steps might"):
+        optimiser.step()
+
+
+def test_dp_sgd_looks_beside_an_extended_loss() -> None:
+    with pytest.raises(ValueError, match=r"a loss that is not extended \(PowBackward0, Mean"):
+        step_privately(lambda z, lossfunc: lossfunc(z, TARGET) + z.mean(0).square().sum())
+    step_privately(lambda z, lossfunc: lossfunc(z, TARGET) + z.square().mean())
+
+
+@pytest.mark.parametrize("name", UNDECIDED_TERMS)
+def test_dp_sgd_refuses_terms_that_cannot_be_told_apart(name: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be told, because of .*extend\(lossfunc\)"):
+        step_privately(lambda z, _: UNDECIDED_TERMS[name](z))
+    assert messages_of_loss(UNDECIDED_TERMS[name], BatchGrad()) == []
+
+
+@pytest.mark.parametrize("name", [name for name in TERMS if name not in UNDECIDED_TERMS])
+def test_dp_sgd_takes_terms_of_one_sample_each(name: str) -> None:
+    step_privately(lambda z, _: TERMS[name](z))
 
 
 def test_dp_sgd_refuses_rows_that_are_no_samples() -> None:

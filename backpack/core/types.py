@@ -23,6 +23,7 @@ class Extension(Protocol):
     savefield: str
     rules: Any  # those that users have registered, by module class
     saved_quantities: Any
+    looks_at_loss: bool
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class BackpropExtension:
             (``"N"`` for the number of samples); None if it is no tensor, or any will do.
         saves_matrices: Whether the result is a list of square matrices.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
+        looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
     """
 
@@ -46,6 +47,7 @@ class BackpropExtension:
     shape: ClassVar[tuple[str, ...] | None] = None
     saves_matrices: ClassVar[bool] = False
     belongs_to_gradient: ClassVar[bool] = False
+    looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -19,8 +19,13 @@ class DPSGD(ExtensionOptimizer):
     norm of an individual gradient g_n is that over all parameters which have a gradient. B is the
     *expected* number of samples in a batch. For the guarantee, every batch takes each sample of the
     data independently with probability B / (number of samples), see
-    :func:`backpack.optim.privacy_spent`; and no module mixes the samples of a batch (batch
-    normalisation does): a step is refused if a backward pass has found one.
+    :func:`backpack.optim.privacy_spent`; and nothing mixes the samples of a batch (batch
+    normalisation does). A step is refused if the backward pass, which has to run in the context of
+    ``extensions``, has found something that does, or that cannot be looked at: modules, frozen ones
+    included; functions between modules, and of the data in a converted model; terms of a loss that
+    is not extended. What leaves no trace is not seen: what was done to the data before the model,
+    and by functions in a model that was not converted; modules that are not extended, or run in
+    ``torch.no_grad()``; numbers that were taken out of the graph (``detach()``, ``item()``).
 
     Source: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, Deep learning with differential
     privacy (CCS 2016), algorithm 1.
@@ -75,6 +80,7 @@ class DPSGD(ExtensionOptimizer):
         self.generator = generator
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, BatchGrad())
+        self.extension.looks_at_loss = True
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
         individual = {p: self._quantity(p) for _, p, _ in self._trained()}
@@ -87,6 +93,14 @@ class DPSGD(ExtensionOptimizer):
                     f"DPSGD: the individual gradients of {self._describe(p)} depend on other "
                     f"samples, because the network mixes them in {mixing}: the steps would not be "
                     "private. Use modules that treat samples alone, such as GroupNorm."
+                )
+            undecided = getattr(grads, "_backpack_undecided", None)
+            if undecided is not None:
+                raise ValueError(
+                    f"DPSGD: whether the individual gradients of {self._describe(p)} depend on "
+                    f"other samples cannot be told, because of {undecided}: the steps might not be "
+                    "private. For a loss, use a module and extend(lossfunc); make functions in the "
+                    "network modules, or use extend(model, use_converter=True)."
                 )
         weights = self._weights(individual)
         for group, p, _ in self._trained():

@@ -97,6 +97,8 @@ NESTED_IN_THREADS = (
 
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
+LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
+
 FUNCTIONS_THAT_MIX = (
     "If functions just move the samples from the first axis, use "
     "extend(model, use_converter=True), which follows them."
@@ -162,6 +164,8 @@ class BackwardPass:
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
         self.mixing: dict[str, None] = {}  # what mixes the samples of the batch
         self.sample_flow = SampleFlow()
+        self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
+        self.mixed_data: dict[str, None] = {}  # what mixes samples where no gradient passes
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
@@ -418,8 +422,10 @@ class BackwardPass:
         """Say if samples were mixed, and note at the results what belongs to them."""
         marks = {}
         self.sample_flow.compare()
-        sizes = self.sample_flow.sizes
-        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing)]
+        sizes, hidden = self.sample_flow.sizes, self._mixing_without_gradient()
+        terms = None if self.entry is None else self.entry.terms
+        in_loss = () if terms is None else terms.mixing
+        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
         if self.sample_flow.single and self.written:
             warn(
                 f"{checks.listed(self.sample_flow.single)}: the individual gradients of all others "
@@ -442,6 +448,7 @@ class BackwardPass:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.mixing else []
             advice += [FUNCTIONS_THAT_MIX] if self.sample_flow.mixing else []
+            advice += [LOSS_THAT_MIXES] if in_loss else []
             warn(
                 f"The network mixes the samples of a batch, in {names}: the individual gradients "
                 "are those of the loss as a whole with respect to one sample's row of a module's "
@@ -449,6 +456,11 @@ class BackwardPass:
                 stacklevel=2,
             )
             marks["_backpack_mixing"] = names
+        elif hidden and not sizes:  # the individual gradients themselves are right
+            marks["_backpack_mixing"] = checks.listed(hidden)
+        unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
+        if unknown:
+            marks["_backpack_undecided"] = checks.listed(unknown)
         for p, savefield, identity in self.written if marks or self.accumulated else ():
             value = getattr(p, savefield, None)
             if id(value) == identity and isinstance(value, Tensor):
@@ -464,6 +476,13 @@ class BackwardPass:
                     if savefield == ext.savefield and id(getattr(p, savefield, None)) == identity:
                         results.note_gradient(p, savefield)
 
+    def _mixing_without_gradient(self) -> dict[str, None]:
+        """Return what has mixed samples where no gradient passes, such as frozen layers."""
+        names = dict(self.mixed_data)
+        for given in self.sample_flow.given:
+            names.update(dict.fromkeys(given.mixing))
+        return names | dict.fromkeys(tape.take_mixing(before=self.start))
+
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
         paths: dict[int, Path] = {}
@@ -476,7 +495,11 @@ class BackwardPass:
                 elif mark is not None and not mark.is_output:
                     paths[i] = path_above(x.grad_fn, x.output_nr)
             self._check_foreign_uses(call, paths)
+        if self.foreign_uses and self.has_parameters:  # else nothing is computed, and that is told
+            self._tell_foreign_uses()
         self.sample_flow.visit(call, paths)
+        if call.mixed_data is not None:
+            self.mixed_data[call.mixed_data] = None
         rule = call.derivatives
         if call.mixes_samples or (rule and not call.params and rule.mixes_in_secret(call)):
             self.mixing[describe(call.module)] = None
@@ -494,12 +517,17 @@ class BackwardPass:
             for leaf in leaves:
                 reached = any(leaf is p for params in self.parameters for p in params.values())
                 if reached or is_used(leaf):
-                    for ext in self.first_order:
-                        ext.fail(
-                            f"a parameter of shape {list(leaf.shape)} that belongs to an extended "
-                            f"module is also used by a function whose result {call!r} reads. That "
-                            "use is not counted."
-                        )
+                    self.foreign_uses.append((call, leaf))
+
+    def _tell_foreign_uses(self) -> None:
+        for call, leaf in self.foreign_uses:
+            for ext in self.first_order:
+                ext.fail(
+                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
+                    f"is also used by a function whose result {call!r} reads. That use is not "
+                    "counted."
+                )
+        self.foreign_uses.clear()
 
     def _find_trained(self, call: Call) -> None:
         with torch.enable_grad():

@@ -8,9 +8,8 @@ The nodes are called for that one by one. The engine would run hooks, and reach 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cache
-from math import prod
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,8 +22,16 @@ from backpack.core.derivatives.elementwise_losses import (
     ElementwiseLossDerivatives as Elementwise,
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.engine.spread import (
+    saved_floats,
+    saved_names,
+    saved_tensors,
+    shape_of,
+    spread,
+)
 from backpack.core.record.given import Given
 from backpack.core.record.tape import (
+    LARGE,
     RESHAPES,
     Call,
     Origin,
@@ -81,21 +88,35 @@ def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
     return path
 
 
+class Verdict(NamedTuple):
+    """What was found out of functions.
+
+    Attributes:
+        apart: Whether they leave the samples apart; None if that could not be found out.
+        values: Numbers that they have stored, for which that holds; None for any.
+    """
+
+    apart: bool | None
+    values: list[float | Tensor] | None = None
+
+
 class SampleFlow:
     """What the calls of one backward pass say about the samples, from the loss upwards.
 
     Attributes:
         mixing: Functions that mix samples, or move them from the first axis.
         single: Losses that read rows of one sample alone.
+        unknown: Functions that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
     """
 
     # What was found out of the functions before a module, by their structure.
-    _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, bool]]] = WeakKeyDictionary()
+    _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, Verdict]]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         """Nothing was reached."""
         self.mixing: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.single: dict[str, None] = {}
         # the call with parameters that comes next, and its number of samples
@@ -188,7 +209,7 @@ class SampleFlow:
         if axis == 0:
             are_apart = shape[0] % (before * samples) == 0
         else:
-            are_apart = (prod(shape[:axis]), shape[axis]) == (before, samples)
+            are_apart = (math.prod(shape[:axis]), shape[axis]) == (before, samples)
         if not are_apart:
             name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
             self.mixing[name] = None
@@ -210,24 +231,34 @@ class SampleFlow:
     # ------------------------------------------------------------------ functions
 
     def _check(self, call: Call, i: int, path: Path, is_loss: bool) -> None:
-        shape = _shape(*path.start).shape
+        shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
         sources = {key: mark for key, mark in path.sources.items() if _is_known(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
             sources = {key: mark for key, mark in sources.items() if _samples(mark) == rows > 1}
-        if not sources or any(map(is_foreign_function, path.nodes)):
+        if not sources:
+            return
+        if any(map(is_foreign_function, path.nodes)):
+            self.unknown[f"functions before {describe(call.module)}"] = None
             return
         known = self._known.setdefault(call.module, {})
-        key = (is_loss, _structure(path, sources))
-        apart = known.get(key)
-        if apart is None:
-            apart = self._are_apart(call, i, path, sources, is_loss)
-            if apart is None:
-                return
-            known[key] = apart
-        if not apart:
+        key = (is_loss, describe_structure(path, sources))
+        verdict = known.get(key)
+        if verdict is None:
+            apart = self._are_apart(call, i, path, sources, is_loss, spread)
+            verdict = known[key] = Verdict(apart, None if apart else [math.nan])
+        if verdict.values is not None:  # it depends on what is stored, such as a permutation
+            values = stored_values(path.nodes)
+            if values is None or not _are_equal(values, verdict.values):
+                apart = self._are_apart(call, i, path, sources, is_loss)
+                verdict = Verdict(apart, values)
+                if values is not None:
+                    known[key] = verdict
+        if verdict.apart is None and not all(map(is_unpacked, path.nodes)):
+            self.unknown[f"functions before {describe(call.module)}"] = None
+        if verdict.apart is False:
             names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
             self.mixing[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
 
@@ -238,19 +269,20 @@ class SampleFlow:
         path: Path,
         sources: dict[tuple[Any, int], Origin],
         is_loss: bool,
+        run: Callable[..., Any] | None = None,
     ) -> bool | None:
         """Whether rows depend on a sample each, and which: None if that cannot be found out."""
-        if not all(map(_is_unpacked, path.nodes)):
+        if not all(map(is_unpacked, path.nodes)):
             return None
-        x, axis, found = _shape(*path.start), _axis(call, i), None
+        x, axis, found = shape_of(*path.start), _axis(call, i), None
         selections = _single_rows if is_loss else _halves
         for rows in selections(x.shape[axis], x.device):
             try:
-                grads = _vjp(path, _cotangent(x, axis, rows))
-                touched = [_touched(grads.get(key), mark) for key, mark in sources.items()]
-            except RuntimeError:  # an operation that needs the engine
+                grads = vjp(path, {path.start: _cotangent(x, axis, rows)}, run)
+                reached = [touched(grads.get(key), mark) for key, mark in sources.items()]
+            except RuntimeError:  # an operation that needs the engine, or whose spread is unknown
                 return None
-            for samples in touched:
+            for samples in reached:
                 if samples is None:
                     continue
                 found = True
@@ -295,11 +327,6 @@ def _samples(mark: Origin) -> int:
     return mark.layout.samples
 
 
-def _shape(node: Any, slot: int) -> Any:
-    """Return the shape, precision and device of what a node has computed."""
-    return node._input_metadata[slot]
-
-
 def _cotangent(x: Any, axis: int, rows: Tensor) -> Tensor:
     """Return a tensor whose entries differ along each axis, zero in all but some rows of one."""
     entries = rows.to(x.dtype).reshape(-1, *(1,) * (len(x.shape) - axis - 1))
@@ -323,7 +350,7 @@ def _single_rows(count: int, device: torch.device) -> list[Tensor]:
     return [numbers == row for row in chosen]
 
 
-def _touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
+def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
     if grad is None:
         return None
@@ -334,8 +361,18 @@ def _touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
 
 
-def _vjp(path: Path, cotangent: Tensor) -> dict[tuple[Any, int], Tensor]:
-    """Multiply a cotangent at the end of a path with the transposed Jacobian of its functions."""
+def vjp(
+    path: Path,
+    cotangents: Mapping[tuple[Any, int], Tensor],
+    run: Callable[..., Any] | None = None,
+) -> dict[tuple[Any, int], Tensor]:
+    """Multiply cotangents below a path with the transposed Jacobian of its functions.
+
+    Args:
+        path: The functions.
+        cotangents: For outputs of their nodes.
+        run: Takes the place of nodes: :func:`spread`. Numbers other than zero are then one.
+    """
     inside = set(path.nodes)
     waiting = dict.fromkeys(path.nodes, 0)
     for node in path.nodes:
@@ -346,8 +383,9 @@ def _vjp(path: Path, cotangent: Tensor) -> dict[tuple[Any, int], Tensor]:
     found: dict[tuple[Any, int], Tensor] = {}
 
     def arrive(node: Any, slot: int, grad: Tensor) -> None:
-        known = _shape(node, slot)
-        grad = grad.sum_to_size(known.shape).to(known.dtype)
+        known = shape_of(node, slot)
+        grad = grad.sum_to_size(known.shape)
+        grad = (grad if run is None else grad != 0).to(known.dtype)
         if node in inside:
             there = arrived.setdefault(node, [None] * len(node._input_metadata))
             other = there[slot]
@@ -356,16 +394,19 @@ def _vjp(path: Path, cotangent: Tensor) -> dict[tuple[Any, int], Tensor]:
             found[node, slot] = found[node, slot] + grad if (node, slot) in found else grad
 
     with torch.no_grad():
-        arrive(*path.start, cotangent)
-        ready = [path.start[0]]
+        for (node, slot), cotangent in cotangents.items():
+            arrive(node, slot, cotangent)
+        ready = [node for node in path.nodes if not waiting[node]]
         while ready:
             node = ready.pop()
             grads = arrived.pop(node, None)
             out: Any = (None,) * len(node.next_functions)
-            if grads is not None:
-                out = grads[0] if is_output(node) else node(*grads)
+            if grads is not None and is_output(node):
+                out = grads[0]
+            elif grads is not None:
+                out = node(*grads) if run is None else run(node, *grads)
             for (parent, slot), grad in zip(
-                node.next_functions, out if isinstance(out, tuple) else (out,), strict=True
+                node.next_functions, (out,) if isinstance(out, Tensor) else out, strict=True
             ):
                 if parent is None:
                     continue
@@ -378,31 +419,40 @@ def _vjp(path: Path, cotangent: Tensor) -> dict[tuple[Any, int], Tensor]:
     return found
 
 
-@cache
-def _saved_names(node_type: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of what a node has stored: of options, and of tensors (before unpacking)."""
-    names = dir(node_type)
-    tensors = tuple(name for name in names if name.startswith("_raw_saved_"))
-    options = tuple(n for n in names if n.startswith("_saved_") and f"_raw{n}" not in names)
-    return options, tensors
-
-
-def _names(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    cls: Any = type(node)
-    return _saved_names(cls)
-
-
-def _is_unpacked(node: Any) -> bool:
+def is_unpacked(node: Any) -> bool:
     """Whether a node has its tensors itself: no hook computes or fetches them (checkpoints do)."""
     try:
-        saved = [getattr(node, name) for name in _names(node)[1]]
+        saved = [getattr(node, name) for name in saved_names(node)[1]]
         each = [one for s in saved for one in (s if isinstance(s, Sequence) else [s])]
         return all(one.unpack_hook is None for one in each)
     except (AttributeError, RuntimeError):
         return False
 
 
-def _structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
+def stored_values(nodes: Sequence[Any]) -> list[float | Tensor] | None:
+    """Return what nodes have stored of their own; None if it is large, or was computed."""
+    if not all(map(is_unpacked, nodes)):
+        return None
+    values: list[float | Tensor] = []
+    for node in nodes:
+        values += saved_floats(node)
+        for x in saved_tensors(node):
+            if x.requires_grad or x.numel() > LARGE or x.layout is not torch.strided:
+                return None
+            values.append(x.detach().clone())
+    return values
+
+
+def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else type(x) is type(y) and x == y
+        for x, y in zip(one, other, strict=True)
+    )
+
+
+def describe_structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
     """Describe functions and shapes; equal sizes have equal numbers, whatever they are."""
     numbers: dict[int, int] = {}
     index = {key: i for i, key in enumerate([*path.nodes, *path.sources])}
@@ -415,7 +465,7 @@ def _structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
     entries = []
     for node in path.nodes:
         options = []
-        for name in _names(node)[0]:
+        for name in saved_names(node)[0]:
             value = getattr(node, name)
             if not isinstance(value, float):  # factors and probabilities
                 is_size = "size" in name or "numel" in name

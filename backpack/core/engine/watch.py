@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine import spared_gradients
+from backpack.core.engine.loss_terms import LossTerms
 from backpack.core.record import kernels
 from backpack.core.record.tape import Call, has_parameters
 
@@ -26,6 +27,7 @@ class Entry:
     Attributes:
         nodes: Where it starts in the graph.
         spared: Parameters whose gradients autograd was not asked for, and that still need one.
+        terms: What the losses say about the samples, if first-order extensions are active.
         task: Autograd's number of the backward pass, once it has started.
     """
 
@@ -34,6 +36,7 @@ class Entry:
         self.roots = roots
         self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
         self.spared: set[Parameter] = set()
+        self.terms: LossTerms | None = None
         self.task: int | None = None
 
     def start(self, _: Any = None) -> None:
@@ -99,6 +102,8 @@ class WatchBackward(overrides.TorchFunctionMode):
         if outer is not None and outer.task is None and _same(outer.roots, roots):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
+        if any(not ext.expects_backpropagation_quantities() for ext in CTX.configuration.exts):
+            entry.terms = LossTerms(roots)
         hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
         update(entry=entry)
         try:

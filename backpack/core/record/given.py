@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack.context import disable
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.registry import derivatives_of, is_leaf
-from backpack.core.record.tape import flatten_outputs, listen
+from backpack.core.record.tape import flatten_outputs, listen, take_mixing
 
 # Attribute of a model whose inputs are compared with those of its layers.
 MARK = "_backpack_model"
@@ -73,10 +73,12 @@ class Given:
     Attributes:
         module: The model.
         tensors: Its arguments, and entries of dictionaries: their first axis has the samples.
+        mixing: Its modules that have mixed samples where no gradient passes.
     """
 
     module: Module
     tensors: list[Strided]
+    mixing: list[str]
 
     def sizes(self, axes: set[int]) -> set[int]:
         """Return how many samples there may be, if they are along one of some axes."""
@@ -147,8 +149,8 @@ def note_given(
         for x in value.values() if isinstance(value, Mapping) else (value,):
             if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
                 tensors.append(Strided(x))
-    if tensors:
-        listener = partial(entered, Given(module, tensors))
-        for y in flatten_outputs(output):
-            if y.grad_fn is not None:
-                listen(y, listener)
+    outputs = [y for y in flatten_outputs(output) if y.grad_fn is not None]
+    if tensors and outputs:
+        listener = partial(entered, Given(module, tensors, take_mixing(module.modules())))
+        for y in outputs:
+            listen(y, listener)

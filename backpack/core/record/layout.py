@@ -549,6 +549,25 @@ def note(tensor: Tensor, layout: Layout | None) -> None:
         _of_data[key] = _form(tensor), layout, ref(tensor, lambda _: _of_data.pop(key, None))
 
 
+# Functions that have mixed the samples of data: the name goes with the tensor.
+MIXED_DATA: dict[int, tuple[ref[Tensor], str]] = {}
+
+
+def note_mixed(tensor: Tensor, by: str) -> None:
+    """Remember that each entry of a tensor without a graph may depend on several samples."""
+    key = id(tensor)
+    MIXED_DATA[key] = ref(tensor, lambda _: MIXED_DATA.pop(key, None)), by
+
+
+def mixed_by(tensors: Iterable[Any]) -> str | None:
+    """Recall what :func:`note_mixed` was told of one of some tensors."""
+    for x in tensors:
+        found = MIXED_DATA.get(id(x))
+        if found is not None and found[0]() is x:
+            return found[1]
+    return None
+
+
 def noted(tensor: Tensor) -> Layout | None:
     """Recall what :func:`note` was told, unless the tensor got another shape or memory since."""
     key = id(tensor)

@@ -14,7 +14,7 @@ from inspect import signature
 from itertools import count
 from threading import get_ident
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Size, Tensor
@@ -25,13 +25,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from backpack.context import STATE, active, disable
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
+    MIXED_DATA,
     UNFILLED,
     Inputs,
     Layout,
     Place,
     begin_call,
     end_call,
+    mixed_by,
     note,
+    note_mixed,
     noted,
     running,
     unbatched,
@@ -360,6 +363,7 @@ class Call:
         before: What changed parameters were before the backward pass at hand.
         copies: Number of samples for which a call without samples (of parameters) stands.
         shared: What was computed of the columns at hand for one parameter that others need, too.
+        mixed_data: What has mixed the samples of an input that no gradient flows through.
         saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
         read: Parameters and buffers that the module (and its children) had, by name.
         addresses: Where their parameters were in memory.
@@ -404,6 +408,7 @@ class Call:
         "made_with",
         "makers",
         "misplaced",
+        "mixed_data",
         "mixes_samples",
         "module",
         "origins_in",
@@ -468,6 +473,7 @@ class Call:
         self.addresses = _addresses(self.read)
         self.training = module.training
         self.was_first = was_first
+        self.mixed_data: str | None = None
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
         # rules of users may read everything
         is_droppable = rule is not None and rule.is_ours and outputs[0].numel() >= LARGE
@@ -1521,6 +1527,12 @@ def note_end_of_context() -> None:
     _newest_then = _newest
 
 
+def last_call() -> Call | None:
+    """Return the call that was recorded last, if it still holds tensors."""
+    entry = _live.get(_newest)
+    return None if entry is None else entry()
+
+
 def all_live_calls() -> list[Call]:
     """Return the recorded calls that still hold tensors, in the order of the calls."""
     return [call for entry in list(_live.values()) if (call := entry()) is not None]
@@ -1823,6 +1835,43 @@ def _tensors_in(value: Any) -> tuple[Tensor, ...]:
     return tuple([x for x in tree_leaves(value) if isinstance(x, Tensor)])
 
 
+# Modules that have mixed samples where no gradient passes, and when; until a backward pass knows.
+_mixing: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+
+
+def take_mixing(modules: Iterable[Module] | None = None, before: int | None = None) -> list[str]:
+    """Tell once which modules have mixed the samples of a batch where no gradient passes.
+
+    Args:
+        modules: Those to look at; None for all.
+        before: Number of the call from which on none counts.
+    """
+    if not _mixing:
+        return []
+    found = [
+        module
+        for module in (list(_mixing) if modules is None else modules)
+        if module in _mixing and (before is None or _mixing[module] < before)
+    ]
+    for module in found:
+        del _mixing[module]
+    return list(map(describe, found))
+
+
+def _follow_mixing(module: Module, given: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    """Note that samples were mixed where no gradient passes: individual ones do not show it."""
+    by, rule = mixed_by(given), derivatives_of(module)
+    if rule is not None:
+        if rule.mixes_samples(module):
+            by = describe(module)
+            _mixing[module] = now()
+        elif _mixing:
+            _mixing.pop(module, None)
+    if by is not None:
+        for y in outputs:
+            note_mixed(y, by)
+
+
 def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note where the samples are in tensors that no gradient flows through.
 
@@ -1835,6 +1884,7 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     outputs, given = _tensors_in(output), _tensors_in((args, kwargs) if kwargs else args)
     if not all(map(is_dense, outputs)):
         return
+    _follow_mixing(module, given, outputs)
     known = list(map(layout_of, given))
     if known and not any(known):
         return
@@ -1853,6 +1903,9 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
             f"of the batch could not be followed through {call!r}: {error}"
         )
         layouts = [unbatched(message) for _ in outputs]
+        for y in outputs:
+            if y.is_floating_point():  # a mask or a length is rarely one of several samples
+                note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
 
@@ -2081,6 +2134,8 @@ def record(
     if kwargs:
         args, kwargs = positional(module, args, kwargs)
     call = Call(module, args, kwargs, outputs, rule, was_first)
+    if MIXED_DATA:
+        call.mixed_data = mixed_by(tensors)
     if rule is not None and rule.params and not call.read[0].keys() >= set(rule.params):
         lost = _lost(module, rule)
         if lost is not None:

@@ -1,0 +1,278 @@
+"""Whether each term of a loss that is not extended depends on one sample.
+
+The graph is followed from what ``backward()`` is called on up to what recorded calls have returned.
+Functions that are linear there add terms up, in whatever way; what they add up is to depend on one
+sample in each entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from backpack.context import without_autocast
+from backpack.core.engine.sample_flow import (
+    Path,
+    describe_structure,
+    is_unpacked,
+    path_above,
+    touched,
+    vjp,
+)
+from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread
+from backpack.core.record.tape import RESHAPES, WRAPPERS, Origin, is_foreign_function, is_output
+
+# Functions that choose entries, whose choice they store: it depends on all of them.
+SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})
+# Linear in one input for fixed others.
+BILINEAR = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Mm", "Mul", "Mv"})
+# Linear, though they store their input.
+LINEAR = frozenset({"Nansum", "NllLoss", "NllLoss2D"})
+# Sums of functions of rows.
+ROWWISE = frozenset({"MultiMarginLoss", "MultilabelMarginLoss"})
+# Linear on either side of a point, which a loss as a whole may never come to.
+KINKED = frozenset({"Abs", "Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum", "Relu"})
+# How many entries of a tensor are looked at.
+ENTRIES = 7
+# How many structures of losses are remembered.
+MOST_KNOWN = 256
+
+Edge = tuple[Any, int]
+
+
+class LossTerms:
+    """What the losses say about the samples on which ``backward()`` is called.
+
+    Args:
+        roots: Those losses.
+
+    Attributes:
+        mixing: Functions whose results depend on several samples, and are no sum.
+        unknown: Functions for which that cannot be found out.
+    """
+
+    # Structures whose terms depend on one sample each, whatever numbers are stored.
+    _apart: ClassVar[set[Hashable]] = set()
+
+    def __init__(self, roots: Sequence[Any]):
+        """Look at the graph, before ``backward()`` frees what it stores."""
+        self.mixing: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
+        for root in roots:
+            node, slot = (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else root
+            if node is None or is_output(node) or _is_usual(node):
+                continue
+            path = path_above(node, slot)
+            if not path.nodes or not path.sources:
+                continue
+            batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
+            forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
+            structure = slot, forms, describe_structure(path, batched)
+            if structure in self._apart:
+                continue
+            with without_autocast():
+                if self._is_apart(path):
+                    if len(self._apart) >= MOST_KNOWN:
+                        self._apart.clear()
+                    self._apart.add(structure)
+
+    def _is_apart(self, path: Path) -> bool:
+        """Note what mixes samples; tell whether none does, whatever numbers are stored."""
+        always = True
+        carrying = _carrying(path)
+        seen, stack = set(), [path.start]
+        while stack:
+            node, slot = stack.pop()
+            if node not in carrying or (node, slot) in seen or (node, slot) in path.sources:
+                continue
+            seen.add((node, slot))
+            carriers = [
+                (i, edge)
+                for i, edge in enumerate(node.next_functions)
+                if edge in path.sources or edge[0] in carrying
+            ]
+            linear = _is_linear(node, [i for i, _ in carriers])
+            if linear is None:
+                self.unknown[node.name()] = None
+            elif linear:
+                stack += [edge for _, edge in carriers]
+            else:
+                always &= self._is_term(path, node, slot, [edge for _, edge in carriers])
+        return always and not self.unknown
+
+    def _is_term(self, path: Path, node: Any, slot: int, inputs: Sequence[Edge]) -> bool:
+        """Whether each entry of a nonlinear function depends on one sample, for any numbers."""
+        name = kind(node)
+        norm = inputs[0][0]
+        if name in FUSED or name in ROWWISE:
+            edges = inputs
+        elif name == "Pow" and node._saved_exponent == 2 and _is_euclidean(norm):
+            edges = [norm.next_functions[0]]  # a sum of squares
+        else:
+            edges = [(node, slot)]
+        if _most_samples(path, edges, name in ROWWISE, spread) == 1:
+            return True
+        between = _between(path, [edge[0] for edge in edges])
+        names = dict.fromkeys([node.name(), *[n.name() for n in between]])
+        text = f"a loss that is not extended ({', '.join(names)})"
+        most = None
+        if all(map(is_unpacked, between)) and not any(map(is_foreign_function, between)):
+            most = _most_samples(path, edges, name in ROWWISE)
+        # what chooses entries depends on those that it leaves out, too
+        if most == 1 and any(kind(n) in SELECTING for n in between):
+            most = None
+        if most is not None and most > 1 and name in KINKED:
+            is_total = math.prod(shape_of(node, slot).shape) == 1
+            most = None if is_total else most
+        if most is None:
+            self.unknown[text] = None
+        elif most > 1:
+            self.mixing[text] = None
+        return False
+
+
+def _is_usual(node: Any) -> bool:
+    """Whether a loss has the form that most have: short steps are spared the rest."""
+    while kind(node) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
+        parents = [parent for parent, _ in node.next_functions]
+        if parents[0] is None or any(parent is not None for parent in parents[1:]):
+            return False
+        node = parents[0]
+    edges = node.next_functions
+    if not edges or any(parent is not None for parent, _ in edges[1:]):
+        return False
+    name, (parent, slot) = kind(node), edges[0]
+    mark = None if parent is None else parent.metadata.get(("backpack", slot))
+    if mark is None or not mark.is_output or not _is_batched(mark):
+        return False
+    if name == "LogSoftmax":
+        return mark.layout.before == 1 and node._saved_dim == 1
+    return name in ("MseLoss", "Pow", "BinaryCrossEntropyWithLogits")
+
+
+def _is_euclidean(node: Any) -> bool:
+    return kind(node) == "LinalgVectorNorm" and node._saved_ord == 2
+
+
+def _is_batched(mark: Origin) -> bool:
+    return mark.layout is not None and mark.layout.is_batched
+
+
+def _is_whole(node: Any, slot: int) -> bool:
+    """Whether an output has one entry: the value of a loss, which depends on all samples."""
+    return math.prod(shape_of(node, slot).shape) == 1
+
+
+def _carrying(path: Path) -> set[Any]:
+    """Return the nodes that have computed something from what recorded calls have returned."""
+    readers: dict[Edge | Any, list[Any]] = {}
+    found, stack = set(), []
+    for node in path.nodes:
+        for edge in node.next_functions:
+            if edge in path.sources:
+                stack.append(node)
+            readers.setdefault(edge[0], []).append(node)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += readers.get(node, [])
+    return found
+
+
+def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
+    """Return those nodes of a path that are above some, and those, but what reshapes."""
+    inside = set(path.nodes)
+    found: dict[Any, None] = {}
+    stack = list(reversed(nodes))
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in found:
+            found[node] = None
+            stack += [parent for parent, _ in reversed(node.next_functions)]
+    return [node for node in found if type(node).__name__ not in RESHAPES]
+
+
+def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
+    """Whether a function is linear in what depends on samples; None if that is not known."""
+    name = kind(node)
+    if type(node).__name__ in WRAPPERS or name in LINEAR:
+        return True
+    if is_foreign_function(node):
+        return None
+    if name in SELECTING:
+        return False
+    if name in BILINEAR and len(carriers) == 1:
+        return name != "Div" or carriers[0] == 0
+    if not is_unpacked(node):
+        return None
+    return not any(x.requires_grad for x in saved_tensors(node))
+
+
+def _most_samples(
+    path: Path, edges: Sequence[Edge], by_rows: bool, run: Callable[..., Any] | None = None
+) -> int | None:
+    """Return on how many samples an entry depends at most, of some that are looked at.
+
+    Args:
+        path: The functions.
+        edges: Tensors of one shape, whose entries at one place belong together.
+        by_rows: Whether those of one row do.
+        run: Takes the place of nodes.
+
+    Returns:
+        None if that cannot be found out.
+    """
+    shapes = [tuple(shape_of(*edge).shape) for edge in edges]
+    shape = shapes[0]
+    if any(other != shape for other in shapes):
+        return None
+    if by_rows:
+        shape = shape[:-1]
+    most = 0
+    for place in _places(math.prod(shape)):
+        cotangents = {edge: _one_at(*edge, len(shape), place) for edge in edges}
+        try:
+            count = _count(path, vjp(path, cotangents, run))
+        except RuntimeError:  # a function that needs the engine, or whose spread is unknown
+            return None
+        if count is None:
+            return None
+        most = max(most, count)
+    return most or None
+
+
+def _places(numel: int) -> list[int]:
+    """Return numbers of entries, in no regular order: a diagonal would say little."""
+    spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, ENTRIES - 1)]
+    return sorted({0, numel - 1, *spread_out})
+
+
+def _one_at(node: Any, slot: int, rank: int, place: int) -> Tensor:
+    known = shape_of(node, slot)
+    one = torch.zeros(tuple(known.shape), dtype=known.dtype, device=known.device)
+    rows = one.view(-1, math.prod(known.shape[rank:]))
+    rows[place] = 1
+    return one
+
+
+def _count(path: Path, grads: Mapping[Edge, Tensor]) -> int | None:
+    """Return how many samples have a gradient, those with equal numbers taken for one."""
+    samples: dict[int, Tensor] = {}
+    count = 0
+    for key, grad in grads.items():
+        mark = path.sources[key]
+        if mark.layout is not None and mark.layout.is_batched:
+            own = touched(grad, mark)
+            if own is not None:
+                other = samples.get(len(own))
+                samples[len(own)] = own if other is None else own | other
+        elif _is_whole(*key):
+            count = 2 if grad.any() else count
+        elif mark.layout is None:
+            return None
+    return max([count, *[int(own.sum()) for own in samples.values()]])

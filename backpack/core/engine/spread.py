@@ -1,0 +1,173 @@
+"""How far a sample reaches through functions, whatever numbers they have stored.
+
+A node of the autograd graph is run here with every stored number taken as one that is not zero:
+what its inputs get is zero only where the function itself, not its values, leaves them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Functions of single entries, up to broadcasting.
+ELEMENTWISE = _names(
+    "Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin "
+    "Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Fmax Fmin Fmod Frac Gelu Hardshrink "
+    "Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
+    "Logaddexp Logit MaskedFill Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow "
+    "PreluKernel Reciprocal Relu Remainder RreluWithNoise Rsqrt Rsub Sgn Sigmoid Sign Silu Sin "
+    "Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold Where Xlogy"
+)
+# Functions that bring the entries along some axes together.
+ALONG_AXES = _names(
+    "Amax Amin Cummax Cummin Cumprod Gather Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp "
+    "Logsumexp Max Median Min Mode Norm Prod Renorm SafeSoftmax Softmax Sort Std Topk Var"
+)
+# Sums (or means) of a function of single entries of all inputs.
+FUSED = _names(
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits Dot HuberLoss KlDiv L1Loss MseLoss "
+    "SmoothL1Loss SoftMarginLoss"
+)
+NORMS_OF_LAST_AXES = frozenset({"NativeLayerNorm", "FusedRmsNorm"})
+BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
+CONVOLUTIONS = frozenset({"Convolution", "ConvolutionOverrideable", "NativeGroupNorm"})
+
+
+class UnknownSpreadError(RuntimeError):
+    """What an output depends on is not known without the values."""
+
+
+def kind(node: Any) -> str:
+    """Return the name of a node's function."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def shape_of(node: Any, slot: int) -> Any:
+    """Return the shape, precision and device of what a node has computed."""
+    return node._input_metadata[slot]
+
+
+@cache
+def _saved_names(node_type: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = dir(node_type)
+    tensors = tuple(name for name in names if name.startswith("_raw_saved_"))
+    options = tuple(n for n in names if n.startswith("_saved_") and f"_raw{n}" not in names)
+    return options, tensors
+
+
+def saved_names(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of what a node has stored: of options, and of tensors (before unpacking)."""
+    cls: Any = type(node)
+    return _saved_names(cls)
+
+
+def saved_floats(node: Any) -> list[float]:
+    """Return the factors and probabilities that a node has stored."""
+    values = [getattr(node, name) for name in saved_names(node)[0]]
+    each = [one for v in values for one in (v if isinstance(v, Sequence) else [v])]
+    return [value for value in each if isinstance(value, float)]
+
+
+def saved_tensors(node: Any) -> list[Tensor]:
+    """Return the tensors that a node has stored."""
+    values = [getattr(node, name.removeprefix("_raw")) for name in saved_names(node)[1]]
+    each = [one for v in values for one in (v if isinstance(v, Sequence) else [v])]
+    return [value for value in each if isinstance(value, Tensor)]
+
+
+def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
+    """Tell what the inputs of a node may matter for.
+
+    Args:
+        node: A node of the autograd graph.
+        *grads: For each output a tensor that is positive at the entries asked about.
+
+    Raises:
+        UnknownSpreadError: If that depends on values, as a permutation does.
+    """
+    name = kind(node)
+    if name.startswith(("Fft", "Stft", "Istft")):  # whose terms cancel
+        raise UnknownSpreadError
+    if not saved_names(node)[1] and not saved_floats(node) and name not in ELEMENTWISE:
+        out = node(*grads)  # of numbers that are not negative, for what just moves and adds
+        return out if isinstance(out, tuple) else (out,)
+    first, *others = grads
+    if first is None or any(g is not None for g in others):
+        raise UnknownSpreadError
+    g, parents = first, node.next_functions
+    shapes = [None if parent is None else shape_of(parent, slot).shape for parent, slot in parents]
+    if name in ELEMENTWISE:
+        return [g] * len(shapes)
+    if name in FUSED:
+        return [None if shape is None else g.expand(shape) for shape in shapes]
+    rank = g.dim()
+    if name in ALONG_AXES:
+        return [
+            None if shape is None else _expand(g, shape, _axes(node, shape)) for shape in shapes
+        ]
+    if name in ("Mm", "Bmm"):
+        return _products(g, shapes)
+    if name in ("Addmm", "Baddbmm"):
+        return [g, *_products(g, shapes[1:])]
+    if name == "CtcLoss" and rank == 1 and shapes[0] is not None:
+        return [g[:, None].expand(shapes[0]), *(None for _ in shapes[1:])]
+    spatial = [size for size in (1, 2, 3) if f"{size}D" in name or f"{size}d" in name]
+    if name in NORMS_OF_LAST_AXES:
+        axes = list(range(rank - len(node._saved_normalized_shape), rank))
+    elif name in CONVOLUTIONS or name.startswith("ScaledDotProduct"):
+        axes = list(range(1, rank))
+    elif name in BATCH_NORMS:
+        axes = [i for i in range(rank) if i != 1] if node._saved_training else []
+    elif spatial and ("Pool" in name or "Upsample" in name):
+        axes = list(range(rank - spatial[0], rank))
+    else:
+        raise UnknownSpreadError
+    is_attention = name.startswith("ScaledDotProduct")
+    reach = g.sum(axes, keepdim=True) if axes else g
+    found: list[Tensor | None] = []
+    for i, shape in enumerate(shapes):
+        if shape is None:
+            found.append(None)
+        elif i == 0 or (is_attention and i < 3):
+            found.append(reach.expand(shape))
+        else:  # parameters matter for everything
+            found.append(g.sum().expand(shape))
+    return found
+
+
+def _axes(node: Any, shape: Sequence[int]) -> list[int]:
+    """Return the axes along which a node's function brings entries together."""
+    axes = getattr(node, "_saved_dim", None)
+    if axes is None or axes == ():
+        return list(range(len(shape)))
+    each = [axes] if isinstance(axes, int) else axes
+    return [i - 2**64 if i >= 2**63 else i for i in each]  # negative ones are shown as unsigned
+
+
+def _expand(g: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
+    axes = sorted(axis % len(shape) for axis in axes) if shape else []
+    if g.dim() == len(shape):
+        g = g.sum(axes, keepdim=True) if axes else g
+    else:
+        for axis in axes:
+            g = g.unsqueeze(axis)
+    try:
+        return g.expand(shape)
+    except RuntimeError as error:  # such as fewer rows that are gathered
+        raise UnknownSpreadError from error
+
+
+def _products(g: Tensor, shapes: Sequence[Any]) -> list[Tensor | None]:
+    left, right = shapes
+    return [
+        None if left is None else g.sum(-1, keepdim=True).expand(left),
+        None if right is None else g.sum(-2, keepdim=True).expand(right),
+    ]
