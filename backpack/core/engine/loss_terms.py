@@ -201,7 +201,7 @@ def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
 def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
     """Whether a function is linear in what depends on samples; None if that is not known."""
     name = kind(node)
-    if type(node).__name__ in WRAPPERS or name in LINEAR:
+    if type(node).__name__ in WRAPPERS or name in LINEAR or is_output(node):
         return True
     if is_foreign(node):
         return None
