@@ -64,7 +64,7 @@ class LossTerms:
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         for root in roots:
-            node, slot = (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else root
+            node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node) or _is_usual(node):
                 continue
             path = path_above(node, slot)
