@@ -63,7 +63,7 @@ class LossTerms:
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         for root in roots:
-            node, slot = (root.grad_fn, root.output_nr) if isinstance(root, Tensor) else root
+            node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node) or _is_usual(node):
                 continue
             path = path_above(node, slot)
@@ -200,7 +200,7 @@ def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
 def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
     """Whether a function is linear in what depends on samples; None if that is not known."""
     name = kind(node)
-    if type(node).__name__ in WRAPPERS or name in LINEAR:
+    if type(node).__name__ in WRAPPERS or name in LINEAR or is_output(node):
         return True
     if is_foreign_function(node):
         return None

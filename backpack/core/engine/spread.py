@@ -78,7 +78,8 @@ def saved_floats(node: Any) -> list[float]:
 
 def saved_tensors(node: Any) -> list[Tensor]:
     """Return the tensors that a node has stored."""
-    values = [getattr(node, name.removeprefix("_raw")) for name in saved_names(node)[1]]
+    names = [name.removeprefix("_raw") for name in saved_names(node)[1]]
+    values = [getattr(node, name, None) for name in names]  # our own nodes store none
     each = [one for v in values for one in (v if isinstance(v, Sequence) else [v])]
     return [value for value in each if isinstance(value, Tensor)]
 
