@@ -76,6 +76,8 @@ PLAIN = (
 DETACHED = {"data", "grad"}
 # Functions that read a tensor and leave the entries of another one to be filled.
 UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
+# Functions that fill all of a tensor.
+FILLING = {"copy_", "fill_", "zero_"}
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
 # What is not worth a mention as the place of a call.
@@ -203,6 +205,10 @@ class Recorder(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a function that no gradient flows through, and follow the samples."""
+        if getattr(func, "__name__", "") in FILLING:
+            filled = layout_of(args[0])
+            if filled is not None and filled.lost == UNFILLED:
+                note(args[0], unbatched())
         known = [layout_of(x) for x in tensors]
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)

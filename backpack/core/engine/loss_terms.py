@@ -128,8 +128,8 @@ class LossTerms:
         if most is not None and most > 1 and name in KINKED:
             is_total = math.prod(shape_of(node, slot).shape) == 1
             most = None if is_total else most
-        if most is None:
-            self.unknown[text] = None
+        if most is None or not any(map(_is_batched, path.sources.values())):
+            self.unknown[text] = None  # of the value of an extended loss: its own business
         elif most > 1:
             self.mixing[text] = None
         return False

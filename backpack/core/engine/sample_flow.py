@@ -421,6 +421,8 @@ def vjp(
 
 def is_unpacked(node: Any) -> bool:
     """Whether a node has its tensors itself: no hook computes or fetches them (checkpoints do)."""
+    if is_output(node):  # one of ours stores nothing
+        return True
     try:
         saved = [getattr(node, name) for name in saved_names(node)[1]]
         each = [one for s in saved for one in (s if isinstance(s, Sequence) else [s])]

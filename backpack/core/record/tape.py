@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from backpack.context import STATE, active, disable
+from backpack.context import STATE, active, disable, without_autocast
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
     MIXED_DATA,
@@ -317,7 +317,8 @@ def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
         return iter([next(_digests([t])) if is_one else None for t, is_one in each])
     values = [t.detach() for t in tensors]
     norms = torch._foreach_norm(values) if values else []
-    return iter(map(_digest, values, norms))
+    with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
+        return iter(list(map(_digest, values, norms)))
 
 
 def _digest(tensor: Tensor, norm: Tensor) -> Tensor:
@@ -470,7 +471,7 @@ class Call:
             self.read = [module._parameters.copy(), module._buffers.copy()]
             if module._buffers:
                 self._cut_buffers()
-        self.addresses = _addresses(self.read)
+        self.addresses = _addresses(self.read) if module._parameters or module._modules else ()
         self.training = module.training
         self.was_first = was_first
         self.mixed_data: str | None = None
@@ -863,7 +864,7 @@ class Call:
     @property
     def has_moved(self) -> bool:
         """Whether a parameter has other memory now than in the forward pass (``p.data = …``)."""
-        return self.addresses != _addresses(self.read)
+        return bool(self.addresses) and self.addresses != _addresses(self.read)
 
     def refuse_moved(self) -> None:
         """Refuse parameters that were changed so between the forward pass and the backward pass.
