@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, reduce
 from inspect import signature
-from itertools import count
+from itertools import chain, count
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -94,6 +94,7 @@ _FORM = operator.attrgetter("layout", "is_nested")
 DENSE = frozenset({(torch.strided, False)})
 _transform = torch._C._functorch.peek_interpreter_stack
 _NOTHING = object()
+_IS_SOMETHING = partial(operator.is_not, None)
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
 _newest_then = -1  # what that was when a context was left
@@ -278,11 +279,16 @@ class KeptParameters:
         digests = _digests([p for p in tensors if self._kept[id(p)].value is None])
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
+            now: Any
+            before: Any
             now, before = (next(digests), was.digest) if was.value is None else (p, was.value)
             is_known = now is not None and before is not None and not now.is_meta
-            slack = _rounding(p, now) if is_known and was.value is None else 0.0
-            if was.state != state or (is_known and not _is_same(now, before, slack)):
+            if was.state != state:
                 found[p] = was
+            elif is_known and not torch.equal(now, before):
+                slack = _rounding(p, now) if was.value is None else 0.0
+                if not torch.allclose(now, before, rtol=0, atol=slack, equal_nan=True):
+                    found[p] = was
         return found
 
     @property
@@ -293,11 +299,6 @@ class KeptParameters:
     def storages(self) -> set[int]:
         """Return where the entries of the parameters are."""
         return set(map(_storage, self._tensors.values()))
-
-
-def _is_same(one: Any, other: Any, slack: float) -> bool:
-    """Whether all entries are equal (up to some slack), or not numbers in both."""
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
 
 
 def _rounding(tensor: Tensor, digest: Any) -> float:
@@ -317,14 +318,14 @@ def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
         return iter([next(_digests([t])) if is_one else None for t, is_one in each])
     values = [t.detach() for t in tensors]
     norms = torch._foreach_norm(values) if values else []
+    found = []
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
-        return iter(list(map(_digest, values, norms)))
-
-
-def _digest(tensor: Tensor, norm: Tensor) -> Tensor:
-    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-    left, right = (_signs(n, norm.dtype, tensor.device) for n in rows.shape)
-    return torch.stack([norm, (rows.to(norm.dtype) @ right) @ left])
+        for value, norm in zip(values, norms, strict=True):
+            rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(norm.dtype)
+            left = _signs(len(rows), norm.dtype, value.device)
+            right = _signs(rows.shape[1], norm.dtype, value.device)
+            found.append(torch.stack([norm, (rows @ right) @ left]))
+    return iter(found)
 
 
 @lru_cache(maxsize=256)
@@ -1445,10 +1446,11 @@ def _states(tensors: Sequence[Tensor]) -> list[State]:
         return list(map(_state, tensors))
 
 
-def _addresses(read: Sequence[Mapping[str, Tensor | None]]) -> tuple[int, ...]:
+def _addresses(read: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """Return where parameters are in memory; nothing if one has none of its own."""
     try:
-        return tuple([p.data_ptr() for ps in read[::2] for p in ps.values() if p is not None])
+        known = filter(_IS_SOMETHING, chain.from_iterable(map(dict.values, read[::2])))
+        return tuple(map(_ADDRESS, known))
     except RuntimeError:  # sparse, fake, or of a transform of torch.func
         return ()
 
@@ -2150,7 +2152,7 @@ def record(
                 note(x, unbatched())
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
-            base = _inner_base(call, i, out)
+            base = None if out._base is None else _inner_base(call, i, out)
             if base is None:
                 listen(out, partial(reached, call, i))
             else:
