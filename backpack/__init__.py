@@ -188,7 +188,7 @@ def extend(
             modules with ``torch.fx``, see
             :func:`backpack.custom_module.graph_utils.convert_module_to_backpack`. ``"record"``
             leaves the model as it is and notes the functions of each forward pass while it runs,
-            see :mod:`backpack.convert.recording`: for models that cannot be traced. ``True``
+            see ``backpack.convert.recording``: for models that cannot be traced. ``True``
             is the first if that is possible, else the second.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The public door of the converter: see :mod:`backpack.convert.graph`."""
+"""The public door of the converter: see ``backpack.convert.graph``."""
 
 from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.tracing import BackpackTracer, ConversionError

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 # Everything else is public, unless its name starts with an underscore.
 INTERNAL = (
+    "backpack.convert",
     "backpack.core",
     "backpack.linalg.",  # what the packages export is public
     "backpack.optim.",
-    *(
-        f"backpack.custom_module.{name}"
-        for name in ("conversions", "converted_module", "recurrent_pass", "tracing")
-    ),
+    *(f"backpack.custom_module.{name}" for name in ("converted_module", "recurrent_pass")),
 )
 # What rules are made of, in `backpack.core.derivatives`.
 FOR_RULES = (
