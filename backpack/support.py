@@ -211,13 +211,13 @@ def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> l
     hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
     # a dense second derivative is applied to tangents
     forward = isinstance(propagation, Blocks) or bool(hessian and curved and not diagonal)
-    needed = [[f"{name}_jac_t_mat_prod", "param_jac_t_mat_prod"] for name in params]
+    needed = [[f"{name}_vjp", "param_vjp", "affine"] for name in params]
     if forward:
-        needed += [[f"{name}_jac_mat_prod", "param_jac_mat_prod"] for name in params]
+        needed += [[f"{name}_jvp", "param_jvp", "affine_inputs"] for name in params]
     if propagation is not None and _has_input_jacobian(derivatives):
-        needed += [["jac_t_mat_prod"], *([["jac_mat_prod"]] if forward else [])]
+        needed += [["vjp"], *([["jvp"]] if forward else [])]
     if hessian and curved and diagonal:
-        needed += [["hessian_diagonal"]]
+        needed += [["hessian_diag"]]
     return needed
 
 
@@ -230,18 +230,18 @@ def _has_input_jacobian(derivatives: BaseDerivatives) -> bool:
 
 def _needed_of_loss(ext: BackpropExtension) -> list[list[str]]:
     if isinstance(ext.propagation, Blocks):
-        return [["hessian_mat_prod"]]
+        return [["hessian_product"]]
     sampled = isinstance(ext.propagation, SampledFactor)
-    return [["sqrt_hessian_sampled" if sampled else "sqrt_hessian"]]
+    return [["sampled_hessian_root" if sampled else "hessian_root"]]
 
 
 def _implements(derivatives: BaseDerivatives, name: str) -> bool:
-    """Whether a class below the abstract ones has the method, or the private one behind it."""
+    """Whether a class below the abstract ones has the method."""
     abstract = (
         BaseLossDerivatives if isinstance(derivatives, BaseLossDerivatives) else BaseDerivatives
     )
     below = type(derivatives).__mro__[: type(derivatives).__mro__.index(abstract)]
-    return any(name in vars(cls) or f"_{name}" in vars(cls) for cls in below)
+    return any(name in vars(cls) for cls in below)
 
 
 # --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from test_quantities import TOLERANCE, products
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import MultiheadAttentionDerivatives, derivatives_of, reductions
 from backpack.core.derivatives import ScaledDotProductAttentionDerivatives as FunctionRule
-from backpack.core.record.tape import bound, flatten_outputs
+from backpack.core.record.context import Context
+from backpack.core.record.tape import flatten_outputs
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 
@@ -28,7 +30,7 @@ OPTIONS = {"dtype": torch.float64, "requires_grad": True}
 class AutomaticLayer(MultiheadAttentionDerivatives):
     """The rule without its formulas."""
 
-    def has_formula(self, module: Any) -> bool:
+    def has_formula(self, c: Context) -> bool:
         """Return False."""
         return False
 
@@ -36,7 +38,7 @@ class AutomaticLayer(MultiheadAttentionDerivatives):
 class AutomaticFunction(FunctionRule):
     """The rule without its formulas."""
 
-    def has_formula(self, module: Any) -> bool:
+    def has_formula(self, c: Context) -> bool:
         """Return False."""
         return False
 
@@ -109,12 +111,9 @@ def test_layer(name: str, rows: Any) -> None:
     layer, outputs = attend(*LAYERS[name])
     rule: Any = derivatives_of(layer)
     automatic: Any = AutomaticLayer()
-    with bound(layer):
-        assert rule.has_formula(layer)
-        inputs = [layer.input0, layer.input1, layer.input2]
-        others = 0
-        while hasattr(layer, f"input{3 + others}"):
-            others += 1
+    c = seen(layer)
+    assert rule.has_formula(c)
+    inputs, others = c.inputs[:3], len(c.inputs) - 3
     axes_in = [rule.batch_axis_in(layer, i) for i in range(3)]
     axes_out = [rule.batch_axis_out(layer, i) for i in range(len(outputs))]
     at_inputs = [*columns(*inputs, axes=axes_in, rows=rows), *[None] * others]
@@ -129,17 +128,21 @@ def test_layer(name: str, rows: Any) -> None:
         )
         close(mine, other)
 
+    def same_mixed(*args: Any) -> None:
+        mine, other = (r.mixed_hvp(seen(layer, rows, g_out), *args) for r in (rule, automatic))
+        close(mine, other)
+
     same("jac_t_mat_prod", layer, None, None, at_outputs)
     same("jac_mat_prod", layer, None, None, at_inputs)
     same("jac_mat_prod", layer, None, None, some)
     same("residual_mat_prod", layer, None, g_out, at_inputs)
-    same("mixed_residual", layer, g_out, at_inputs, params)
-    same("mixed_residual", layer, g_out, [None] * len(at_inputs), params)
+    same_mixed(at_inputs, params)
+    same_mixed([None] * len(at_inputs), params)
     count = at_outputs[0].shape[1 + axes_out[0]]
     signs = torch.randn(V, count, dtype=torch.float64)
     for p, mat in params.items():
         for sum_batch in (True, False):
-            same("mixed_residual", layer, g_out, some, {p: mat}, sum_batch=sum_batch)
+            same_mixed(some, {p: mat}, sum_batch)
         same("param_jac_mat_prod", p, layer, None, None, mat)
         for sum_batch in (True, False):
             same("param_mjp", p, layer, None, None, at_outputs, sum_batch=sum_batch)
@@ -218,12 +221,10 @@ def test_function(name: str, rows: Any) -> None:
     module: Any = next(m for m in model.modules() if isinstance(m, ScaledDotProductAttention))
     rule: Any = derivatives_of(module)
     automatic: Any = AutomaticFunction()
-    with bound(module):
-        assert rule.has_formula(module)
-        axis = rule.batch_axis_out(module, 0)
-        inputs = [module.input0, module.input1, module.input2]
-        others = [None] * hasattr(module, "input3")
-        output = module.output
+    c = seen(module)
+    assert rule.has_formula(c)
+    (axis,) = rule.axes_out(c)
+    inputs, others, output = c.inputs[:3], [None] * (len(c.inputs) > 3), c.output
     assert axis == FUNCTIONS[name][3]
     assert module not in FunctionRule._known  # found without trying
     axes = [axis] * 3

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ from backpack.core.derivatives import (
 )
 from backpack.core.derivatives import vectors as vectors_of_rules
 from backpack.core.record import registry
-from backpack.core.record.tape import bound
+from backpack.core.record.context import Context
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.permute import Permute
 from backpack.extensions.module_extension import ModuleExtension
@@ -109,15 +110,13 @@ class Call:
         return getattr(self.rule, method)(self.module, None, self.g_out, *args, **options)
 
     def param(self, method: str, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method that takes the name of a parameter first, as the engine does."""
-        with bound(self.module):
-            function = getattr(self.rule, method)
-            return function(name, self.module, None, self.g_out, *args, **options)
+        """Call a method that takes the name of a parameter first."""
+        function = getattr(self.rule, method)
+        return function(name, self.module, None, self.g_out, *args, **options)
 
-    def mixed(self, *args: Any) -> Any:
-        """Call ``mixed_residual`` as the engine does."""
-        with bound(self.module):
-            return self.rule.mixed_residual(self.module, self.g_out, *args)
+    def seen(self, rows: Any) -> Context:
+        """Return what the rule sees."""
+        return seen(self.module, rows, self.g_out)
 
 
 def pair(probe: Probe, rule: Any = None, dtype: torch.dtype = torch.float64) -> tuple[Call, Call]:
@@ -183,9 +182,9 @@ def test_parameters(probe: Probe) -> None:
                 ("param_mjp_reduced", s, ["square_norm"], rows),
                 ("param_mjp_reduced", s, reductions.NAMES, rows),
                 ("param_mjp_reduced", s, reductions.NAMES, rows, weights),
-                ("kronecker_rows", s, rows),
             ):
                 close(mine.param(method, name, *args), automatic.param(method, name, *args))
+            close(*(call.rule.kron_rows(call.seen(rows), name, s) for call in (mine, automatic)))
 
 
 @each_probe
@@ -198,15 +197,17 @@ def test_mixed_second_derivatives(probe: Probe) -> None:
             for names in ([], *([name] for name in ps), list(ps)):
                 params = {name: ps[name] for name in names}
                 if inputs is ts or params:
-                    close(mine.mixed(inputs, params, rows), automatic.mixed(inputs, params, rows))
+                    pairs = [(call.rule, call.seen(rows)) for call in (mine, automatic)]
+                    close(*(rule.mixed_hvp(c, inputs, params) for rule, c in pairs))
 
 
 class Elementary(AutomaticDerivatives):
     """Normalisation by elementary operations: some kernels of torch have no third derivative."""
 
-    def evaluate(self, module: Any, params: Any, *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Any, *inputs: Any) -> Any:
         """Return the output."""
-        (x,), p = inputs, {**dict(module.named_parameters()), **params}
+        (x,), module = inputs, c.module
+        p = {**dict(module.named_parameters()), **params}
         ones = (1,) * (x.dim() - 2)
         if isinstance(module, nn.LayerNorm):
             x, ones = x.flatten(-len(module.normalized_shape)), ()
@@ -423,10 +424,12 @@ def test_softmax_over_samples() -> None:
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 def test_implicit_axis(dims: int, axis: int) -> None:
     rule: Any = derivatives_of(nn.Softmax())
-    module: Any = nn.Softmax()
-    module.input0 = torch.randn(*range(2, 2 + dims))
-    torch.testing.assert_close(module(module.input0), module.input0.softmax(rule.axis(module)))
-    assert rule.axis(module) + dims == axis
+    x = torch.randn(*range(2, 2 + dims), requires_grad=True)
+    module = extend(nn.Softmax())
+    out = module(x)
+    found = rule.axis(seen(module))
+    torch.testing.assert_close(out, x.softmax(found))
+    assert found + dims == axis
 
 
 # --------------------------------------------------------------------------------------

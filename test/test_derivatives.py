@@ -13,6 +13,7 @@ import torch
 from cases import Case, select
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from seen import seen
 from torch import Tensor, einsum, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -22,16 +23,17 @@ from backpack.core.derivatives import (
     AutomaticDerivatives,
     BaseDerivatives,
     BaseLossDerivatives,
+    affine,
     convnd,
     derivatives_of,
     patches,
     reductions,
-    shared_weight,
 )
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.linear_maps import map_rows
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.patches import Kernel
-from backpack.core.record.tape import bound
+from backpack.core.record.context import Context
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule
@@ -137,16 +139,15 @@ class Call:
         """Reduce individual products as extensions do, or with the generic body."""
         owner = BaseDerivatives if generic else type(self.derivatives)
         wanted, rows, weights = args
-        with bound(self.module):
-            return owner._param_mjp_reduced(
-                self.derivatives, name, self.module, self.g_out, s, wanted, rows, weights
-            )
+        return owner.reduced(self.derivatives, self.seen(rows), name, s, wanted, weights)
 
-    def kronecker_rows(self, name: str, s: Tensor, rows: Any = None) -> Any:
-        """Call the method as extensions do, with the call's tensors bound."""
-        with bound(self.module):
-            rule = self.derivatives.kronecker_rows
-            return rule(name, self.module, None, self.g_out, s, rows)
+    def seen(self, rows: Any = None) -> Context:
+        """Return what the rule sees."""
+        return seen(self.module, rows, self.g_out)
+
+    def kron_rows(self, name: str, s: Tensor, rows: Any = None) -> Any:
+        """Call the method as extensions do."""
+        return self.derivatives.kron_rows(self.seen(rows), name, s)
 
     def phi(self) -> Tensor:
         """Return ``<out, g_out>``, whose second derivative modules are asked for."""
@@ -273,7 +274,7 @@ def test_facts(probe: Probe) -> None:
     J = jacobian(call.out, x).reshape(*per_sample(call.out), *per_sample(x))
     mixed = any(J[n, :, m].abs().max() > 1e-12 for n in range(3) for m in range(3) if n != m)
     assert call.mixing == mixed
-    if derivatives.jacobian_is_constant(module):
+    if derivatives.jacobian_is_constant(call.seen()):
         blocks = call.blocks()
         close(blocks, blocks[:1].expand_as(blocks))
 
@@ -456,14 +457,14 @@ def test_kronecker_rows(probe: Probe) -> None:
     call = start(probe)
     for name in call.params:
         s = random_mat(call.out)
-        whole = call.kronecker_rows(name, s)
+        whole = call.kron_rows(name, s)
         for rows in ROWS[1:]:
-            part = call.kronecker_rows(name, subsample(s, 1, rows), rows)
+            part = call.kron_rows(name, subsample(s, 1, rows), rows)
             close(part, subsample(whole, 1, rows))
-        total = call.kronecker_rows(name, s[:1] + 2 * s[1:])
+        total = call.kron_rows(name, s[:1] + 2 * s[1:])
         close(total, whole[:1] + 2 * whole[1:])
         if call.derivatives.kronecker_rows_are_constant:
-            same = call.kronecker_rows(name, s[:, :1].expand_as(s))
+            same = call.kron_rows(name, s[:, :1].expand_as(s))
             close(same, same[:, :1].expand_as(same))
 
 
@@ -511,16 +512,10 @@ def test_second_derivative(probe: Probe) -> None:
             close(call.hessian_diagonal(subsampling=rows), diagonal)
 
 
-def mixed_residual(call: Call, *args: Any) -> Any:
-    """Call the method as the engine does, with the call's tensors bound."""
-    with bound(call.module):
-        return call.derivatives.mixed_residual(call.module, call.g_out, *args)
-
-
 @pytest.mark.parametrize(
     "probe", [p for p in WITH_PARAMS if not start(p).mixing], ids=lambda p: p.name
 )
-def test_mixed_residual(probe: Probe) -> None:
+def test_mixed_hvp(probe: Probe) -> None:
     call = start(probe)
     (x,), (g,), ps = call.xs, call.g_out, [*call.params.values()]
     wrt = [x, *ps]
@@ -540,13 +535,14 @@ def test_mixed_residual(probe: Probe) -> None:
         return subsample(change, 1, rows)
 
     for rows in ROWS:
+        c, mixed_hvp = call.seen(rows), call.derivatives.mixed_hvp
         tx = random_mat(x, rows)
         tps = {name: torch.randn(V, *p.shape, dtype=p.dtype) for name, p in call.params.items()}
         for ts_given, full in ([tx], embed(tx, rows, x.shape)), ([None], torch.zeros(V, *x.shape)):
-            (d_input,), d_params = mixed_residual(call, ts_given, tps, rows)
+            (d_input,), d_params = mixed_hvp(c, ts_given, tps)
             ts = [full.to(x.dtype), *tps.values()]
             close(d_input, directional(H_x, ts, rows))
-            (same_input,), totals = mixed_residual(call, ts_given, tps, rows, True)
+            (same_input,), totals = mixed_hvp(c, ts_given, tps, True)
             close(same_input, d_input)
             for H_p, name in zip(H_ps, tps, strict=True):
                 close(d_params[name], directional(H_p, ts, rows))
@@ -652,7 +648,7 @@ def test_exact_factor(case: Case) -> None:
         assert S.shape[1:] == subsample(call.xs[0], subsampling=rows).shape
         flat = S.flatten(2)
         close(einsum("vna,vnb->nab", flat, flat), part)
-        thin = call.thin_factor(subsampling=rows).flatten(2)
+        thin = LossHessian(call.seen().call, rows).root(thin=True).flatten(2)
         assert len(thin) <= len(S)
         close(einsum("vna,vnb->nab", thin, thin), part)
         close(call.sum_hessian(subsampling=rows), part.sum(0))
@@ -909,9 +905,8 @@ def test_pooling_keeps_the_indices_of_autograd(pool: Any, monkeypatch: pytest.Mo
     out = module(x)
     rule: Any = derivatives_of(module)
     mat = torch.randn_like(out)
-    with bound(module):
-        kept = module._backpack_saved["selected"].flatten(2)
-        assert torch.equal(kept, rule.indices(module).flatten(2))
+    c = seen(module)
+    assert torch.equal(c.saved["selected"].flatten(2), rule.indices(c).flatten(2))
     monkeypatch.setattr(rule, "indices", None)
     found = rule.jac_t_mat_prod(module, None, None, mat)
     close(found, torch.autograd.grad(out, x, mat)[0])
@@ -923,20 +918,20 @@ def test_norms_are_never_negative() -> None:
     s = s - s.mean(2, keepdim=True)
     x = torch.rand(2000, 1, 4, dtype=torch.float32).expand(-1, 6, -1)
     with torch.no_grad():
-        norms = shared_weight.square_norm(s, x)
+        norms = affine.square_norm(s, x)
     assert (norms >= 0).all() and (norms < 1e-4).all()
 
 
 def test_norms_of_rows() -> None:
     """Long rows are as precise as short ones, and there are second derivatives at zero."""
-    for length in (3, shared_weight.LONGEST_ROW, 2**20):
+    for length in (3, affine.LONGEST_ROW, 2**20):
         mat = torch.rand(1, 2, length, dtype=torch.float32)
         truth = mat.double().square().sum((0, 2))
         with torch.no_grad():
-            found = shared_weight._square_norms(mat).double()
+            found = affine._square_norms(mat).double()
         torch.testing.assert_close(found, truth, rtol=2e-6, atol=0)
     zero = torch.zeros(1, 1, 1, 3, requires_grad=True)
     with torch.enable_grad():
-        (slope,) = gradient(shared_weight._square_norms(zero).sum(), [zero], create_graph=True)
+        (slope,) = gradient(affine._square_norms(zero).sum(), [zero], create_graph=True)
         (curvature,) = gradient(slope.sum(), [zero])
     close(curvature, torch.full_like(zero, 2.0))

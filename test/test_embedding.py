@@ -8,6 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
@@ -66,28 +67,21 @@ each_linear = pytest.mark.parametrize("name", [n for n in EVERYTHING if "max" no
 
 
 class Call:
-    """A call with its tensors bound to the module, as the engine binds them."""
+    """A recorded call, and the methods of its rule."""
 
     def __init__(self, name: str) -> None:
-        self.module, arguments = copy.deepcopy(EVERYTHING[name])
+        module, arguments = copy.deepcopy(EVERYTHING[name])
+        self.module: Any = extend(module)
         self.arguments = [*arguments]
         self.out = self.module(*self.arguments)
         self.rule: Any = derivatives_of(self.module)
 
     def __getattr__(self, method: str) -> Any:
-        """Return a method for the weight with the tensors bound."""
+        """Return a public method for the weight."""
 
         def call(*mat: Tensor, **keywords: Any) -> Any:
-            given = {f"input{i}": a for i, a in enumerate(self.arguments)}
-            given |= {"output": self.out.detach(), "_backpack_saved": {}}
-            vars(self.module).update(given)
-            try:
-                name = () if method == "jac_t_mat_prod" else ("weight",)
-                gradients = () if method == "kronecker_input_factors" else (None, None)
-                return getattr(self.rule, method)(*name, self.module, *gradients, *mat, **keywords)
-            finally:
-                for key in given:
-                    del vars(self.module)[key]
+            name = () if method == "jac_t_mat_prod" else ("weight",)
+            return getattr(self.rule, method)(*name, self.module, None, None, *mat, **keywords)
 
         return call
 
@@ -179,20 +173,20 @@ def test_kronecker_factors(name: str, rows: Any) -> None:
         "reduce": sums / (num_n * num_t**2),
     }
     mat = s.reshape(V, *subsample(call.out, subsampling=rows).shape)
+    c = seen(call.module, rows)
     for approximation, expected in factors.items():
-        options = {"subsampling": rows, "approximation": approximation}
-        (factor,) = call.kronecker_input_factors(**options)
+        (factor,) = call.rule.kron_inputs(c, "weight", approximation)
         close(factor, expected)
         expected = s.flatten(1, 2) if approximation == "expand" else s.sum(2)
-        close(call.kronecker_rows(mat, **options), expected.unsqueeze(2))
+        close(call.rule.kron_rows(c, "weight", mat, approximation), expected.unsqueeze(2))
 
 
 def test_maximum_has_no_kronecker_factors() -> None:
     call = Call("bag-max")
-    s = call.cotangents()
+    s, c = call.cotangents(), seen(call.module)
     for approximation in (None, "expand", "reduce"):
-        assert call.kronecker_input_factors(approximation=approximation) == []
-        rows = call.kronecker_rows(s, approximation=approximation)
+        assert call.rule.kron_inputs(c, "weight", approximation) == []
+        rows = call.rule.kron_rows(c, "weight", s, approximation)
         close(rows.reshape(V, N, W, D), call.param_mjp(s, sum_batch=False))
 
 

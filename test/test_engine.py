@@ -15,6 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,15 +23,17 @@ from torch.utils.checkpoint import checkpoint
 import backpack as package
 from backpack import CTX, backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX as CONTEXT_CTX
-from backpack.core.derivatives import derivatives_of, register
+from backpack.core.derivatives import register
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import sweep
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.products import Products
 from backpack.core.engine.sweep import LossSource, slice_bytes
 from backpack.core.record import tape
+from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
 from backpack.utils.subsampling import subsample
 
@@ -1167,9 +1170,9 @@ def test_keyword_arguments() -> None:
 
 
 class Counts:
-    """Counts calls of public methods of all registered derivatives, by class and method."""
+    """Counts calls of methods of all registered derivatives, by class and method."""
 
-    METHODS = ("jac_t_mat_prod", "param_mjp_reduced", "sqrt_hessian", "sqrt_hessian_sampled")
+    METHODS = ("vjp", "reduced", "hessian_root", "drawn_hessian_root")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
@@ -1194,9 +1197,9 @@ class Counts:
 def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, model = Counts(monkeypatch), mlp()
     alone = counts.of(model, extensions.SqrtGGNExact())
-    assert alone["LinearDerivatives.jac_t_mat_prod"] == 1
-    assert alone["SigmoidDerivatives.jac_t_mat_prod"] == 1
-    assert alone["LinearDerivatives.param_mjp_reduced"] == 4
+    assert alone["LinearDerivatives.vjp"] == 1
+    assert alone["SigmoidDerivatives.vjp"] == 1
+    assert alone["LinearDerivatives.reduced"] == 4
     together = counts.of(
         model,
         extensions.DiagGGNExact(),
@@ -1204,13 +1207,13 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
         extensions.SqrtGGNExact(),
         extensions.BatchDiagGGNExact(),
     )
-    assert together["LinearDerivatives.jac_t_mat_prod"] == 1
-    assert together["SigmoidDerivatives.jac_t_mat_prod"] == 1
+    assert together["LinearDerivatives.vjp"] == 1
+    assert together["SigmoidDerivatives.vjp"] == 1
     assert (
-        together["CrossEntropyLossDerivatives.sqrt_hessian"]
-        == (alone["CrossEntropyLossDerivatives.sqrt_hessian"])
+        together["CrossEntropyLossDerivatives.hessian_root"]
+        == (alone["CrossEntropyLossDerivatives.hessian_root"])
     )
-    assert together["LinearDerivatives.param_mjp_reduced"] == 4
+    assert together["LinearDerivatives.reduced"] == 4
 
 
 def test_diagonals_take_no_columns_to_the_layer_they_arrive_at(
@@ -1382,12 +1385,12 @@ def test_extensions_share_monte_carlo_samples(monkeypatch: pytest.MonkeyPatch) -
         extensions.SqrtGGNMC(mc_samples=2),
     ]
     together = counts.of(model, *exts)
-    assert together["LinearDerivatives.jac_t_mat_prod"] == 1
-    assert together["CrossEntropyLossDerivatives.sqrt_hessian_sampled"] == 1
+    assert together["LinearDerivatives.vjp"] == 1
+    assert together["CrossEntropyLossDerivatives.drawn_hessian_root"] == 1
     for p in model.parameters():
         torch.testing.assert_close(p.diag_ggn_mc, p.sqrt_ggn_mc.square().sum((0, 1)))
     different = counts.of(model, extensions.KFAC(mc_samples=1), extensions.DiagGGNMC(mc_samples=2))
-    assert different["LinearDerivatives.jac_t_mat_prod"] == 2
+    assert different["LinearDerivatives.vjp"] == 2
 
 
 def test_first_order_shares_individual_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1398,7 +1401,7 @@ def test_first_order_shares_individual_gradients(monkeypatch: pytest.MonkeyPatch
         extensions.SumGradSquared(),
         extensions.Variance(),
     )
-    assert counts == {"LinearDerivatives.param_mjp_reduced": 4}
+    assert counts == {"LinearDerivatives.reduced": 4}
 
 
 @pytest.mark.parametrize(
@@ -1626,9 +1629,8 @@ def test_thin_factor(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     x.requires_grad_()
     y = torch.randint(shape[1], (shape[0], *shape[2:]))
     loss = lossfunc(x, y)
-    rule: Any = derivatives_of(lossfunc)
-    whole = rule.sqrt_hessian(lossfunc, None, None)
-    thin = rule.thin_factor(lossfunc, None, None)
+    hessian = LossHessian(seen(lossfunc).call)
+    whole, thin = hessian.root(), hessian.root(thin=True)
     positions = math.prod(shape[2:])
     assert len(whole) == shape[1] * positions
     assert len(thin) == max(1, shape[1] - 1) * positions
@@ -1722,18 +1724,18 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
     """Columns that are split can not be replaced, and are many."""
     travelling: list[int] = []
     wide: list[weakref.ref[Factor]] = []
-    original, reduced = ConvNDDerivatives._jac_t_mat_prod, Factor.reduced
+    original, reduced = ConvNDDerivatives.vjp, Factor.reduced
 
-    def counted(self: Any, module: Any, g_inp: Any, g_out: Any, mat: Tensor, rows: Any) -> Tensor:
-        travelling.append(len(mat))
+    def counted(self: Any, c: Context, v: Tensor) -> Tensor:
+        travelling.append(len(v))
         assert all(ref() is None for ref in wide)  # what was replaced is freed
-        return original(self, module, g_inp, g_out, mat, rows)
+        return original(self, c, v)
 
     def noted(factor: Factor) -> Factor:
         wide.append(weakref.ref(factor))
         return reduced(factor)
 
-    monkeypatch.setattr(ConvNDDerivatives, "_jac_t_mat_prod", counted)
+    monkeypatch.setattr(ConvNDDerivatives, "vjp", counted)
     monkeypatch.setattr(Factor, "reduced", noted)
     monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
     convolutions = [nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 2, 1)]

@@ -8,11 +8,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend
 from backpack.core.derivatives import derivatives_of
-from backpack.core.record.tape import bound
 from backpack.custom_module.permute import Permute
 from backpack.extensions import HBP, KFAC, KFLR, KFRA
 from backpack.utils.kroneckers import kfacs_to_mat
@@ -51,8 +51,8 @@ def test_factors(module: nn.Module, shape: tuple[int, ...], rows: Any) -> None:
     out = module(torch.randn(N, *shape, dtype=torch.float64).requires_grad_())
     rule: Any = derivatives_of(module)
     s = torch.randn(V, *subsample(out, subsampling=rows).shape, dtype=out.dtype)
-    with bound(module) as call:
-        x = subsample(call.input0, subsampling=rows).detach()
+    c = seen(module, rows)
+    x = c.x.detach()
     patches = oracle.unfold_input(module, x).permute(0, 1, 3, 2)  # [N, G, T, I]
     num_n, groups, num_t, _ = patches.shape
     outer = einsum("ngti,ngtj->ij", patches, patches) / groups
@@ -69,10 +69,8 @@ def test_factors(module: nn.Module, shape: tuple[int, ...], rows: Any) -> None:
     for name, p in module.named_parameters():
         shared = name == "weight" and isinstance(module, oracle.CONV_TRANSPOSE)
         for approximation in APPROXIMATIONS:
-            options = {"subsampling": rows, "approximation": approximation}
-            with bound(module):
-                found = rule.kronecker_rows(name, module, None, None, s, **options)
-                factors = rule.kronecker_input_factors(name, module, **options)
+            found = rule.kron_rows(c, name, s, approximation)
+            factors = rule.kron_inputs(c, name, approximation)
             if approximation == "expand":
                 expected = at_positions.flatten(1, 2)
             else:

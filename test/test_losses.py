@@ -15,13 +15,14 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, einsum, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine.sweep import slice_bytes
-from backpack.core.record.tape import bound
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.subsampling import subsample
@@ -366,6 +367,11 @@ def start(loss: nn.Module, f: Tensor, *arguments: Any) -> tuple[Any, Tensor]:
     return derivatives_of(loss) or AutomaticLossDerivatives(), out
 
 
+def signed_root(loss: nn.Module, rows: Any = None, thin: bool = True) -> tuple[Any, Any]:
+    """Return a signed factor of the Hessian as the engine does."""
+    return LossHessian(seen(loss).call, rows).signed_root(thin)
+
+
 def outer(S: Tensor, weights: Tensor | None = None) -> Tensor:
     S = S.reshape(*S.shape[:2], -1)
     weights = torch.ones_like(S[..., 0]) if weights is None else weights
@@ -383,7 +389,7 @@ def test_factors_and_products(setting: Setting, reduction: str | None) -> None:
     for rows in ROWS:
         part = subsample(H, subsampling=rows)
         for thin in (False, True):
-            S, weights = rule.hessian_factor(loss, None, None, rows, thin)
+            S, weights = signed_root(loss, rows, thin)
             assert S.shape[1:] == subsample(f, subsampling=rows).shape
             close(outer(S, weights), part)
         u = torch.randn(2, *S.shape[1:])
@@ -662,7 +668,7 @@ def test_negative_weights_and_targets(loss: nn.Module, target: Target) -> None:
     H = blocks(function, f, *arguments)
     rule, _out = start(loss, f, *arguments)
     for thin in (False, True):
-        close(outer(*rule.hessian_factor(loss, None, None, thin=thin)), H)
+        close(outer(*signed_root(loss, thin=thin)), H)
     with pytest.raises(ValueError, match="not convex"):
         rule.sqrt_hessian(loss, None, None)
     if not isinstance(loss, nn.MultiMarginLoss | nn.PoissonNLLLoss):
@@ -692,7 +698,7 @@ def test_factors_are_differentiable(setting: Setting) -> None:
     truth = third(H)
     product = rule.make_hessian_mat_prod(loss, None, None)(u)
     close(third((product * u.square()).sum()), truth)
-    S, weights = rule.hessian_factor(loss, None, None)
+    S, weights = signed_root(loss)
     applied = _apply(S, weights, u)
     close(third((applied * u.square()).sum()), truth)
 
@@ -712,7 +718,7 @@ def test_precisions(cls: type[nn.Module], dtype: torch.dtype) -> None:
     loss = setting.build(setting.reductions[0])
     f, arguments = setting.prediction(), setting.arguments()
     rule, _out = start(loss, f.requires_grad_(), *arguments)
-    S, weights = rule.hessian_factor(loss, None, None)
+    S, weights = signed_root(loss)
     truth = outer(S, weights).detach()
 
     def converted(x: Any) -> Any:
@@ -721,7 +727,7 @@ def test_precisions(cls: type[nn.Module], dtype: torch.dtype) -> None:
     loss = setting.build(setting.reductions[0]).to(dtype)
     low = converted(f.detach()).requires_grad_()
     rule, _other = start(loss, low, *map(converted, arguments))
-    S, weights = rule.hessian_factor(loss, None, None)
+    S, weights = signed_root(loss)
     assert S.dtype == dtype
     weights = None if weights is None else weights.double()
     error = (outer(S.double(), weights) - truth).abs().max()
@@ -878,8 +884,7 @@ def test_coupling_of_any_two_samples_is_found() -> None:
         for j in range(N):
             loss, f = Two(), torch.randn(N, D, requires_grad=True)
             rule, _out = start(loss, f, i, j)
-            with bound(loss):
-                assert rule.couples_samples(loss) == (i != j)
+            assert rule.couples_samples(seen(loss)) == (i != j)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -1550,6 +1555,21 @@ def test_slices_of_samples_with_different_numbers_of_rows(
         close(p.diag_ggn_exact_batch, diagonals)
         close(p.diag_ggn_exact, diagonals.sum(0))
         close(p.sqrt_ggn_exact.square().sum(0), diagonals)
+
+
+def test_products_of_samples_without_rows() -> None:
+    """They are zero, also where a loss has to look at its prediction."""
+    setting = TABLE[nn.NLLLoss][0]
+    (samples,), chosen = CHOSEN["some"]
+    model = extend(Chooses(setting, chosen), use_converter="record")
+    lossfunc, rows = extend(setting.build("mean")), [3, 4]
+    loss = lossfunc(model(torch.randn(samples, INPUTS)), *setting.arguments())
+    rule, u = derivatives_of(lossfunc), torch.randn(2, len(rows), *setting.shape)
+    for make in (rule.make_ggn_mat_prod, rule.make_hessian_mat_prod):
+        assert not make(lossfunc, None, None)(u, rows).any()
+    with backpack(extensions.GGNMP(subsampling=rows)):
+        loss.backward()
+    assert not any(p.ggnmp(torch.ones(1, *p.shape)).any() for p in model.parameters())
 
 
 def test_weighted_loss_of_chosen_rows() -> None:

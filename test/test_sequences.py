@@ -14,12 +14,13 @@ import oracle
 import pytest
 import torch
 from cases import CASES, Case, Problem, select
-from test_quantities import TOLERANCE, run
+from test_quantities import TOLERANCE, check, run
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import FunctionDerivatives, reductions, register
 from backpack.core.record import tape
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
@@ -143,6 +144,32 @@ def test_the_batch_axis_changes_nothing(steps: int) -> None:
             for p, q in zip(found[0], other, strict=True):
                 for ext in exts:
                     close(getattr(q, ext.savefield), getattr(p, ext.savefield))
+
+
+class Wave(nn.Module):
+    """A function with a parameter, of tensors ``[T, N, 2]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, N, 2] -> [T, N, 2]."""
+        return (x * self.weight).sin()
+
+
+register(Wave)(FunctionDerivatives)
+
+
+def test_samples_along_another_axis_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reductions treat a few samples at a time, wherever these are."""
+    monkeypatch.setattr(reductions, "SLICE_ENTRIES", 1)
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2), Permute(1, 0, 2), Wave(), Permute(1, 0, 2), nn.Flatten()]
+    model, loss = nn.Sequential(*layers, nn.Linear(8, 3)).double(), nn.CrossEntropyLoss()
+    X, y = torch.randn(3, 4, 2, dtype=torch.float64), torch.tensor([0, 2, 1])
+    expected = oracle.batch_l2(model, loss, X, y)
+    check(run(Problem(model, loss, X, y), extensions.BatchL2Grad()), "batch_l2", expected)
 
 
 # --------------------------------------------------------------------------------------

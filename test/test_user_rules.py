@@ -647,6 +647,7 @@ def test_registered_derivatives_serve_every_extension() -> None:
             torch.testing.assert_close(p.kfac[0], flat.T @ flat)
 
 
+CURVED = ("hessian_is_zero", "hessian_is_diagonal")
 SWAPPED = {
     "_jac_mat_prod": ["GGNMP", "HMP", "PCHMP"],
     "_jac_t_mat_prod": ["DiagGGNExact", "DiagHessian", "HMP"],
@@ -702,23 +703,23 @@ def test_what_derivatives_return_has_a_shape(method: str, name: str, kind: str) 
             x, g = (subsample(t, subsampling=subsampling) for t in (module.input0, g_out[0]))
             return 6 * x * g * module.weight
 
-    class Wrong(Right):
-        pass
-
     def wrong(self: Any, *args: Any, **options: Any) -> Any:
         found = getattr(Right, method)(self, *args, **options)
         return found.transpose(-1, -2) if kind == "swapped" else None
 
-    if kind != "missing":
-        setattr(Wrong, method, wrong)
-    else:
-        delattr(Right, method)
-    register(Both)(Wrong)
+    kept = {
+        name: value for name, value in vars(Right).items() if name in SWAPPED and name != method
+    }
+    kept |= {name: vars(Right)[name] for name in ("params", *CURVED)}
+    base, own = (Right, {method: wrong}) if kind != "missing" else (BaseDerivatives, kept)
+    register(Both)(type("Wrong", (base,), own))
     model, loss = extend(nn.Sequential(nn.Linear(3, 3), Both(), nn.Linear(3, 2))), nn.MSELoss()
     ext = getattr(extensions, name)()
     message = rf"Wrong\.{method} at '1' \(Both\).*shape \[.*{N}, 3\], got (\[.*\]|None)"
     if kind == "missing":
-        message = rf"Wrong needs a method '{method}' for .*'1' \(Both\).*'Write a rule'"
+        message = (
+            rf"Wrong needs a method '\w+' \(or '{method}'\) for .*'1' \(Both\).*'Write a rule'"
+        )
     with pytest.raises((ValueError, NotImplementedError), match=message):
         with backpack(ext):
             extend(loss)(model(torch.rand(N, 3)), torch.rand(N, 2)).backward()

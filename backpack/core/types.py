@@ -140,11 +140,13 @@ class Rule(Protocol):
     def layouts(self, call: Any) -> Sequence[Any]:
         """Find where the samples are in the outputs, and correct what was assumed of the inputs."""
 
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Call the module with some parameters replaced."""
+    def seen(
+        self, call: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return inputs and outputs with the samples where the rule expects them."""
 
-    def parameter(self, module: Module, param_str: str) -> Parameter:
-        """Return a parameter of the module by the name that the rule has for it."""
+    def seen_gradients(self, call: Any, folded: bool) -> Sequence[Tensor | None]:
+        """Return the gradients at a call's outputs with the samples where the rule expects them."""
 
 
 Save = Callable[[Parameter, Extension, Any], None]

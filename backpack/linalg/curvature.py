@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, disable, extend
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.tape import live_calls
 from backpack.hessianfree.lop import vjp
@@ -218,8 +219,8 @@ class GGN(JacobianOperator):
             )
 
         def curvature(tangents: Tensor) -> Tensor:
-            with torch.no_grad(), calls[-1].bound() as module:
-                product = rule.make_ggn_mat_prod(module, None, None)([tangents])
+            with torch.no_grad():
+                product = LossHessian(calls[-1]).product(tangents, of_ggn=True)
             return product if isinstance(product, Tensor) else product[0]
 
         return loss, curvature

@@ -14,10 +14,9 @@ from torch.nn import GLU, LogSoftmax, Module, Softmax, Softmax2d, Softmin
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call
 
 
 class AlongAxisDerivatives(FunctionDerivatives):
@@ -27,68 +26,67 @@ class AlongAxisDerivatives(FunctionDerivatives):
         """Return False."""
         return False
 
-    def axis(self, module: Any) -> int:
+    def is_curved(self, call: Call) -> bool:
+        """Return True."""
+        return True
+
+    def axis(self, c: Context) -> int:
         """Return the axis, counted from the last one."""
-        dims = module.input0.dim()
-        if module.dim is None:  # what torch chooses, with a warning
+        dim, dims = c.module.dim, c.input.dim()
+        if dim is None:  # what torch chooses, with a warning
             return -dims if dims in (1, 3) else 1 - dims
-        return module.dim - dims if module.dim >= 0 else module.dim
+        return dim - dims if dim >= 0 else dim
 
-    def _x(self, module: Any, subsampling: Rows) -> Tensor:
-        return subsample(module.input0, self.batch_axis_in(module, 0), subsampling)
+    def _x(self, c: Context) -> Tensor:
+        return c.select(c.input, self.axis_in(c, 0))
 
-    def _y(self, module: Any, subsampling: Rows) -> Tensor:
-        return subsample(module.output, self.batch_axis_out(module, 0), subsampling)
+    def _y(self, c: Context) -> Tensor:
+        return c.select(c.output, self.axis_out(c, 0))
 
-    def _g(self, module: Any, g_out: Any, subsampling: Rows) -> Tensor:
-        self._need_g_out(module, g_out)
-        return subsample(g_out[0], self.batch_axis_out(module, 0), subsampling)
+    def _g(self, c: Context) -> Tensor:
+        g: Any = c.grad_out[0]
+        return c.select(g, self.axis_out(c, 0))
 
 
 @register(Softmax)
 class SoftmaxDerivatives(AlongAxisDerivatives):
-    """``y = softmax(c x)``: ``J = c (diag(y) - y yᵀ)``, which is symmetric."""
+    """``y = softmax(f x)`` with ``f² = 1``: ``J = f (diag(y) - y yᵀ)``, which is symmetric."""
 
     needs_output = True
     factor: ClassVar[int] = 1
 
-    def _slope(self, module: Any, y: Tensor, mat: Tensor) -> Tensor:
+    def _slope(self, c: Context, y: Tensor, t: Tensor) -> Tensor:
         """Apply ``diag(y) - y yᵀ``."""
-        weighted = y * mat
-        total = weighted.sum(self.axis(module), keepdim=True)
+        weighted = y * t
+        total = weighted.sum(self.axis(c), keepdim=True)
         return torch.addcmul(weighted, y, total, value=-1)
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        y = self._y(module, subsampling)
-        return map_vectors(lambda t: self._slope(module, y, self.factor * t), mat)
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Apply J."""
+        y = self._y(c)
+        return map_vectors(lambda t: self._slope(c, y, self.factor * t), t)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        return self._jac_mat_prod(module, g_inp, g_out, mat, subsampling)
+    def vjp(self, c: Context, v: Any) -> Tensor:
+        """Apply J."""
+        return self.jvp(c, v)
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        # the change of y (g - y·g) along mat; c² = 1
-        y, g = self._y(module, subsampling), self._g(module, g_out, subsampling)
-        dim = self.axis(module)
+    def hvp(self, c: Context, t: Any) -> Tensor:
+        """Return the change of ``y (g - y·g)`` along t; ``f² = 1``."""
+        y, g, dim = self._y(c), self._g(c), self.axis(c)
         centered = g - (y * g).sum(dim, keepdim=True)
 
         def change(t: Tensor) -> Tensor:
-            dy = self._slope(module, y, t)
+            dy = self._slope(c, y, t)
             return dy * centered - y * (dy * g).sum(dim, keepdim=True)
 
-        return map_vectors(change, mat)
+        return map_vectors(change, t)
 
 
 @register(Softmax2d)
 class Softmax2dDerivatives(SoftmaxDerivatives):
     """Softmax over the channels, ``[N, C, H, W]``."""
 
-    def axis(self, module: Module) -> int:
+    def axis(self, c: Context) -> int:
         """Return the axis of the channels."""
         return -3
 
@@ -106,24 +104,20 @@ class LogSoftmaxDerivatives(AlongAxisDerivatives):
 
     needs_output = True
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        s = self._y(module, subsampling).exp()
-        return mat - (s * mat).sum(self.axis(module), keepdim=True)
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Return ``t - 1 (s·t)``."""
+        s = self._y(c).exp()
+        return t - (s * t).sum(self.axis(c), keepdim=True)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        s = self._y(module, subsampling).exp()
-        return mat - s * mat.sum(self.axis(module), keepdim=True)
+    def vjp(self, c: Context, v: Any) -> Tensor:
+        """Return ``v - s (1·v)``."""
+        s = self._y(c).exp()
+        return v - s * v.sum(self.axis(c), keepdim=True)
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        # the change of g - s (1·g) along mat
-        s, g = self._y(module, subsampling).exp(), self._g(module, g_out, subsampling)
-        dim, weighted = self.axis(module), s * mat
+    def hvp(self, c: Context, t: Any) -> Tensor:
+        """Return the change of ``g - s (1·g)`` along t."""
+        s, g, dim = self._y(c).exp(), self._g(c), self.axis(c)
+        weighted = s * t
         ds = weighted - s * weighted.sum(dim, keepdim=True)
         return -ds * g.sum(dim, keepdim=True)
 
@@ -132,33 +126,29 @@ class LogSoftmaxDerivatives(AlongAxisDerivatives):
 class GLUDerivatives(AlongAxisDerivatives):
     """``y = a σ(b)`` of the two halves ``x = (a, b)``: ``∂y/∂a = σ``, ``∂y/∂b = a σ (1 - σ)``."""
 
-    def _halves(self, module: Any, mat: Tensor) -> tuple[Tensor, ...]:
-        return mat.chunk(2, self.axis(module))
+    def _halves(self, c: Context, t: Tensor) -> tuple[Tensor, ...]:
+        return t.chunk(2, self.axis(c))
 
-    def _pieces(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def _pieces(self, c: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return a, σ and ``σ' = σ (1 - σ)``."""
-        a, b = self._halves(module, self._x(module, subsampling))
+        a, b = self._halves(c, self._x(c))
         s = b.sigmoid()
         return a, s, s * (-b).sigmoid()
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        a, s, ds = self._pieces(module, subsampling)
-        t_a, t_b = self._halves(module, mat)
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Return ``σ t_a + a σ' t_b``."""
+        a, s, ds = self._pieces(c)
+        t_a, t_b = self._halves(c, t)
         return s * t_a + a * ds * t_b
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        a, s, ds = self._pieces(module, subsampling)
-        return torch.cat([s * mat, a * ds * mat], self.axis(module))
+    def vjp(self, c: Context, v: Any) -> Tensor:
+        """Return ``(σ v, a σ' v)``."""
+        a, s, ds = self._pieces(c)
+        return torch.cat([s * v, a * ds * v], self.axis(c))
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        # ∂²y/∂a∂b = σ', ∂²y/∂b² = a σ'' with σ'' = σ' (1 - 2 σ)
-        a, s, ds = self._pieces(module, subsampling)
-        slope = self._g(module, g_out, subsampling) * ds
-        t_a, t_b = self._halves(module, mat)
-        return torch.cat([slope * t_b, slope * (t_a + a * (1 - 2 * s) * t_b)], self.axis(module))
+    def hvp(self, c: Context, t: Any) -> Tensor:
+        """Apply ``∂²y/∂a∂b = σ'`` and ``∂²y/∂b² = a σ''`` with ``σ'' = σ' (1 - 2 σ)``."""
+        a, s, ds = self._pieces(c)
+        slope = self._g(c) * ds
+        t_a, t_b = self._halves(c, t)
+        return torch.cat([slope * t_b, slope * (t_a + a * (1 - 2 * s) * t_b)], self.axis(c))

@@ -17,17 +17,15 @@ from torch import Size, Tensor
 from torch.nn import Module, MultiheadAttention
 from torch.nn import functional as F
 
-from backpack.core.derivatives import shared_weight
+from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.by_autograd import Evaluation
 from backpack.core.derivatives.recall import recall
-from backpack.core.derivatives.shared_weight import SharedWeightDerivatives
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, bound, describe
-from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Grads
+from backpack.core.record.tape import Call, describe
+from backpack.core.rows import Rows
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 
@@ -163,24 +161,13 @@ def or_automatic(automatic: type[BaseDerivatives]) -> Callable[[Method], Method]
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def chosen(self: Any, *args: Any, **keywords: Any) -> Any:
-            module = next(a for a in args if isinstance(a, Module))
-            with bound(module):
-                rule = method if self.has_formula(module) else getattr(automatic, method.__name__)
-                return rule(self, *args, **keywords)
+        def chosen(self: Any, c: Context, *args: Any, **keywords: Any) -> Any:
+            rule = method if self.has_formula(c) else getattr(automatic, method.__name__)
+            return rule(self, c, *args, **keywords)
 
         return chosen
 
     return decorate
-
-
-def _arguments(module: Any) -> list[Any]:
-    """Return the arguments of the call at hand, flattened."""
-    own = vars(module)
-    inputs: list[Any] = []
-    while f"input{len(inputs)}" in own:
-        inputs.append(own[f"input{len(inputs)}"])
-    return inputs
 
 
 def _or_zeros(mat: Tensor | None, num_v: int, like: Tensor) -> Tensor:
@@ -192,32 +179,36 @@ class AttentionDerivatives(AutomaticDerivatives):
 
     dropout: ClassVar[str]
 
-    def is_random(self, module: Module) -> bool:
+    def is_random(self, c: Context) -> bool:
         """Whether attention weights are dropped in the call at hand."""
-        return module.training and getattr(module, self.dropout) > 0
+        return c.call.training and getattr(c.module, self.dropout) > 0
 
     @staticmethod
     def learns_mask(saved: Mapping[str, Any]) -> bool:
         """Whether a mask required a gradient in the forward pass: what comes behind the values."""
         return any(i > 2 for i in saved["needed"])
 
-    def has_formula(self, module: Any) -> bool:
+    def has_formula(self, c: Context) -> bool:
         """Whether there is a formula for the call at hand."""
         raise NotImplementedError
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        if self.is_random(module):
+        if self.is_random(c):
             return (
-                f"{describe(module)} has {self.dropout}={getattr(module, self.dropout)}: in "
+                f"{describe(c.module)} has {self.dropout}={getattr(c.module, self.dropout)}: in "
                 "training mode its attention weights are random, and what was dropped is not "
                 f"known. Use eval(), or {self.dropout}=0."
             )
-        return None if self.has_formula(module) else super().refusal(module)
+        return None if self.has_formula(c) else super().refusal(c)
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False."""
         return False
+
+    def is_curved(self, call: Call) -> bool:
+        """Return True."""
+        return True
 
 
 # -------------------------------------------------------------------------------------------------
@@ -262,32 +253,32 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
         leading_axes = range(len(shapes[0]) - own)
         return len(leading) == 1 and len(axes) == 1 and all(a in leading_axes for a in axes)
 
-    def has_formula(self, module: Any) -> bool:
+    def has_formula(self, c: Context) -> bool:
         """Whether there is a formula for the call at hand."""
-        q, k, v, *_ = _arguments(module)
-        axes_in, axes_out = module._backpack_saved["axes"]
-        shapes = [x.shape for x in (q, k, v, module.output)]
-        fits = self._fits(module, shapes, {*axes_in[:3], *axes_out})
-        learned = self.learns_mask(module._backpack_saved)
-        return fits and not learned and not self.is_random(module)
+        shapes = [x.shape for x in (*c.inputs[:3], c.output)]
+        axes = {*self.axes_in(c)[:3], *self.axes_out(c)}
+        fits = self._fits(c.module, shapes, axes)
+        return fits and not self.learns_mask(c.saved) and not self.is_random(c)
 
     # ------------------------------------------------------------------ evaluation
 
-    def _axis(self, module: Any) -> int:
-        return module._backpack_saved["axes"][1][0]
+    def _axis(self, c: Context) -> int:
+        """Return the batch axis: it is the same everywhere."""
+        (axis,) = self.axes_out(c)
+        assert axis is not None
+        return axis
 
-    def _group(self, module: Any) -> int:
+    def _group(self, c: Context) -> int:
         """Return how many query heads share a head of keys and values."""
-        return module.input0.shape[-3] // module.input1.shape[-3] if module.enable_gqa else 1
+        q, k, *_ = c.inputs
+        return q.shape[-3] // k.shape[-3] if c.module.enable_gqa else 1
 
-    def _attention(self, module: Any, rows: Rows) -> Attention:
-        """Return the evaluation at hand, for some of the samples."""
-        inputs = _arguments(module)
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
+    def _attention(self, c: Context) -> Attention:
+        """Return the evaluation at hand, for the selected samples."""
 
         def compute() -> Attention:
-            q, k, v, mask = [*inputs, None][:4]
-            group = self._group(module)
+            q, k, v, mask = [*c.inputs, None][:4]
+            group, module = self._group(c), c.module
             k, v = _repeated(k, group), _repeated(v, group)
             scale = 1 / sqrt(q.shape[-1]) if module.scale is None else module.scale
             if mask is not None and mask.dtype == torch.bool:
@@ -296,61 +287,51 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
                 mask = causal(q, q.shape[-2], k.shape[-2])
             return attend(q, k, v, mask, scale, zero_rows=True)
 
-        whole = recall(module._backpack_saved, "attention", tensors, (), compute)
-        return whole.of_samples(self._axis(module), rows)
+        tensors = [x for x in c.inputs if isinstance(x, Tensor)]
+        whole = recall(c.saved, "attention", tensors, (), compute)
+        return whole.of_samples(self._axis(c), c.rows)
 
-    def _tangents(self, module: Any, mats: Sequence[Tensor | None], rows: Rows) -> list[Tensor]:
+    def _tangents(self, c: Context, t: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the tangents of queries, keys and values, zeros for None."""
-        num_v = next(len(m) for m in mats if m is not None)
-        axis, group = self._axis(module), self._group(module)
-        inputs = (module.input0, module.input1, module.input2)
+        num_v = next(len(one) for one in t if one is not None)
+        axis, group = self._axis(c), self._group(c)
         dq, dk, dv = (
-            _or_zeros(m, num_v, subsample(x, axis, rows))
-            for m, x in zip(mats, inputs, strict=False)
+            _or_zeros(one, num_v, c.select(x, axis))
+            for one, x in zip(t[:3], c.inputs[:3], strict=True)
         )
         return [dq, _repeated(dk, group), _repeated(dv, group)]
 
-    def _at_inputs(self, module: Any, found: Sequence[Tensor]) -> list[Tensor | None]:
+    def _at_inputs(self, c: Context, found: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what arrives at each input of the call."""
-        q, k, v = found
-        group = self._group(module)
-        others = [None] * (len(_arguments(module)) - 3)
-        return [q, _summed(k, group), _summed(v, group), *others]
+        (q, k, v), group = found, self._group(c)
+        return [q, _summed(k, group), _summed(v, group), *[None] * (len(c.inputs) - 3)]
 
     # ------------------------------------------------------------------ products
 
     @or_automatic(FunctionDerivatives)
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        tangents = self._tangents(module, mat, subsampling)
-        return self._attention(module, subsampling).push(*tangents)[1]
+    def jvp(self, c: Context, t: Any) -> Any:
+        """Apply the Jacobian."""
+        return self._attention(c).push(*self._tangents(c, t))[1]
 
     @or_automatic(FunctionDerivatives)
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        (mat,) = [mat] if isinstance(mat, Tensor) else mat
-        found = self._attention(module, subsampling).pull(mat, None)
-        return tuple(self._at_inputs(module, found))
+    def vjp(self, c: Context, v: Any) -> Any:
+        """Apply the transposed Jacobian."""
+        (y,) = [v] if isinstance(v, Tensor) else v
+        return tuple(self._at_inputs(c, self._attention(c).pull(y, None)))
 
     @or_automatic(FunctionDerivatives)
-    def mixed_residual(
+    def mixed_hvp(
         self,
-        module: Any,
-        g_out: Grads,
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
-        subsampling: Rows = None,
         sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative, see the base class: ``[V, *in]`` for each input."""
-        self._need_g_out(module, g_out)
-        assert g_out is not None and g_out[0] is not None
-        y = subsample(g_out[0], self._axis(module), subsampling)
-        tangents = self._tangents(module, inputs, subsampling)
-        found = self._attention(module, subsampling).second(y, None, *tangents)
-        return self._at_inputs(module, found), {}
+        (g,) = c.grad_out
+        assert g is not None
+        y, tangents = c.select(g, self._axis(c)), self._tangents(c, inputs)
+        return self._at_inputs(c, self._attention(c).second(y, None, *tangents)), {}
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:
@@ -376,9 +357,9 @@ MAKES: dict[str, tuple[int, ...]] = {
 }
 
 
-def _axis_of_parts(param_str: str) -> int:
+def _axis_of_parts(name: str) -> int:
     """Return the axis along which the parts of a parameter are side by side."""
-    return -2 if param_str.endswith("weight") else -1
+    return -2 if name.endswith("weight") else -1
 
 
 class Options(NamedTuple):
@@ -408,10 +389,10 @@ class Trace(NamedTuple):
         """Return the positions of the sample's own queries, keys, values or outputs: the first."""
         return slice(0, (*self.inputs, self.heads)[i].shape[1])
 
-    def span(self, param_str: str, i: int) -> slice:
+    def span(self, name: str, i: int) -> slice:
         """Return the positions that a parameter makes: for ``bias_k`` the one behind the own."""
         own = self.own(i)
-        return slice(own.stop, own.stop + 1) if param_str.startswith("bias") else own
+        return slice(own.stop, own.stop + 1) if name.startswith("bias") else own
 
     def of_samples(self, rows: Rows) -> Trace:
         """Select samples."""
@@ -467,18 +448,17 @@ def _moved(y: Tensor, x: Tensor, d_weight: Tensor | None, d_bias: Tensor | None)
     """Return ``y + x dWᵀ + db`` for ``x [N, T, I]``: ``[V, N, T, O]``."""
     for tangent, read in ((d_weight, x), (d_bias, None)):
         if tangent is not None:
-            y = y + shared_weight.jac_mat_prod(tangent, read, *x.shape[:2])
+            y = y + affine.jvp(tangent, read, *x.shape[:2])
     return y
 
 
 @register(MultiheadAttention)
-class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivatives):
+class MultiheadAttentionDerivatives(AttentionDerivatives):
     """Attention between affine maps, ``q = query W_qᵀ + b_q``, …, ``y = (heads) W_oᵀ + b_o``.
 
     A product runs the forward pass once more to know queries, keys, values and attention weights;
-    all parameters and extensions share that, and what arrives at them from a ``mat``. Every
-    parameter is then a weight (bias) that is used at several positions, see
-    :mod:`.shared_weight`.
+    all parameters and extensions share that, and what arrives at them from cotangents. Every
+    parameter is then a weight (bias) that is used at several positions, see :mod:`.affine`.
 
     Kronecker factors are those of ``Linear`` with an extra axis for the positions:
     ``out_proj.weight`` is multiplied with the heads, ``q_proj_weight`` with the query, and so on.
@@ -525,42 +505,38 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             )
         return super().layouts(call)
 
-    def evaluation(self, module: Any) -> Evaluation:
-        """Return how to evaluate the call again; a mask for all samples has no batch axis."""
-        evaluation = super().evaluation(module)
-        if len(evaluation.inputs) > 5 and isinstance(evaluation.inputs[5], Tensor):
-            evaluation.axes_in[5] = None if evaluation.inputs[5].dim() == 2 else 0
-        return evaluation
+    def axes_in(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each input; a mask for all samples has none."""
+        axes = super().axes_in(c)
+        if len(axes) > 5 and axes[5] is not None and c.inputs[5].dim() == 2:
+            axes[5] = None
+        return axes
 
-    def has_formula(self, module: Any) -> bool:
-        """Whether there is a formula for the call at hand."""
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        own = self.own(module)
-        return (
-            {*names} <= {*MAKES}
-            and len(own) == len(names)
-            and not self.learns_mask(module._backpack_saved)
-            and not self.is_random(module)
-        )
+    def has_formula(self, c: Context) -> bool:
+        """Whether there is a formula: each parameter that the call has read is a known one."""
+        read = [p for own in c.call.read[::2] for p in own.values() if p is not None]
+        known = [name for name in MAKES if c.params.get(name) is not None]
+        is_known = len({id(p) for p in read}) == len(read) == len(known)  # and none is tied
+        return is_known and not self.learns_mask(c.saved) and not self.is_random(c)
 
     # ------------------------------------------------------------------ forward, once
 
-    def _inside(self, module: Any, tensor: Tensor, axis: int = 0) -> Tensor:
+    def _inside(self, c: Context, tensor: Tensor, axis: int = 0) -> Tensor:
         """Bring the samples of a query, key, value or output to ``axis``, and undo that."""
-        return tensor if module.batch_first else tensor.transpose(axis, axis + 1)
+        return tensor if c.module.batch_first else tensor.transpose(axis, axis + 1)
 
-    def _to_heads(self, module: Any, x: Tensor) -> Tensor:
+    def _to_heads(self, c: Context, x: Tensor) -> Tensor:
         """Split features into heads: ``[*, T, E] -> [*, H, T, D]``."""
-        return x.unflatten(-1, (module.num_heads, -1)).transpose(-3, -2)
+        return x.unflatten(-1, (c.module.num_heads, -1)).transpose(-3, -2)
 
-    def _extended(self, module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _extended(self, c: Context, x: Tensor, bias: Tensor | None) -> Tensor:
         """Append the keys (values) that every sample has: ``[*, S, E] -> [*, S + 0..2, E]``."""
-        zeros = torch.zeros_like(x[..., :1, :])
-        extra = [zeros if bias is None else zeros + bias] if module.bias_k is not None else []
-        extra += [zeros] if module.add_zero_attn else []
+        zeros, has_bias = torch.zeros_like(x[..., :1, :]), c.params.get("bias_k") is not None
+        extra = [zeros if bias is None else zeros + bias] if has_bias else []
+        extra += [zeros] if c.module.add_zero_attn else []
         return torch.cat([x, *extra], -2) if extra else x
 
-    def _mask(self, module: Any, options: Options, q: Tensor, num_k: int) -> Tensor | None:
+    def _mask(self, options: Options, q: Tensor, num_k: int) -> Tensor | None:
         """Return what is added to the scores: expands to ``[N, H, L, S]``."""
         padding, mask = options.key_padding_mask, options.attn_mask
         if options.is_causal and padding is None and not options.need_weights:
@@ -572,30 +548,29 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
         padded = [F.pad(m, (0, num_k - m.shape[-1])) for m in added]
         return reduce(operator.add, padded) if padded else None
 
-    def _trace(self, module: Any) -> Trace:
-        """Return the forward pass of the call at hand."""
-        arguments, own = _arguments(module), self.own(module)
+    def _trace(self, c: Context) -> Trace:
+        """Return the forward pass of the call at hand, of all samples."""
 
         def compute() -> Trace:
-            inputs = tuple(self._inside(module, x) for x in arguments[:3])
-            maps = Affine.of(own)
+            inputs = tuple(self._inside(c, x) for x in c.inputs[:3])
+            maps = Affine.of(c.params)
             q, k, v = map(F.linear, inputs, maps.weights, maps.biases)
-            k, v = (self._extended(module, *y) for y in zip((k, v), maps.extra, strict=True))
-            q, k, v = (self._to_heads(module, y) for y in (q, k, v))
-            options = Options(*arguments[3:])
-            mask = self._mask(module, options, q, k.shape[-2])
+            k, v = (self._extended(c, *y) for y in zip((k, v), maps.extra, strict=True))
+            q, k, v = (self._to_heads(c, y) for y in (q, k, v))
+            options = Options(*c.inputs[3:])
+            mask = self._mask(options, q, k.shape[-2])
             scale = 1 / sqrt(q.shape[-1])
             attention = attend(q, k, v, mask, scale, zero_rows=not options.need_weights)
             return Trace(inputs, attention, _side_by_side(attention.output()))
 
-        tensors = [x for x in (*arguments, *own.values()) if isinstance(x, Tensor)]
-        return recall(module._backpack_saved, "trace", tensors, (), compute)
+        tensors = [x for x in (*c.inputs, *c.params.values()) if isinstance(x, Tensor)]
+        return recall(c.saved, "trace", tensors, (), compute)
 
     # ------------------------------------------------------------------ input and outputs
 
     def _tangents(
         self,
-        module: Any,
+        c: Context,
         trace: Trace,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
@@ -605,12 +580,12 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
         ``dq = dx W_qᵀ + x dW_qᵀ + db_q``, and so on.
 
         Args:
-            module: Module whose call is at hand.
-            trace: Its forward pass.
+            c: The call at hand.
+            trace: Its forward pass, for the selected samples.
             inputs: ``[V, N, T, I]`` for query, key and value, None for zero.
             params: ``[V, *p]`` for the parameters that vary.
         """
-        maps, moved, tangents = Affine.of(self.own(module)), Affine.of(params), []
+        maps, moved, tangents = Affine.of(c.params), Affine.of(params), []
         num_v = next(len(t) for t in (*params.values(), *inputs) if t is not None)
         for i, (x, dx) in enumerate(zip(trace.inputs, inputs, strict=True)):
             weight = maps.weights[i]
@@ -618,99 +593,77 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             y = _moved(y, x, moved.weights[i], moved.biases[i])
             tangents.append(y)
         q, *others = tangents
-        others = [self._extended(module, *y) for y in zip(others, moved.extra, strict=True)]
-        return [self._to_heads(module, y) for y in (q, *others)]
+        others = [self._extended(c, *y) for y in zip(others, moved.extra, strict=True)]
+        return [self._to_heads(c, y) for y in (q, *others)]
 
-    def _cotangents(self, module: Any, mat: Any, axis: int) -> tuple[Tensor, Tensor | None]:
+    def _cotangents(self, c: Context, v: Any, axis: int) -> tuple[Tensor, Tensor | None]:
         """Return what arrives at the output, ``[*, N, L, E]``, and at all heads' weights or None.
 
         Args:
-            module: Module whose call is at hand.
-            mat: One tensor for each output, or None, with ``axis`` axes in front.
+            c: The call at hand.
+            v: One tensor for each output, or None, with ``axis`` axes in front.
             axis: Number of these axes.
         """
-        y, weights, *_ = [mat, None] if isinstance(mat, Tensor) else [*mat, None]
-        if weights is not None:
-            options = Options(*_arguments(module)[3:])
-            weights = (
-                weights.unsqueeze(-3) / module.num_heads
-                if options.average_attn_weights
-                else weights
-            )
+        y, weights = v if len(v) == 2 else (*v, None)
+        if weights is not None and Options(*c.inputs[3:]).average_attn_weights:
+            weights = weights.unsqueeze(-3) / c.module.num_heads
         if y is not None:
-            return self._inside(module, y, axis), weights
+            return self._inside(c, y, axis), weights
         assert weights is not None
-        shape = *weights.shape[: axis + 1], weights.shape[-2], module.embed_dim
+        shape = *weights.shape[: axis + 1], weights.shape[-2], c.module.embed_dim
         return weights.new_zeros(shape), weights
 
     def _pulled(
-        self, module: Any, trace: Trace, y: Tensor, weights: Tensor | None
+        self, c: Context, trace: Trace, y: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return what arrives at queries, keys and values: ``[V, N, T, E]`` each."""
-        y = self._to_heads(module, y @ module.out_proj.weight)
+        y = self._to_heads(c, y @ c.params["out_proj.weight"])
         return tuple(map(_side_by_side, trace.attention.pull(y, weights)))
 
-    def _arrived(self, module: Any, mat: Any, rows: Rows) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _arrived(self, c: Context, v: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what arrives at the output, and at queries, keys and values."""
-        whole = self._trace(module)
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        y, weights = self._cotangents(module, mats, 1)
+        whole = self._trace(c)
+        vs = [v] if isinstance(v, Tensor) else list(v)
+        y, weights = self._cotangents(c, vs, 1)
 
         def compute() -> tuple[Tensor, ...]:
-            return self._pulled(module, whole.of_samples(rows), y, weights)
+            return self._pulled(c, whole.of_samples(c.rows), y, weights)
 
-        selected = None if rows is None else tuple(row_numbers(len(whole.heads), rows))
+        selected = None if c.rows is None else tuple(c.numbers(len(whole.heads)))
         # the trace tells whether an input or a parameter has changed
-        given = [*mats, whole.heads, module.out_proj.weight]
-        return y, recall(module._backpack_saved, "arrived", given, (selected,), compute)
+        given = [*vs, whole.heads, c.params["out_proj.weight"]]
+        return y, recall(c.saved, "arrived", given, (selected,), compute)
 
     @or_automatic(AutomaticDerivatives)
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        _, arrived = self._arrived(module, mat, subsampling)
-        maps, inputs = Affine.of(self.own(module)), _arguments(module)
-        trace = self._trace(module)
-        found: list[Tensor | None] = [None] * len(inputs)
-        for i in module._backpack_saved["needed"]:
-            found[i] = self._inside(module, arrived[i][..., trace.own(i), :] @ maps.weights[i], 1)
+    def vjp(self, c: Context, v: Any) -> Any:
+        """Apply the transposed Jacobian."""
+        _, arrived = self._arrived(c, v)
+        maps, trace = Affine.of(c.params), self._trace(c)
+        found: list[Tensor | None] = [None] * len(c.inputs)
+        for i in c.saved["needed"]:
+            found[i] = self._inside(c, arrived[i][..., trace.own(i), :] @ maps.weights[i], 1)
         return tuple(found)
 
     @or_automatic(AutomaticDerivatives)
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        inputs = [None if m is None else self._inside(module, m, 1) for m in mat[:3]]
-        return self._pushed(module, inputs, {}, subsampling)
+    def jvp(self, c: Context, t: Any) -> Any:
+        """Apply the Jacobian."""
+        return self._pushed(c, [None if x is None else self._inside(c, x, 1) for x in t[:3]], {})
 
     @or_automatic(AutomaticDerivatives)
-    def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows,
-    ) -> Any:
-        return self._pushed(module, [None] * 3, {param_str: mat}, subsampling)
+    def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
+        """Apply the Jacobian with respect to a parameter."""
+        return self._pushed(c, [None] * 3, {name: t})
 
     def _pushed(
-        self,
-        module: Any,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        rows: Rows,
+        self, c: Context, inputs: Sequence[Tensor | None], params: Mapping[str, Tensor]
     ) -> Any:
         """Return the tangents of the outputs."""
-        trace = self._trace(module).of_samples(rows)
-        tangents = self._tangents(module, trace, inputs, params)
-        weights, heads = trace.attention.push(*tangents)
+        trace = self._trace(c).of_samples(c.rows)
+        weights, heads = trace.attention.push(*self._tangents(c, trace, inputs, params))
         moved = Affine.of(params)
-        y = _side_by_side(heads) @ module.out_proj.weight.T
-        y = _moved(y, trace.heads, moved.weights[3], moved.biases[3])
-        y = self._inside(module, y, 1)
-        options = Options(*_arguments(module)[3:])
+        y = _side_by_side(heads) @ c.params["out_proj.weight"].T
+        y = self._inside(c, _moved(y, trace.heads, moved.weights[3], moved.biases[3]), 1)
+        options = Options(*c.inputs[3:])
         if not options.need_weights:
             return y
         return y, weights.mean(2) if options.average_attn_weights else weights
@@ -718,13 +671,11 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
     # ------------------------------------------------------------------ second derivative
 
     @or_automatic(AutomaticDerivatives)
-    def mixed_residual(
+    def mixed_hvp(
         self,
-        module: Any,
-        g_out: Grads,
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
-        subsampling: Rows = None,
         sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative, see the base class.
@@ -732,27 +683,25 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
         What arrives, s at queries, keys and values, changes by ds along the tangents. At the input
         ``s W`` changes by ``ds W + s dW``; at the weight ``sᵀ x`` changes by ``dsᵀ x + sᵀ dx``.
         """
-        self._need_g_out(module, g_out)
-        assert g_out is not None
         grads = [
-            None if g is None else subsample(g, self.batch_axis_out(module, i), subsampling)
-            for i, g in enumerate(g_out)
+            None if g is None else c.select(g, self.batch_axis_out(c.module, i))
+            for i, g in enumerate(c.grad_out)
         ]
-        y, at_weights = self._cotangents(module, grads, 0)
-        trace = self._trace(module).of_samples(subsampling)
-        moved_inputs = [None if t is None else self._inside(module, t, 1) for t in inputs[:3]]
-        maps, moved = Affine.of(self.own(module)), Affine.of(params)
-        tangents = self._tangents(module, trace, moved_inputs, params)
+        y, at_weights = self._cotangents(c, grads, 0)
+        trace = self._trace(c).of_samples(c.rows)
+        moved_inputs = [None if t is None else self._inside(c, t, 1) for t in inputs[:3]]
+        maps, moved = Affine.of(c.params), Affine.of(params)
+        tangents = self._tangents(c, trace, moved_inputs, params)
 
         first = None if at_weights is None else at_weights.unsqueeze(0)
-        arrived = self._pulled(module, trace, y.unsqueeze(0), first)
-        at_heads = self._to_heads(module, y @ module.out_proj.weight)
+        arrived = self._pulled(c, trace, y.unsqueeze(0), first)
+        at_heads = self._to_heads(c, y @ c.params["out_proj.weight"])
         found = trace.attention.second(at_heads, at_weights, *tangents)
         changes = [_side_by_side(change) for change in found]
         if moved.weights[3] is not None:  # what arrives at the heads changes as well
-            at_heads = self._to_heads(module, y @ moved.weights[3].unsqueeze(1))
+            at_heads = self._to_heads(c, y @ moved.weights[3].unsqueeze(1))
             more = trace.attention.pull(at_heads, None)
-            changes = [c + _side_by_side(m) for c, m in zip(changes, more, strict=True)]
+            changes = [one + _side_by_side(m) for one, m in zip(changes, more, strict=True)]
 
         backs: list[Tensor | None] = [None] * len(inputs)
         for i, (s, ds) in enumerate(zip(arrived, changes, strict=True)):
@@ -760,7 +709,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             back = ds[..., span, :] @ weight
             if d_weight is not None:
                 back = back + s[..., span, :] @ d_weight.unsqueeze(1)
-            backs[i] = self._inside(module, back, 1)
+            backs[i] = self._inside(c, back, 1)
 
         quadruples = zip(arrived, changes, trace.inputs, moved_inputs, strict=True)
         ends = [Changing(*quadruple) for quadruple in quadruples]
@@ -771,9 +720,9 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             ends.append(Changing(y.unsqueeze(0), zeros, trace.heads, d_heads))
         return backs, {
             name: self._second_of_param(name, trace, ends, sum_batch).reshape(
-                -1, *([] if sum_batch else [len(y)]), *mat.shape[1:]
+                -1, *([] if sum_batch else [len(y)]), *t.shape[1:]
             )
-            for name, mat in params.items()
+            for name, t in params.items()
         }
 
     def _second_of_param(
@@ -788,7 +737,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
             s, ds, x, dx = ends[i]
             span = trace.span(name, i)
             if name.endswith("weight"):
-                part, s = shared_weight.mjp(ds[..., span, :], x, sum_batch), s[..., span, :]
+                pull = affine.vjp_sum if sum_batch else affine.vjp
+                part, s = pull(ds[..., span, :], x), s[..., span, :]
                 if dx is not None and sum_batch:
                     part = part + s.flatten(1, 2).mT @ dx.flatten(1, 2)
                 elif dx is not None:
@@ -800,86 +750,63 @@ class MultiheadAttentionDerivatives(AttentionDerivatives, SharedWeightDerivative
 
     # ------------------------------------------------------------------ parameters
 
-    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
+    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what each part of a parameter is multiplied with, ``[N, T, I]``; None: a bias."""
-        trace = self._trace(module)
-        inputs = [(*trace.inputs, trace.heads)[i] for i in MAKES[param_str]]
-        inputs = inputs[: self._num_parts(param_str, module)]
-        if not param_str.endswith("weight"):
+        trace = self._trace(c)
+        inputs = [(*trace.inputs, trace.heads)[i] for i in MAKES[name]]
+        inputs = inputs[: self._num_parts(c, name)]
+        if not name.endswith("weight"):
             return [None] * len(inputs)
-        return [subsample(x, 0, rows) for x in inputs]
+        return [c.select(x) for x in inputs]
 
-    def _num_parts(self, param_str: str, module: Any) -> int:
+    def _num_parts(self, c: Context, name: str) -> int:
         """Return the number of parts with an input of their own: in self-attention there is one."""
-        return 1 if self._is_self_attention(module) else len(MAKES[param_str])
+        return 1 if self._is_self_attention(c) else len(MAKES[name])
 
     @staticmethod
-    def _is_self_attention(module: Any) -> bool:
+    def _is_self_attention(c: Context) -> bool:
         """Whether query, key and value are the same tensor."""
-        query, *others = module._backpack_call.inputs[:3]
+        query, *others = c.call.inputs[:3]
         return all(
             x is query or (not x.requires_grad and not query.requires_grad and x.is_set_to(query))
             for x in others
         )
 
-    def pairs(
-        self, param_str: str, module: Any, mat: Any, rows: Rows
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see ``shared_weight``."""
-        mats, _ = self._check_output(module, mat, rows)
-        y, arrived = self._arrived(module, mats, rows)
-        trace = self._trace(module)
-        parts = [(*arrived, y)[i][..., trace.span(param_str, i), :] for i in MAKES[param_str]]
-        reads = self.reads(param_str, module, rows)
-        if len(reads) < len(parts):
+    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see :mod:`.affine`."""
+        if not self.has_formula(c):
+            return None
+        y, arrived = self._arrived(c, v)
+        trace = self._trace(c)
+        parts = [(*arrived, y)[i][..., trace.span(name, i), :] for i in MAKES[name]]
+        inputs = self.affine_inputs(c, name)
+        if len(inputs) < len(parts):
             parts = [torch.cat(parts, -1)]
-        return list(zip(parts, reads, strict=True))
+        return list(zip(parts, inputs, strict=True))
 
-    def put_together(self, param_str: str, module: Module, parts: Sequence[Tensor]) -> Tensor:
+    def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of the parts of a parameter."""
-        whole = torch.cat(list(parts), _axis_of_parts(param_str))
-        lead = whole.shape[: -2 if param_str.endswith("weight") else -1]
-        return whole.reshape(*lead, *self.parameter(module, param_str).shape)
+        whole = torch.cat(list(parts), _axis_of_parts(name))
+        lead = whole.shape[: -2 if name.endswith("weight") else -1]
+        return whole.reshape(*lead, *c.params[name].shape)
 
-    _param_jac_t_mat_prod = or_automatic(AutomaticDerivatives)(
-        SharedWeightDerivatives._param_jac_t_mat_prod
-    )
-    _param_mjp_reduced = or_automatic(AutomaticDerivatives)(
-        SharedWeightDerivatives._param_mjp_reduced
-    )
+    param_vjp = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp)
+    param_vjp_sum = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp_sum)
 
-    def has_kronecker_factors(self, param_str: str, module: Module) -> bool:
+    def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether all of a parameter is multiplied with the same input."""
-        with bound(module):
-            return self.has_formula(module) and self._num_parts(param_str, module) == 1
+        return self.has_formula(c) and self._num_parts(c, name) == 1
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum or keep the positions, ``[V, N', 1, O]``; the whole products if inputs differ."""
-        if not self.has_kronecker_factors(param_str, module):
-            return super().kronecker_rows(param_str, module, g_inp, g_out, mat, subsampling)
-        with bound(module):
-            ((s, _),) = self.pairs(param_str, module, mat, subsampling)
-        return shared_weight.position_rows(s, approximation).unsqueeze(2)
+        if not self.has_kronecker_factors(c, name):
+            return super().kron_rows(c, name, v)
+        ((s, _),) = self._pairs(c, name, v)
+        return affine.position_rows(s, approximation).unsqueeze(2)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Module,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of what a weight is multiplied with, ``[I, I]``; none if inputs differ."""
-        if not self.has_kronecker_factors(param_str, module):
+        if not self.has_kronecker_factors(c, name):
             return []
-        with bound(module):
-            (x,) = self.reads(param_str, module, subsampling)
-        return [] if x is None else [shared_weight.input_factor(x, approximation)]
+        (x,) = self.affine_inputs(c, name)
+        return [] if x is None else [affine.input_factor(x, approximation)]

@@ -40,6 +40,7 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Following, tensors_in, treatment_by
+from backpack.core.record.context import Context
 from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register
@@ -51,8 +52,6 @@ from backpack.core.record.tape import (
     is_all_data,
     upstream,
 )
-from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Grads
 
 
 class AutomaticDerivatives(BaseDerivatives):
@@ -86,11 +85,11 @@ class AutomaticDerivatives(BaseDerivatives):
         """Keep which inputs need a gradient."""
         return {"needed": [i for i, x in enumerate(inputs) if _requires_grad(x)]}
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        saved = module._backpack_saved
+        saved, module = c.saved, c.module
         if "hidden" not in saved:
-            saved["hidden"] = hidden_parameters(self._evaluation(module))
+            saved["hidden"] = hidden_parameters(self._evaluation(c))
         if saved["hidden"]:
             return (
                 f"{describe(module)} depends on parameters of shapes "
@@ -99,7 +98,7 @@ class AutomaticDerivatives(BaseDerivatives):
                 "parameter). Compute it in each forward pass, from own parameters and arguments."
             )
         if "repeatable" not in saved:
-            saved["repeatable"] = is_repeatable(self._evaluation(module))
+            saved["repeatable"] = is_repeatable(self._evaluation(c))
         if saved["repeatable"]:
             return None
         return (
@@ -109,35 +108,34 @@ class AutomaticDerivatives(BaseDerivatives):
             "(backpack.core.derivatives.register)."
         )
 
-    def evaluation(self, module: Any) -> Evaluation:
+    def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again.
 
         Raises:
             NotImplementedError: If that gives something else (the module is random).
         """
-        reason = self.refusal(module)
+        reason = self.refusal(c)
         if reason is not None:
             raise NotImplementedError(reason)
-        return self._evaluation(module)
+        return self._evaluation(c)
 
-    def _evaluation(self, module: Any) -> Evaluation:
-        return super().evaluation(module)
+    def _evaluation(self, c: Context) -> Evaluation:
+        return super().evaluation(c)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        evaluation = self.evaluation(module)
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        needed = module._backpack_saved["needed"]
+    def vjp(self, c: Context, v: Any) -> Any:
+        """Apply the transposed Jacobian by autograd."""
+        evaluation = self.evaluation(c)
+        vs = [v] if isinstance(v, Tensor) else list(v)
+        needed = c.saved["needed"]
         alone = [i for i in needed if not evaluation.is_batched(i)]
         alone = alone if self._has_samples(evaluation) else []
         together = [i for i in needed if i not in alone]
         found: dict[Any, Tensor | None] = {}
         if together:
-            found |= transposed_products(evaluation, mats, together, subsampling)
+            found |= transposed_products(evaluation, vs, together, c.rows)
         if alone:
-            numbers = row_numbers(evaluation.num_samples, subsampling)
-            found |= per_sample_products(evaluation, mats, alone, subsampling, numbers)
+            numbers = c.numbers(evaluation.num_samples)
+            found |= per_sample_products(evaluation, vs, alone, c.rows, numbers)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
@@ -146,54 +144,41 @@ class AutomaticDerivatives(BaseDerivatives):
     def _has_samples(evaluation: Evaluation) -> bool:
         return any(axis is not None for axis in evaluation.axes_out)
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        evaluation = self.evaluation(module)
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        tangents = dict(enumerate(mats))
+    def jvp(self, c: Context, t: Any) -> Any:
+        """Apply the Jacobian by autograd."""
+        evaluation = self.evaluation(c)
+        tangents = dict(enumerate([t] if isinstance(t, Tensor) else list(t)))
         if self._has_samples(evaluation):
-            for i, t in tangents.items():
-                if t is not None and not evaluation.is_batched(i):
-                    tangents[i] = t[:, 0]  # the same for all samples
-        results = products(evaluation, tangents, subsampling)
+            for i, one in tangents.items():
+                if one is not None and not evaluation.is_batched(i):
+                    tangents[i] = one[:, 0]  # the same for all samples
+        results = products(evaluation, tangents, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _param_jac_t_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        evaluation = self.evaluation(module)
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        if sum_batch:
-            product = transposed_products(evaluation, mats, [param_str], subsampling)[param_str]
-        else:
-            numbers = row_numbers(evaluation.num_samples, subsampling)
-            product = per_sample_products(evaluation, mats, [param_str], subsampling, numbers)[
-                param_str
-            ]
+    def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
+        """Apply the transposed Jacobian of a parameter for each sample by autograd."""
+        evaluation = self.evaluation(c)
+        vs = [v] if isinstance(v, Tensor) else list(v)
+        numbers = c.numbers(evaluation.num_samples)
+        product = per_sample_products(evaluation, vs, [name], c.rows, numbers)[name]
         if product is None:
-            like = next(m for m in mats if m is not None)
-            count = [] if sum_batch else [len(row_numbers(evaluation.num_samples, subsampling))]
-            return like.new_zeros(len(like), *count, *evaluation.value(param_str).shape)
+            like = next(m for m in vs if m is not None)
+            return like.new_zeros(len(like), len(numbers), *evaluation.value(name).shape)
         return product
 
-    def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows,
-    ) -> Any:
-        results = products(self.evaluation(module), {param_str: mat}, subsampling)
+    def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
+        """Apply the transposed Jacobian of a parameter, summed over the samples, by autograd."""
+        evaluation = self.evaluation(c)
+        vs = [v] if isinstance(v, Tensor) else list(v)
+        product = transposed_products(evaluation, vs, [name], c.rows)[name]
+        if product is None:
+            like = next(m for m in vs if m is not None)
+            return like.new_zeros(len(like), *evaluation.value(name).shape)
+        return product
+
+    def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
+        """Apply the Jacobian of a parameter by autograd."""
+        results = products(self.evaluation(c), {name: t}, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -206,11 +191,11 @@ class _Copy:
         self.own = rule.own
         self.parameter = rule.parameter
 
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         leaves = [
             x if a is None else x.squeeze(0) for x, a in zip(inputs, self.axes_in, strict=True)
         ]
-        out = self.rule.evaluate(module, params, *leaves)
+        out = self.rule.evaluate(c, params, *leaves)
         return out.unsqueeze(0) if isinstance(out, Tensor) else [o.unsqueeze(0) for o in out]
 
 
@@ -227,7 +212,9 @@ def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     Returns:
         Those that are upstream of the outputs while inputs and own parameters are detached.
     """
-    own = evaluation.rule.own(evaluation.module)
+    c = evaluation.c
+    with c.call.as_it_was():  # it may have tied some since
+        own = {name: c.params[name] for name in evaluation.rule.own(c.module)}
     values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
     with torch.enable_grad(), seeded():
@@ -277,15 +264,11 @@ class FunctionDerivatives(AutomaticDerivatives):
     depends_on_layouts = True
     _known: ClassVar[WeakKeyDictionary[Module, dict[Any, Any]]] = WeakKeyDictionary()
 
-    def second_unbatched(
-        self,
-        module: Module,
-        g_out: Sequence[Tensor | None],
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
+    def hvp_unbatched(
+        self, c: Context, inputs: Sequence[Tensor | None], params: Mapping[str, Tensor]
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of a call without samples, for the gradient of one sample."""
-        evaluation = self.evaluation(module)
+        evaluation = self.evaluation(c)
         if params:  # each of them varies with the inputs
             num_v = len(next(iter(params.values())))
             inputs = [
@@ -298,7 +281,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         copy: Any = _Copy(self, axes_in)
         padded = Evaluation(
             copy,
-            module,
+            c,
             [
                 x if a is None else x.unsqueeze(0)
                 for x, a in zip(evaluation.inputs, axes_in, strict=True)
@@ -307,7 +290,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             [0] * len(evaluation.axes_out),
             single=True,
         )
-        grads = [None if g is None else g.unsqueeze(0) for g in g_out]
+        grads = [None if g is None else g.unsqueeze(0) for g in c.grad_out]
         tangents: dict[Any, Tensor] = dict(params)
         tangents |= {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
         found = {i: t.squeeze(1) for i, t in second_products(padded, grads, tangents, [0]).items()}
@@ -317,40 +300,29 @@ class FunctionDerivatives(AutomaticDerivatives):
         """Return False: the rule needs to know the axes."""
         return False
 
-    def hessian_is_zero(self, module: Any) -> bool:
-        """Return whether the function is affine."""
-        call = vars(module).get("_backpack_call")
-        return call is not None and call.saved["affine"]
+    def is_curved(self, call: Call) -> bool:
+        """Return whether the function is not affine."""
+        return not call.saved["affine"]
 
-    def batch_axis_in(self, module: Any, i: int) -> int:
-        """Return the batch axis of input ``i``."""
-        return module._backpack_saved["axes"][0][i] or 0
+    def axes_in(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each input."""
+        places = map(c.call.place_in, range(len(c.inputs)))
+        return [None if place is None else place.axis for place in places]
 
-    def batch_axis_out(self, module: Any, i: int) -> int:
-        """Return the batch axis of output ``i``."""
-        return module._backpack_saved["axes"][1][i] or 0
+    def axes_out(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each output."""
+        places = map(c.call.place_out, range(len(c.outputs)))
+        return [None if place is None else place.axis for place in places]
 
-    def stands_apart(self, module: Any, i: int) -> bool:
+    def stands_apart(self, call: Call, i: int) -> bool:
         """Return whether input ``i`` has no samples while the output has."""
-        return i in module._backpack_call.unbatched_inputs
+        return i in call.unbatched_inputs
 
     def seen(
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
-        """Return the tensors as they are; remember their axes."""
-        places = [call.place_in(i) for i in range(len(inputs))]
-        places_out = [call.place_out(i) for i in range(len(outputs))]
-        call.kept |= {"axes"}
-        call.saved["axes"] = (
-            [None if p is None else p.axis for p in places],
-            [None if p is None else p.axis for p in places_out],
-        )
+        """Return the tensors as they are."""
         return list(inputs), list(outputs)
-
-    def _evaluation(self, module: Any) -> Evaluation:
-        evaluation = super()._evaluation(module)
-        evaluation.axes_in, evaluation.axes_out = map(list, module._backpack_saved["axes"])
-        return evaluation
 
     # ------------------------------------------------------------------ where the samples are
 
@@ -487,6 +459,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             if p is not None
         }
 
+        c = Context(call, call.inputs, call.outputs)
         collect = tensors_in if call.index < 0 else flatten_outputs  # data: of any precision
 
         def evaluate(leaves: Sequence[Any], dtype: Any = None) -> list[Tensor]:
@@ -496,8 +469,8 @@ class FunctionDerivatives(AutomaticDerivatives):
                     x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
                     for x in leaves
                 ]
-            with seeded(), torch.no_grad(), disable(), _attached(call):
-                return list(collect(self.evaluate(call.module, own, *leaves)))
+            with seeded(), torch.no_grad(), disable():
+                return list(collect(self.evaluate(c, own, *leaves)))
 
         return Following(call, evaluate, call.shape_out, count)
 
@@ -589,16 +562,6 @@ def seeded() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
-@contextmanager
-def _attached(call: Call) -> Iterator[None]:
-    """Let the rule find the call it is to evaluate."""
-    vars(call.module)["_backpack_call"] = call
-    try:
-        yield
-    finally:
-        vars(call.module).pop("_backpack_call", None)
-
-
 register(
     FractionalMaxPool2d,
     FractionalMaxPool3d,
@@ -649,7 +612,7 @@ class RefusedDerivatives(AutomaticDerivatives):
         "pass. Use LocalResponseNorm.",
     }
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Say what to use instead."""
-        advice = next(text for cls, text in self.advice.items() if isinstance(module, cls))
-        return f"{describe(module)} {advice}"
+        advice = next(text for cls, text in self.advice.items() if isinstance(c.module, cls))
+        return f"{describe(c.module)} {advice}"

@@ -23,11 +23,10 @@ from backpack.core.derivatives.automatic import attributes_kept, hidden_paramete
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register, register_fallback
 from backpack.core.record.tape import Call, describe
-from backpack.core.rows import Rows
-from backpack.utils.subsampling import subsample
 
 
 @register_fallback("loss")
@@ -54,83 +53,80 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Return False: no distribution is known that targets could be drawn from."""
         return False
 
-    def predictions(self, module: Any) -> tuple[int, ...]:
+    def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that the network computes (or else that require a gradient)."""
-        call = module._backpack_call
-        computed = (i for i, mark in enumerate(call.origins_in) if mark is not None)
-        leaves = (i for i, x in enumerate(call.inputs) if getattr(x, "requires_grad", False))
+        computed = (i for i, mark in enumerate(c.call.origins_in) if mark is not None)
+        leaves = (i for i, x in enumerate(c.call.inputs) if getattr(x, "requires_grad", False))
         return tuple(computed) or tuple(leaves) or (0,)
 
     # ------------------------------------------------------------------ evaluating it again
 
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the loss for other inputs and parameters; what the user sees does not change."""
-        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with attributes_kept(module):
-            return functional_call(module, {**buffers, **params}, args, keywords)
+        args, keywords = c.call.arguments(inputs)
+        with c.call.as_it_was(c.call.precision), attributes_kept(c.module):
+            own = {name: c.params.get(name, p) for name, p in c.module.named_parameters()}
+            own |= {name: c.params.get(name, b).clone() for name, b in c.module.named_buffers()}
+            return functional_call(c.module, {**own, **params}, args, keywords)
 
-    def evaluation(self, module: Any) -> Evaluation:
+    def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again: with its own arguments, never moved."""
-        call = module._backpack_call
+        precision = c.call.precision
         cast = [
-            x.to(call.precision or x.dtype)
-            if isinstance(x, Tensor) and x.is_floating_point()
-            else x
-            for x in call.inputs
+            x.to(precision or x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in c.call.inputs
         ]
-        return Evaluation(self, module, cast, [], [])
+        return Evaluation(self, c, cast, [], [])
 
-    def check_call(self, module: Any) -> None:
+    def check_call(self, c: Context) -> None:
         """Refuse a call that is not a function of its inputs.
 
         Raises:
             ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
             NotImplementedError: If it is random, depends on its own state or on hidden parameters.
         """
-        super().check_call(module)
-        saved = module._backpack_saved
-        if "refusal" not in saved:
-            saved["refusal"] = self._why_no_function(module)
-        if saved["refusal"] is not None:
-            raise NotImplementedError(saved["refusal"])
+        super().check_call(c)
+        if "refusal" not in c.saved:
+            c.saved["refusal"] = self._why_no_function(c)
+        if c.saved["refusal"] is not None:
+            raise NotImplementedError(c.saved["refusal"])
 
-    def _why_no_function(self, module: Any) -> str | None:
+    def _why_no_function(self, c: Context) -> str | None:
         """Say why the Hessian at the inputs is not all there is; None if it is."""
-        evaluation, call = self.evaluation(module), module._backpack_call
+        evaluation = self.evaluation(c)
         with torch.no_grad(), seeded():
             # the stored value may be of low precision (autocast): two new ones agree to more
             again, once_more = (evaluation.outputs({}, evaluation.inputs)[0] for _ in range(2))
             hidden = hidden_parameters(evaluation)
         if hidden:
             return (
-                f"{describe(module)} depends on parameters of shapes "
+                f"{describe(c.module)} depends on parameters of shapes "
                 f"{[list(p.shape) for p in hidden]} that are not among its inputs, so its "
                 "derivatives with respect to them are not known. Add a regulariser outside of the "
                 "loss (loss + 0.1 * penalty), and freeze what is not trained "
                 "(requires_grad_(False))."
             )
-        if close(again, once_more) and close(again, module.output, call.rounding):
+        if close(again, once_more) and close(again, c.output, c.call.rounding):
             return None
         return (
-            f"{describe(module)} returns something else when it is evaluated again (is it random, "
-            "or does it change its own state?), so its second derivatives cannot be computed. Draw "
-            "random numbers outside of the loss and make them inputs, update its state outside, or "
-            "register derivatives (backpack.core.derivatives.register)."
+            f"{describe(c.module)} returns something else when it is evaluated again (is it "
+            "random, or does it change its own state?), so its second derivatives cannot be "
+            "computed. Draw random numbers outside of the loss and make them inputs, update its "
+            "state outside, or register derivatives (backpack.core.derivatives.register)."
         )
 
     # ------------------------------------------------------------------ Hessian by autograd
 
-    def _products(self, module: Any, mats: Sequence[Tensor]) -> list[Tensor]:
+    def _products(self, c: Context, mats: Sequence[Tensor]) -> list[Tensor]:
         """Apply the Hessian to ``[V, N, *d]`` at each prediction, the samples of all together."""
-        call, numbers = module._backpack_call, self.predictions(module)
+        call, numbers = c.call, self.predictions(c)
         differentiable = torch.is_grad_enabled()
         places = [call.place_in(i) for i in numbers]
         mats = [
-            m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i]))
+            m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i] or ()))
             for m, p, i in zip(mats, places, numbers, strict=True)
         ]
-        evaluation = self.evaluation(module)
+        evaluation = self.evaluation(c)
         with torch.enable_grad(), seeded():
             leaves = list(evaluation.inputs)
             for i in numbers:
@@ -161,8 +157,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 if "not implemented" not in str(error) and "differentiat" not in str(error):
                     raise
                 raise NotImplementedError(
-                    f"{describe(module)} cannot be differentiated twice by autograd ({error}). Use "
-                    "first-order quantities, or register derivatives for it "
+                    f"{describe(c.module)} cannot be differentiated twice by autograd ({error}). "
+                    "Use first-order quantities, or register derivatives for it "
                     "(backpack.core.derivatives.register)."
                 ) from error
         return [
@@ -170,133 +166,138 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for parts, place in zip(zip(*each, strict=True), places, strict=True)
         ]
 
-    def _shapes(self, module: Any) -> list[torch.Size]:
+    def _shapes(self, c: Context) -> list[torch.Size]:
         """Return the shape ``[N, *d]`` of each prediction.
 
         Raises:
             ValueError: If they do not have the same number of samples.
         """
-        call = module._backpack_call
+        call = c.call
         shapes = []
-        for i in self.predictions(module):
+        for i in self.predictions(c):
             place = call.place_in(i)
-            meta = torch.empty(call.shape_in[i], device="meta")
+            meta = torch.empty(call.shape_in[i] or (), device="meta")
             shapes.append((meta if place is None else place.to_canonical(meta)).shape)
         if len({shape[:1] for shape in shapes}) > 1 or not all(shapes):
             raise ValueError(
-                f"{describe(module)}: the predictions of shapes {[list(s) for s in shapes]} do not "
-                "have the same number of samples along the first axis."
+                f"{describe(c.module)}: the predictions of shapes {[list(s) for s in shapes]} do "
+                "not have the same number of samples along the first axis."
             )
         return shapes
 
-    def _blocks(self, module: Any) -> tuple[Tensor, float]:
+    def _blocks(self, c: Context) -> tuple[Tensor, float]:
         """Return ``H_n`` ``[N, D, D]``, and the largest term between different samples."""
-        key = "loss blocks", torch.is_grad_enabled()
-        if key not in module._backpack_saved:
-            shapes = self._shapes(module)
+        key = f"loss blocks, differentiable: {torch.is_grad_enabled()}"
+        if key not in c.saved:
+            shapes = self._shapes(c)
             count = shapes[0][0]
-            like = module._backpack_call.inputs[self.predictions(module)[0]]
+            like = c.call.inputs[self.predictions(c)[0]]
             units = torch.eye(sum(prod(s[1:]) for s in shapes), dtype=like.dtype)
             columns = units.to(like.device).unsqueeze(1).expand(-1, count, -1)
-            dense = self._apply(module, columns).movedim(0, -1)  # [N, D, D]
+            dense = self._apply(c, columns).movedim(0, -1)  # [N, D, D]
             # what H makes of a vector without structure is not what the blocks make of it, if
             # H has other terms; the random numbers are not those of the user
             generator = torch.Generator().manual_seed(0)
             vector = torch.rand(dense.shape[:2], generator=generator).to(dense) + 0.5
             alone = torch.einsum("nab,nb->na", dense, vector)
-            error = (self._apply(module, vector.unsqueeze(0))[0] - alone).abs().max()
-            module._backpack_saved[key] = (dense + dense.mT) / 2, float(error.detach())
-        return module._backpack_saved[key]
+            error = (self._apply(c, vector.unsqueeze(0))[0] - alone).abs().max()
+            c.saved[key] = (dense + dense.mT) / 2, float(error.detach())
+        return c.saved[key]
 
-    def _apply(self, module: Any, columns: Tensor) -> Tensor:
+    def _apply(self, c: Context, columns: Tensor) -> Tensor:
         """Apply the Hessian to ``[V, N, D]``, the entries of all predictions together."""
-        products = self._products(module, self._apart(module, columns))
+        products = self._products(c, self._apart(c, columns))
         return torch.cat([p.flatten(2) if p.dim() > 2 else p.unsqueeze(2) for p in products], -1)
 
-    def _apart(self, module: Any, columns: Tensor) -> list[Tensor]:
+    def _apart(self, c: Context, columns: Tensor) -> list[Tensor]:
         """Split ``[V, N, D]`` in the columns of each prediction."""
-        shapes = self._shapes(module)
+        shapes = self._shapes(c)
         parts = columns.split([prod(shape[1:]) for shape in shapes], -1)
         return [
             part.reshape(*part.shape[:2], *shape[1:])
             for part, shape in zip(parts, shapes, strict=True)
         ]
 
-    def couples_samples(self, module: Any) -> bool:
+    def couples_samples(self, c: Context) -> bool:
         """Return whether the Hessian has terms between different samples."""
-        self.check_call(module)
-        blocks, between = self._blocks(module)
+        self.check_call(c)
+        blocks, between = self._blocks(c)
         return between > _rounding(blocks) * float(blocks.detach().abs().max())
 
-    def _separate(self, module: Any, subsampling: Rows) -> Tensor:
+    def _separate(self, c: Context) -> Tensor:
         """Return ``H_n`` of the selected samples.
 
         Raises:
             NotImplementedError: If the loss is no sum over the samples.
         """
-        if self.couples_samples(module):
+        if self.couples_samples(c):
             raise NotImplementedError(
-                f"{describe(module)} is no sum over the samples of the batch: its Hessian has "
+                f"{describe(c.module)} is no sum over the samples of the batch: its Hessian has "
                 "terms between different samples. Use DiagHessian or HMP without subsampling, or a "
                 "loss that treats each sample alone."
             )
-        return subsample(self._blocks(module)[0], subsampling=subsampling)
+        return c.select(self._blocks(c)[0])
 
     # ------------------------------------------------------------------ factors and products
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        blocks = self._separate(module, subsampling).detach()
+    def need_convex(self, c: Context) -> None:
+        """Refuse Hessians with negative eigenvalues."""
+        blocks = self._separate(c).detach()
         values = torch.linalg.eigvalsh(_precise(blocks))
         if len(values) and values.min() < -_rounding(blocks) * values.abs().max():
-            raise not_convex(module, f"its Hessian has the eigenvalue {float(values.min()):g}")
+            raise not_convex(c.module, f"its Hessian has the eigenvalue {float(values.min()):g}")
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
-        roots: Tensor = _SquareRoot.apply(self._separate(module, subsampling))
-        return self._at_inputs(module, roots.movedim(-1, 0))
+    def hessian_root(self, c: Context) -> Any:
+        """Return the symmetric square root of ``H_n``."""
+        roots: Tensor = _SquareRoot.apply(self._separate(c))
+        return self._at_inputs(c, roots.movedim(-1, 0))
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
+    def signed_hessian_root(self, c: Context) -> tuple[Any, Tensor | None]:
+        """Return columns and signs, without eigenvectors."""
         # H = 1/4 sum_k (a e_k + h_k/a)(…)ᵀ - (a e_k - h_k/a)(…)ᵀ for the columns h_k of H: no
         # eigenvectors, whose derivatives are singular. Rounding is smallest for |a e_k| = |h_k/a|.
-        blocks = self._separate(module, subsampling)
+        blocks = self._separate(c)
         norms = blocks.detach().norm(dim=1)
         size = norms.maximum(_rounding(norms) * norms.amax(1, keepdim=True)).sqrt()  # a: [N, D]
         units, others = torch.diag_embed(size), blocks / size.where(size > 0, 1).unsqueeze(1)
         columns = torch.cat([units + others, units - others], -1) / 2  # [N, D, V]
         weights = blocks.new_ones(columns.shape[-1], len(blocks))
         weights[blocks.shape[-1] :] = -1
-        return self._at_inputs(module, columns.movedim(-1, 0)), weights
+        return self._at_inputs(c, columns.movedim(-1, 0)), weights
 
-    def _hessian_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        if subsampling is not None:
-            return self._ggn_mat_prod(module, mat, subsampling)
-        numbers = self.predictions(module)
+    def hessian_product(self, c: Context, t: Any) -> Any:
+        """Apply the Hessian, with its terms between samples if all rows are there."""
+        if c.rows is not None:
+            return self.ggn_product(c, t)
+        numbers = self.predictions(c)
         if numbers == (0,):
-            return self._products(module, [mat])[0]
-        return self._with_none(module, self._products(module, self._given(module, mat)))
+            return self._products(c, [t])[0]
+        return self._with_none(c, self._products(c, self._given(c, t)))
 
-    def _ggn_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        blocks = self._separate(module, subsampling)
-        given = [mat] if self.predictions(module) == (0,) else self._given(module, mat)
+    def ggn_product(self, c: Context, t: Any) -> Any:
+        """Apply ``H_n`` of each sample."""
+        blocks = self._separate(c)
+        given = [t] if self.predictions(c) == (0,) else self._given(c, t)
         columns = torch.cat([m.reshape(*m.shape[:2], -1) for m in given], -1)
-        return self._at_inputs(module, torch.einsum("nab,vnb->vna", blocks, columns))
+        return self._at_inputs(c, torch.einsum("nab,vnb->vna", blocks, columns))
 
-    def _given(self, module: Any, mats: Sequence[Tensor | None]) -> list[Tensor]:
+    def _given(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the columns at each prediction, zeros for None."""
         like = next(m for m in mats if m is not None)
-        known = [mats[i] for i in self.predictions(module)]
+        known = [mats[i] for i in self.predictions(c)]
         return [
             like.new_zeros(*like.shape[:2], *shape[1:]) if mat is None else mat
-            for mat, shape in zip(known, self._shapes(module), strict=True)
+            for mat, shape in zip(known, self._shapes(c), strict=True)
         ]
 
-    def _at_inputs(self, module: Any, columns: Tensor) -> Any:
+    def _at_inputs(self, c: Context, columns: Tensor) -> Any:
         """Bring ``[V, N, D]`` to the predictions: one tensor, or one for each input."""
-        parts = self._apart(module, columns)
-        return parts[0] if self.predictions(module) == (0,) else self._with_none(module, parts)
+        parts = self._apart(c, columns)
+        return parts[0] if self.predictions(c) == (0,) else self._with_none(c, parts)
 
-    def _with_none(self, module: Any, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        by_input = dict(zip(self.predictions(module), parts, strict=True))
-        return tuple(by_input.get(i) for i in range(len(module._backpack_call.inputs)))
+    def _with_none(self, c: Context, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        by_input = dict(zip(self.predictions(c), parts, strict=True))
+        return tuple(by_input.get(i) for i in range(len(c.call.inputs)))
 
 
 @register(CTCLoss)
@@ -318,11 +319,11 @@ class CTCLossDerivatives(AutomaticLossDerivatives):
         """Return 1 for the log-probabilities ``[T, N, C]``."""
         return 1 if i == 0 else 0
 
-    def check_call(self, module: Any) -> None:
+    def check_call(self, c: Context) -> None:
         """Refuse second derivatives."""
-        super().check_call(module)
+        super().check_call(c)
         raise NotImplementedError(
-            f"{describe(module)} cannot be differentiated twice by autograd. Use first-order "
+            f"{describe(c.module)} cannot be differentiated twice by autograd. Use first-order "
             "quantities."
         )
 

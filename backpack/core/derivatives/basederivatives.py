@@ -2,13 +2,14 @@
 
 Letters: a module maps inputs ``[N, *in]`` and parameters ``[*p]`` to an output ``[N, *out]``;
 ``V`` counts stacked vectors. ``J`` is the Jacobian of the output with respect to the input, ``J_p``
-with respect to a parameter. A ``mat`` without the ``V`` axis is accepted, the result then has none.
-``g_out`` holds the gradient of the loss with respect to the output: second derivatives need it.
+with respect to a parameter. What a rule needs to know of the call at hand is its
+:class:`~backpack.core.record.context.Context` ``c``: cotangents ``v`` and tangents ``t`` hold the
+rows ``c.rows`` of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from enum import Enum
 from math import prod
 from typing import Any, ClassVar
@@ -18,14 +19,14 @@ from torch import Size, Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives import reductions
+from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.by_autograd import Evaluation, second_products
+from backpack.core.derivatives.interface import Interface
+from backpack.core.record.context import Context
 from backpack.core.record.kernels import Substitute
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.tape import AT_HAND, Call, bound, describe
+from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
-from backpack.core.types import Grads, Mats
-from backpack.utils.subsampling import subsample
 
 
 class BatchAxis(Enum):
@@ -36,12 +37,12 @@ class BatchAxis(Enum):
     FOLLOWED = "wherever the tensors have it: the rule finds out where it goes"
 
 
-class BaseDerivatives:
+class BaseDerivatives(Interface):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 
-    A subclass implements ``_jac_mat_prod``, ``_jac_t_mat_prod`` and, for each name in ``params``,
-    ``_<name>_jac_mat_prod`` and ``_<name>_jac_t_mat_prod``. Everything else has a generic body;
-    override it where the module's structure allows a faster one.
+    A subclass implements ``jvp``, ``vjp`` and, for each name in ``params``, ``<name>_jvp`` and
+    ``<name>_vjp``, or ``affine`` where a parameter is multiplied with something. Everything else
+    has a generic body; override it where the module's structure allows a faster one.
 
     Attributes:
         params: Names of the parameters.
@@ -62,6 +63,7 @@ class BaseDerivatives:
         has_usual_layouts: Whether they are along the first axis of all that it returns, then.
         squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
             squared input squares them. Not inherited, as what derives from a rule may scale.
+        has_one_part: Whether a parameter is what is multiplied, nothing to put together.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -79,6 +81,7 @@ class BaseDerivatives:
     has_samples_first: ClassVar[bool] = True
     has_usual_layouts: ClassVar[bool] = True
     squares_with_input: ClassVar[bool] = False
+    has_one_part: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
@@ -97,6 +100,7 @@ class BaseDerivatives:
             and cls.sees_samples_first is BaseDerivatives.sees_samples_first
         )
         cls.squares_with_input = vars(cls).get("squares_with_input", False)
+        cls.has_one_part = cls.assemble is BaseDerivatives.assemble
 
     # ------------------------------------------------------------------ facts about the module
 
@@ -116,7 +120,11 @@ class BaseDerivatives:
         """Return whether a sample's output depends on other samples."""
         return False
 
-    def refusal(self, module: Module) -> str | None:
+    def is_curved(self, call: Call) -> bool:
+        """Return whether the output of a call is no (piecewise) affine function of the input."""
+        return not self.hessian_is_zero(call.module)
+
+    def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None
 
@@ -195,7 +203,7 @@ class BaseDerivatives:
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
-        """Return what must be kept from the forward pass, for ``module._backpack_saved``."""
+        """Return what must be kept from the forward pass, for ``c.saved``."""
         return {}
 
     # ------------------------------------------------------------------ where the samples are
@@ -216,8 +224,27 @@ class BaseDerivatives:
         """Return the batch axis of output ``i`` as the rule sees it."""
         return 0
 
-    def stands_apart(self, module: Module, i: int) -> bool:
-        """Return whether input ``i`` has no samples, but its columns have: ``[V, N, *in]``."""
+    def axes_in(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each input as the rule sees it; None if it has no samples."""
+        return [
+            self.batch_axis_in(c.module, i) if isinstance(x, Tensor) and x.dim() > 0 else None
+            for i, x in enumerate(c.inputs)
+        ]
+
+    def axes_out(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each output as the rule sees it; None if it has no samples."""
+        return [self.batch_axis_out(c.module, i) for i in range(len(c.outputs))]
+
+    def axis_in(self, c: Context, i: int) -> int:
+        """Return the batch axis of input ``i`` in the call at hand; 0 if it has no samples."""
+        return self.axes_in(c)[i] or 0
+
+    def axis_out(self, c: Context, i: int) -> int:
+        """Return the batch axis of output ``i`` in the call at hand; 0 if it has no samples."""
+        return self.axes_out(c)[i] or 0
+
+    def stands_apart(self, call: Call, i: int) -> bool:
+        """Return whether input ``i`` has no samples, but its tangents have: ``[V, N, *in]``."""
         return False
 
     def trailing_axes(self, module: Module) -> int:
@@ -375,376 +402,191 @@ class BaseDerivatives:
         ]
         return xs, ys
 
+    def seen_gradients(self, call: Call, folded: bool) -> Sequence[Tensor | None]:
+        """Return the gradients at a call's outputs with the samples where the rule expects them."""
+        if self.batch_axis is BatchAxis.FOLLOWED or call.is_of_copies:
+            return call.g_out
+        axes = (self.batch_axis_out(call.module, i) for i in range(len(call.outputs)))
+        grads = call.gradients(folded)
+        return [
+            g if g is None or not axis else g.movedim(0, axis)
+            for g, axis in zip(grads, axes, strict=True)
+        ]
+
     # ------------------------------------------------------------------ Jacobians
 
-    def jac_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-    ) -> Any:
-        """Apply the Jacobian, ``J mat``.
+    def jvp(self, c: Context, t: Any) -> Any:
+        """Apply the Jacobian, ``J t``.
 
         Args:
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *in]``; for several inputs a sequence with one entry (or None) for each
-                argument of the call.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
+            c: The call at hand.
+            t: ``[V, *in]``; for several inputs a list with one entry (or None) for each argument.
 
         Returns:
-            ``[V, *out]``; for a module with several outputs a tuple with one entry for each.
-
-        Raises:
-            ValueError: If a shape does not match.
+            ``[V, *out]``; for several outputs a tuple with one entry for each.
         """
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        with bound(module):
-            inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
-            mats, had_v = self._check_all(module, mats, inputs, self.batch_axis_in, subsampling)
-            tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]  # others: options
-            arguments = mats[0] if tensors == [0] else mats
-            result = self._jac_mat_prod(module, g_inp, g_out, arguments, subsampling)
-            if not self.is_ours:
-                result = self._checked_out("_jac_mat_prod", module, mats, result, subsampling)
-        return result if had_v else _without_v(result)
+        raise self._missing("jvp", "_jac_mat_prod", describe(c.module))
 
-    def jac_t_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
-    ) -> Any:
-        """Apply the transposed Jacobian, ``Jᵀ mat``.
+    def vjp(self, c: Context, v: Any) -> Any:
+        """Apply the transposed Jacobian, ``Jᵀ v``.
 
         Args:
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs a sequence with one entry (or None) for each, or
-                that of the first alone.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
+            c: The call at hand.
+            v: ``[V, *out]``; for several outputs a list with one entry (or None) for each.
 
         Returns:
-            ``[V, *in]``; for a module with several inputs a tuple with one entry for each.
-
-        Raises:
-            ValueError: If a shape does not match.
+            ``[V, *in]``; for several inputs a tuple with one entry for each.
         """
-        if AT_HAND.isdisjoint(vars(module)):
-            with bound(module) as m:
-                return self.jac_t_mat_prod(m, g_inp, g_out, mat, subsampling)
-        mats, had_v = self._check_output(module, mat, subsampling)
-        result = self._jac_t_mat_prod(module, g_inp, g_out, mats, subsampling)
-        if not self.is_ours:
-            result = self._checked_in("_jac_t_mat_prod", module, mats, result, subsampling)
-        return result if had_v else _without_v(result)
+        raise self._missing("vjp", "_jac_t_mat_prod", describe(c.module))
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        raise self._missing("_jac_mat_prod", describe(module))
-
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        raise self._missing("_jac_t_mat_prod", describe(module))
-
-    def ea_jac_t_mat_jac_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Average ``Jᵀ mat J`` over the samples (expectation approximation of KFRA).
-
-        Source: Botev et al., Practical Gauss-Newton optimisation for deep learning (2017).
-
-        Args:
-            module: Module whose call is at hand. Of several inputs, and outputs, the first alone
-                takes part: the matrix is zero at the other outputs.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            mat: ``[D_out, D_out]``, D_out entries in a sample's output.
-            subsampling: Rows of the batch to average over. Default: all.
-
-        Returns:
-            ``[D_in, D_in]``.
-
-        Raises:
-            ValueError: If ``mat`` is not square in the number of outputs.
-        """
-        with bound(module) as m:
-            shape = self._first_output(m).shape
-            dim = shape.numel() // shape[self.batch_axis_out(module, 0)]
-            if mat.shape != (dim, dim):
-                raise ValueError(
-                    f"{describe(module)}: expected a matrix of shape {[dim, dim]} (entries of one "
-                    f"sample's output), got {list(mat.shape)}."
-                )
-            return self._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat, subsampling)
-
-    def jacobian_is_constant(self, module: Module) -> bool:
-        """Return whether all samples have the same Jacobian."""
-        return False
-
-    def _ea_jac_t_mat_jac_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        samples = one_by_one(module.input0.shape[self.batch_axis_in(module, 0)], subsampling)
-        if self.jacobian_is_constant(module):
+    def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
+        """Average ``Jᵀ mat J`` over the samples: ``[D_out, D_out] -> [D_in, D_in]``."""
+        samples = one_by_one(c.input.shape[self.axis_in(c, 0)], c.rows)
+        if self.jacobian_is_constant(c):
             samples = samples[:1]
         total: Tensor | int = 0
         for row in samples:  # the Jacobian of each is a dense matrix
-            once = self._average_product(module, g_out, mat, row)
-            total = total + self._average_product(module, g_out, once, row)
+            at = c.at(row)
+            total = total + self.average_vjp(at, self.average_vjp(at, mat))
         return total / len(samples)  # type: ignore[return-value]
 
-    def _average_product(self, module: Any, g_out: Grads, mat: Tensor, rows: Rows) -> Tensor:
+    def average_vjp(self, c: Context, mat: Tensor) -> Tensor:
         """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
-        axis = self.batch_axis_out(module, 0)
-        shape = self.shape_of_rows(self._first_output(module).shape, axis, rows)
+        axis = self.axis_out(c, 0)
+        shape = self.shape_of_rows(c.output.shape, axis, c.rows)
         alike = mat.T.reshape(-1, *shape[:axis], 1, *shape[axis + 1 :])  # for all samples
-        back = self.jac_t_mat_prod(module, None, g_out, alike.expand(-1, *shape), rows)
+        v = alike.expand(-1, *shape)
+        back = self.vjp(c, [v, *[None] * (len(c.outputs) - 1)] if len(c.outputs) > 1 else v)
         back = back if isinstance(back, Tensor) else back[0]
-        return back.mean(1 + self.batch_axis_in(module, 0)).flatten(1)
+        return back.mean(1 + self.axis_in(c, 0)).flatten(1)
 
-    @staticmethod
-    def _first_output(module: Any) -> Tensor:
-        return module.output if isinstance(module.output, Tensor) else module.output[0]
+    def jacobian_is_constant(self, c: Context) -> bool:
+        """Return whether all samples have the same Jacobian."""
+        return False
 
     # ------------------------------------------------------------------ parameters
 
-    def param_mjp(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to a parameter, ``J_pᵀ mat``.
+    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Return pairs (s, x) of cotangents and inputs whose products a parameter's are.
 
-        Args:
-            param_str: Name of the parameter.
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
-            sum_batch: Sum over the samples.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
+        ``dp = sum_t s_t x_tᵀ`` over positions t. A parameter may consist of parts with a pair of
+        their own, see :meth:`assemble`.
 
         Returns:
-            ``[V, *p]`` if summed over the samples, else ``[V, N, *p]``.
-
-        Raises:
-            ValueError: If a shape does not match, or there is no such parameter.
+            s ``[V, N, T, O]`` and x ``[N, T, I]`` for the part ``[O, I]``, without T if there is
+            one position; x is None for ``[O]``. None if the parameter does not act in this way.
         """
-        self._check_name(module, param_str)
-        with bound(module):
-            mats, had_v = self._check_output(module, mat, subsampling)
-            result = self._param_jac_t_mat_prod(
-                param_str, module, g_inp, g_out, mats, sum_batch, subsampling
-            )
-            if not self.is_ours:
-                self._check_result(param_str, module, mats, result, sum_batch)
-        return result if had_v else result.squeeze(0)
+        return None
 
-    def _param_jac_t_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        rule = self._method(f"_{param_str}_jac_t_mat_prod", param_str, module)
-        return rule(module, g_inp, g_out, mat, sum_batch, subsampling)
+    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
+        """Return the x of each of the pairs of :meth:`affine`."""
+        raise NotImplementedError(f"{type(self).__name__} has no affine_inputs.")
 
-    def param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows = None,
-    ) -> Any:
-        """Apply the Jacobian with respect to a parameter, ``J_p mat``: ``[V, *p] -> [V, *out]``."""
-        self._check_name(module, param_str)
-        shape = self.parameter(module, param_str).shape
-        with bound(module):
-            if mat.shape != shape and mat.shape[1:] != shape:
-                raise ValueError(
-                    f"{describe(module)}.{param_str} has shape {list(shape)}: expected "
-                    f"{['V', *shape]} (or without V), got {list(mat.shape)}."
-                )
-            had_v = mat.dim() > len(shape)
-            mat = mat if had_v else mat.unsqueeze(0)
-            result = self._param_jac_mat_prod(param_str, module, g_inp, g_out, mat, subsampling)
-            if not self.is_ours:
-                method = f"_{param_str}_jac_mat_prod"
-                result = self._checked_out(method, module, mat, result, subsampling)
-        return result if had_v else _without_v(result)
+    def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each pair of :meth:`affine`."""
+        (whole,) = parts
+        return whole
 
-    def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows,
-    ) -> Any:
-        rule = self._method(f"_{param_str}_jac_mat_prod", param_str, module)
-        return rule(module, g_inp, g_out, mat, subsampling)
+    def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
+        """Apply the transposed Jacobian of a parameter for each sample: ``[V, N, *p]``."""
+        own = getattr(self, f"{name}_vjp", None)
+        return self.affine_vjp(c, v, name) if own is None else own(c, v)
 
-    def _method(self, method: str, param_str: str, module: Module) -> Callable[..., Any]:
-        rule = getattr(self, method, None)
-        if rule is None:
-            raise self._missing(method, f"the parameter '{param_str}' of {describe(module)}")
-        return rule
+    def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
+        """Apply the transposed Jacobian of a parameter, summed over the samples: ``[V, *p]``."""
+        own = getattr(self, f"{name}_vjp_sum", None)
+        if own is not None:
+            return own(c, v)
+        if hasattr(self, f"{name}_vjp"):
+            return self.param_vjp(c, name, v).sum(1)
+        return self.affine_vjp_sum(c, v, name)
 
-    def _missing(self, method: str, what: str) -> NotImplementedError:
+    def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
+        """Apply the Jacobian with respect to a parameter: ``[V, *p] -> [V, *out]``."""
+        own = getattr(self, f"{name}_jvp", None)
+        return self.affine_jvp(c, t, name) if own is None else own(c, t)
+
+    def affine_vjp(self, c: Context, v: Any, name: str) -> Tensor:
+        """Return what :meth:`affine` makes of :meth:`param_vjp`."""
+        return self.assemble(c, name, [affine.vjp(s, x) for s, x in self._pairs(c, name, v)])
+
+    def affine_vjp_sum(self, c: Context, v: Any, name: str) -> Tensor:
+        """Return what :meth:`affine` makes of :meth:`param_vjp_sum`."""
+        if type(self).affine is BaseDerivatives.affine:
+            return self.param_vjp(c, name, v).sum(1)
+        return self.assemble(c, name, [affine.vjp_sum(s, x) for s, x in self._pairs(c, name, v)])
+
+    def affine_jvp(self, c: Context, t: Tensor, name: str) -> Tensor:
+        """Return what :meth:`affine_inputs` makes of :meth:`param_jvp`."""
+        if type(self).affine_inputs is BaseDerivatives.affine_inputs:
+            raise self._has_no(name, c.module, "jvp", "jac_mat_prod")
+        y, (x,) = c.y, self.affine_inputs(c, name)
+        return affine.jvp(t, x, len(y), y.shape[1:-1].numel()).reshape(-1, *y.shape)
+
+    def _pairs(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
+        pairs = self.affine(c, name, v)
+        if pairs is None:
+            raise self._has_no(name, c.module, "vjp", "jac_t_mat_prod")
+        return pairs
+
+    def _has_no(self, name: str, module: Module, method: str, old: str) -> NotImplementedError:
+        what = f"the parameter '{name}' of {describe(module)}"
+        return self._missing(f"{name}_{method}", f"_{name}_{old}", what)
+
+    def _missing(self, method: str, old: str, what: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{type(self).__name__} needs a method '{method}' for {what}. Its signature is in "
-            "'Write a rule' of the documentation."
+            f"{type(self).__name__} needs a method '{method}' (or '{old}') for {what}. Its "
+            "signature is in 'Write a rule' of the documentation."
         )
 
-    def parameter(self, module: Module, param_str: str) -> Parameter:
-        """Return a parameter by the name that :meth:`own` gives it."""
-        p = self.own(module)[param_str]
-        assert p is not None
-        return p
+    def parameter(self, c: Context, name: str) -> Tensor:
+        """Return a parameter of the call by the name that :meth:`own` gives it."""
+        return c.params[name]
 
-    def weight_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``weight``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat, subsampling)
-
-    def bias_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``bias``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat, subsampling)
-
-    def weight_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``weight``, see :meth:`param_mjp`."""
-        return self.param_mjp("weight", module, g_inp, g_out, mat, sum_batch, subsampling)
-
-    def bias_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
-        return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
-
-    def squared_param_mjp(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transpose of the entrywise square of ``J_p``, see :meth:`param_mjp`.
-
-        The diagonal of ``J_pᵀ D J_p``, if ``mat`` is that of D. Only for rules that say
-        ``squares_with_input``.
-        """
-        assert self.squares_with_input
-        with bound(module):
-            own = vars(module)
-            x = own["input0"]
-            own["input0"] = x.square()
-            try:
-                return self.param_mjp(param_str, module, g_inp, g_out, mat, sum_batch, subsampling)
-            finally:
-                own["input0"] = x
-
-    def param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        wanted: Iterable[str],
-        subsampling: Rows = None,
-        weights: Tensor | None = None,
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reduce ``J_pᵀ mat`` of each sample in several ways at once.
+        """Reduce ``J_pᵀ v`` of each sample in several ways at once.
 
         Args:
-            param_str: Name of the parameter.
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
+            c: The call at hand.
+            name: Name of the parameter.
+            v: ``[V, *out]``; for several outputs see :meth:`vjp`.
             wanted: Names of the table in :mod:`backpack.core.derivatives.reductions`.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
             weights: Weights of squares, ``[V, N]``. Default: 1.
 
         Returns:
             What is wanted, by name.
         """
-        if AT_HAND.isdisjoint(vars(module)):
-            with bound(module) as m:
-                return self.param_mjp_reduced(
-                    param_str, m, g_inp, g_out, mat, wanted, subsampling, weights
-                )
-        self._check_name(module, param_str)
-        return self._param_mjp_reduced(
-            param_str, module, g_out, mat, frozenset(wanted), subsampling, weights
-        )
+        pairs = None if hasattr(self, f"{name}_vjp") else self.affine(c, name, v)
+        if pairs is None:
+            return self._reduced_in_slices(c, name, v, wanted, weights)
+        memo = c.memo if self.kronecker_rows_are_shared else None
+        found = [affine.reduced(s, x, wanted, weights, memo) for s, x in pairs]
+        if self.has_one_part and len(found) == 1:
+            return found[0]
+        return reductions.put_together(found, lambda parts: self.assemble(c, name, parts))
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def _reduced_in_slices(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None
     ) -> dict[str, Tensor]:
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        axes = [1 + self.batch_axis_out(module, i) for i in range(len(mats))]
-        given = [(m, axis) for m, axis in zip(mats, axes, strict=True) if m is not None]
-        like, axis = given[0]
+        each = [v] if isinstance(v, Tensor) else list(v)
+        axes = [1 + self.axis_out(c, i) for i in range(len(each))]
+        like, axis = next((m, a) for m, a in zip(each, axes, strict=True) if m is not None)
         num_v, count = like.shape[0], like.shape[axis]
-        p = self.parameter(module, param_str)
-        first = module.output if isinstance(module.output, Tensor) else module.output[0]
-        rows = row_numbers(first.shape[axes[0] - 1], subsampling)
+        p = self.parameter(c, name)
+        rows = c.numbers(c.output.shape[axes[0] - 1])
 
         def product(samples: slice) -> reductions.Multiply:
             size = samples.stop - samples.start
-            taken = subsampling if size == count else take_rows(rows, samples)
+            at = c if size == count else c.at(take_rows(rows, samples))
 
-            def multiply(columns: slice, out: Tensor | None) -> Tensor:
+            def multiply(vectors: slice, out: Tensor | None) -> Tensor:
                 part = [
-                    m if m is None else m[columns].narrow(axis, samples.start, size)
-                    for m, axis in zip(mats, axes, strict=True)
+                    m if m is None else m[vectors].narrow(a, samples.start, size)
+                    for m, a in zip(each, axes, strict=True)
                 ]
-                one: Any = part[0] if isinstance(mat, Tensor) else part
-                return self.param_mjp(param_str, module, None, g_out, one, False, taken)
+                return self.param_vjp(at, name, part[0] if isinstance(v, Tensor) else part)
 
             return multiply
 
@@ -752,195 +594,137 @@ class BaseDerivatives:
         size = reductions.slice_size(num_v * p.numel())
         return reductions.in_slices(product, shape, size, like, wanted, weights)
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
+    def squared_param_vjp(self, c: Context, name: str, v: Tensor) -> Tensor:
+        """Apply the transpose of the entrywise square of ``J_p``: ``[V, *out] -> [V, N, *p]``.
+
+        The diagonal of ``J_pᵀ D J_p``, if ``v`` is that of D. Only for rules that say
+        ``squares_with_input``.
+        """
+        return self.param_vjp(c.reading(c.input.square(), *c.inputs[1:]), name, v)
+
+    def squared_param_vjp_sum(self, c: Context, name: str, v: Tensor) -> Tensor:
+        """Return the sum of :meth:`squared_param_vjp` over the samples: ``[V, *p]``."""
+        return self.param_vjp_sum(c.reading(c.input.square(), *c.inputs[1:]), name, v)
+
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Vectors whose outer products make the first Kronecker factor.
 
-        Generic: the flattened ``J_pᵀ mat``; its outer products are the exact block.
+        Generic: the flattened ``J_pᵀ v``; its outer products are the exact block.
 
         Args:
-            param_str: Name of the parameter.
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
+            c: The call at hand.
+            name: Name of the parameter.
+            v: ``[V, *out]``.
             approximation: What to make of a weight that is used at several positions t of a sample:
                 None or ``"reduce"`` sums over t, ``"expand"`` keeps each, ``[V, N·T, G, O]``.
 
         Returns:
             ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G).
         """
-        products = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling)
+        products = self.param_vjp(c, name, v)
         return products.reshape(*products.shape[:2], 1, -1)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Module,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Kronecker factors made of the inputs. Generic: none, the first factor is the block."""
         return []
 
-    def has_kronecker_factors(self, param_str: str, module: Module) -> bool:
+    def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether a parameter has Kronecker factors in the call at hand, not just its block."""
-        generic = BaseDerivatives.kronecker_input_factors
-        return type(self).kronecker_input_factors is not generic
+        return type(self).kron_inputs is not BaseDerivatives.kron_inputs
 
     # ------------------------------------------------------------------ second derivative
 
-    def hessian_diagonal(
-        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
-    ) -> Tensor:
-        """Diagonal of the second derivative ``sum_k g_out_k ∇²_x y_k``: ``[*in]``.
+    def hessian_diag(self, c: Context) -> Tensor:
+        """Diagonal of the second derivative ``sum_k g_k ∇²_x y_k``: ``[*in]``.
 
-        Only for modules whose second derivative is diagonal.
-
-        Raises:
-            ValueError: If ``g_out`` is missing.
+        Only for modules whose second derivative is diagonal; g is ``c.grad_out``.
         """
-        self._need_g_out(module, g_out)
-        with bound(module):
-            diagonal = self._hessian_diagonal(module, g_inp, g_out, subsampling)
-            return self.checked_diagonal(module, g_out, diagonal, subsampling)
-
-    def _hessian_diagonal(
-        self, module: Any, g_inp: Grads, g_out: Grads, subsampling: Rows
-    ) -> Tensor:
-        if not self.hessian_is_zero(module):
+        if self.is_curved(c.call):
             raise NotImplementedError(f"{type(self).__name__} has no diagonal second derivative.")
-        return torch.zeros_like(subsample(module.input0, subsampling=subsampling))
+        return torch.zeros_like(c.x)
 
-    def residual_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
-    ) -> Any:
-        """Apply the second derivative, ``(sum_k g_out_k ∇²_x y_k) mat``: ``[V, *in] -> [V, *in]``.
+    def hvp(self, c: Context, t: Any) -> Any:
+        """Apply the second derivative, ``(sum_k g_k ∇²_x y_k) t``: ``[V, *in] -> [V, *in]``.
 
-        With several inputs: a list in, a list out (see :meth:`jac_mat_prod`).
-
-        Raises:
-            ValueError: If a shape does not match, or ``g_out`` is missing.
+        With several inputs: a list in, a list out (see :meth:`jvp`).
         """
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        with bound(module):
-            inputs = [vars(module)[f"input{i}"] for i in range(len(mats))]
-            mats, had_v = self._check_all(module, mats, inputs, self.batch_axis_in, subsampling)
-            result = self._residual_mat_prod(
-                module, g_inp, g_out, mats if len(mats) > 1 else mats[0], subsampling
-            )
-            if not self.is_ours:
-                result = self._checked_in("_residual_mat_prod", module, mats, result, subsampling)
-        return result if had_v else _without_v(result)
+        each = [t] if isinstance(t, Tensor) else t
+        if not self.is_curved(c.call):
+            zeros = [None if m is None else torch.zeros_like(m) for m in each]
+            return zeros[0] if isinstance(t, Tensor) else zeros
+        if isinstance(t, Tensor) and self.hessian_is_diagonal(c.module):
+            return t * self.hessian_diag(c)
+        results, _ = self.mixed_hvp(c, each, {})
+        return results[0] if isinstance(t, Tensor) else results
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        mats = [mat] if isinstance(mat, Tensor) else mat
-        if self.hessian_is_zero(module):
-            zeros = [None if m is None else torch.zeros_like(m) for m in mats]
-            return zeros[0] if isinstance(mat, Tensor) else zeros
-        if isinstance(mat, Tensor) and self.hessian_is_diagonal(module):
-            diagonal = self.hessian_diagonal(module, g_inp, g_out, subsampling)
-            return mat * self.checked_diagonal(module, g_out, diagonal, subsampling)
-        results, _ = self.mixed_residual(module, g_out, mats, {}, subsampling)
-        return results[0] if isinstance(mat, Tensor) else results
-
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters, differentiably.
 
         Args:
-            module: Module whose call is at hand.
+            c: The call at hand.
             params: Values that replace parameters.
             *inputs: Arguments of the call, flattened.
         """
-        args, keywords = vars(module)["_backpack_call"].arguments(inputs)
-        return functional_call(module, dict(params), args, keywords)
+        args, keywords = c.call.arguments(inputs)
+        with c.call.as_it_was(c.call.precision):
+            return functional_call(c.module, dict(params), args, keywords)
 
-    def evaluation(self, module: Any) -> Evaluation:
+    def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again."""
-        own = vars(module)
-        inputs, i = [], 0
-        while f"input{i}" in own:
-            inputs.append(own[f"input{i}"])
-            i += 1
-        axes_in = [
-            self.batch_axis_in(module, i) if isinstance(x, Tensor) and x.dim() > 0 else None
-            for i, x in enumerate(inputs)
-        ]
-        count = 1 if isinstance(module.output, Tensor) else len(module.output)
-        axes_out: list[int | None] = [self.batch_axis_out(module, i) for i in range(count)]
-        return Evaluation(self, module, inputs, axes_in, axes_out)
+        return Evaluation(self, c, list(c.inputs), self.axes_in(c), self.axes_out(c))
 
-    def mixed_residual(
+    def mixed_hvp(
         self,
-        module: Module,
-        g_out: Grads,
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
-        subsampling: Rows = None,
         sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """Apply the second derivative of ``⟨g_out, y⟩`` with respect to inputs and parameters.
+        """Apply the second derivative of ``⟨g, y⟩`` with respect to inputs and parameters.
 
         Needed in full where a parameter also influences the module's input (reused and tied
         parameters) or the output is no affine function of it. Generic, by differentiating twice.
 
         Args:
-            module: Module whose call is at hand.
-            g_out: Gradients with respect to the outputs.
+            c: The call at hand.
             inputs: A ``[V, *in]`` (or None, for zero) for each input.
             params: A ``[V, *p]`` for each parameter that varies.
-            subsampling: Rows of the batch. Default: all.
             sum_batch: Sum what is at the parameters over the samples.
 
         Returns:
             For each input ``[V, *in]`` (None for those that do not vary), and for each varied
             parameter ``[V, N, *p]``, or ``[V, *p]`` if summed.
         """
-        with bound(module):
-            self._need_g_out(module, g_out)
-            assert g_out is not None
-            evaluation = self.evaluation(module)
-            grads = [
-                None if g is None or a is None else subsample(g, dim=a, subsampling=subsampling)
-                for g, a in zip(g_out, evaluation.axes_out, strict=True)
-            ]
-            tangents: dict[Any, Tensor] = dict(params)
-            like = next(t for t in [*params.values(), *inputs] if t is not None)
-            for i, t in enumerate(inputs):
-                x, axis = evaluation.inputs[i], evaluation.axes_in[i]
-                if t is None and (axis is None or not x.is_floating_point()):
-                    continue
-                if t is None:
-                    shape = self.shape_of_rows(x.shape, axis or 0, subsampling)
-                    t = like.new_zeros(len(like), *shape)
-                elif axis is None:  # the same for all samples
-                    t = t[:, 0]
-                tangents[i] = t
-            numbers = row_numbers(evaluation.num_samples, subsampling)
-            # what arrives at an input without samples is kept for each sample apart, too
-            apart = [key for key in tangents if not evaluation.is_batched(key)]
-            at_once = not apart or (sum_batch and params.keys() >= set(apart))
-            found = second_products(evaluation, grads, tangents, numbers, at_once)
+        evaluation = self.evaluation(c)
+        grads = [
+            None if g is None or a is None else c.select(g, a)
+            for g, a in zip(c.grad_out, evaluation.axes_out, strict=True)
+        ]
+        tangents: dict[Any, Tensor] = dict(params)
+        like = next(t for t in [*params.values(), *inputs] if t is not None)
+        for i, t in enumerate(inputs):
+            x, axis = evaluation.inputs[i], evaluation.axes_in[i]
+            if t is None and (axis is None or not x.is_floating_point()):
+                continue
+            if t is None:
+                shape = self.shape_of_rows(x.shape, axis or 0, c.rows)
+                t = like.new_zeros(len(like), *shape)
+            elif axis is None:  # the same for all samples
+                t = t[:, 0]
+            tangents[i] = t
+        numbers = c.numbers(evaluation.num_samples)
+        # what arrives at an input without samples is kept for each sample apart, too
+        apart = [key for key in tangents if not evaluation.is_batched(key)]
+        at_once = not apart or (sum_batch and params.keys() >= set(apart))
+        found = second_products(evaluation, grads, tangents, numbers, at_once)
         d_params = {name: found[name] for name in params}
         if sum_batch and not at_once:
             d_params = {name: product.sum(1) for name, product in d_params.items()}
         return [found.get(i) for i in range(len(inputs))], d_params
 
-    def second_unbatched(
+    def hvp_unbatched(
         self,
-        module: Module,
-        g_out: Sequence[Tensor | None],
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
@@ -950,161 +734,13 @@ class BaseDerivatives:
             ``[V, *in]`` for each input, ``[V, *p]`` for each parameter that varies.
         """
         if params:
-            return self.mixed_residual(module, g_out, inputs, params, sum_batch=True)
-        mat: Any = list(inputs) if len(inputs) > 1 else inputs[0]
-        back = self.residual_mat_prod(module, None, g_out, mat)
+            return self.mixed_hvp(c, inputs, params, sum_batch=True)
+        back = self.hvp(c, list(inputs) if len(inputs) > 1 else inputs[0])
         return [back] if isinstance(back, Tensor) else list(back), {}
 
-    # ------------------------------------------------------------------ helpers
-
-    def _check_output(self, module: Any, mat: Mats, subsampling: Rows) -> tuple[Any, bool]:
-        """Check what belongs to the outputs: a tensor, or a list if there are several."""
-        if isinstance(module.output, Tensor):
-            return self._check(module, mat, module.output.shape, 0, subsampling, out=True)
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        mats += [None] * (len(module.output) - len(mats))
-        return self._check_all(module, mats, module.output, self.batch_axis_out, subsampling)
-
-    def _check_all(
-        self,
-        module: Module,
-        mats: list[Any],
-        tensors: Sequence[Any],
-        axis: Callable[[Module, int], int],
-        subsampling: Rows,
-    ) -> tuple[list[Any], bool]:
-        had_v = True
-        for i, (mat, tensor) in enumerate(zip(mats, tensors, strict=True)):
-            if mat is not None:
-                if axis == self.batch_axis_in and self.stands_apart(module, i):
-                    continue  # [V, N, *in]: the tensor has no samples, its columns do
-                shape = self.shape_of_rows(tensor.shape, axis(module, i), subsampling)
-                mats[i], had_v = self._with_v(module, mat, shape)
-        return mats, had_v
-
-    def _check(
-        self,
-        module: Module,
-        mat: Any,
-        shape: Size,
-        i: int,
-        subsampling: Rows,
-        out: bool = False,
-    ) -> tuple[Tensor, bool]:
-        """Check ``mat`` against ``[V, *shape]`` and add the V axis if it is missing."""
-        if not isinstance(mat, Tensor) and len(mat) == 1:
-            (mat,) = mat
-        axis = self.batch_axis_out(module, i) if out else self.batch_axis_in(module, i)
-        return self._with_v(module, mat, self.shape_of_rows(shape, axis, subsampling))
-
     @staticmethod
-    def shape_of_rows(shape: Size, axis: int, subsampling: Rows) -> Size:
+    def shape_of_rows(shape: Size, axis: int, rows: Rows) -> Size:
         """Return the shape of a selection of rows along an axis."""
-        if subsampling is None or not shape:
+        if rows is None or not shape:
             return shape
-        return Size([*shape[:axis], len(row_numbers(shape[axis], subsampling)), *shape[axis + 1 :]])
-
-    @staticmethod
-    def _with_v(module: Module, mat: Tensor, shape: Size) -> tuple[Tensor, bool]:
-        if mat.dim() > len(shape) and mat.shape[1:] == shape:
-            return mat, True
-        if mat.shape == shape:
-            return mat.unsqueeze(0), False
-        raise ValueError(
-            f"{describe(module)}: expected a tensor of shape {['V', *shape]} (or without V), got "
-            f"{list(mat.shape)}."
-        )
-
-    # What methods of users return. Several tensors may be a list: rules are given lists, too.
-
-    def _checked_in(
-        self, method: str, module: Any, mats: Any, result: Any, subsampling: Rows
-    ) -> Any:
-        """Refuse what has not the inputs' shapes; some of several may be None, for zero."""
-        parts = result if isinstance(result, (list, tuple)) else [result]
-        nothing = all(part is None for part in parts)
-        for i, part in enumerate(parts):
-            x = vars(module).get(f"input{i}")
-            if not isinstance(x, Tensor) or self.stands_apart(module, i):
-                continue
-            if part is None and not (nothing and x.is_floating_point()):
-                continue
-            shape = self.shape_of_rows(x.shape, self.batch_axis_in(module, i), subsampling)
-            self._check_same(method, module, [len(_first(mats)), *shape], part)
-        return tuple(result) if isinstance(result, list) else result
-
-    def _checked_out(
-        self, method: str, module: Any, mats: Any, result: Any, subsampling: Rows
-    ) -> Any:
-        """Refuse what has not the outputs' shapes."""
-        outputs = [module.output] if isinstance(module.output, Tensor) else module.output
-        parts = result if isinstance(result, (list, tuple)) else [result]
-        for i, (y, part) in enumerate(zip(outputs, parts, strict=False)):
-            shape = self.shape_of_rows(y.shape, self.batch_axis_out(module, i), subsampling)
-            self._check_same(method, module, [len(_first(mats)), *shape], part)
-        if len(parts) != len(outputs):
-            raise ValueError(
-                f"{type(self).__name__}.{method} at {describe(module)} should return a tensor for "
-                f"each of {len(outputs)} outputs, got {len(parts)}."
-            )
-        return tuple(result) if isinstance(result, list) else result
-
-    def checked_diagonal(
-        self, module: Any, g_out: Grads, diagonal: Tensor, subsampling: Rows
-    ) -> Tensor:
-        """Refuse the diagonal of a user's second derivative, if it has not the input's shape."""
-        if self.is_ours:
-            return diagonal
-        shape, axis, grad = module.input0.shape, self.batch_axis_in(module, 0), _first(g_out)
-        if grad.dim() > self._first_output(module).dim():  # of samples, at a tensor without them
-            shape, axis = Size([len(grad), *shape]), 0
-        shape = self.shape_of_rows(shape, axis, subsampling)
-        generic = type(self).hessian_diagonal is BaseDerivatives.hessian_diagonal
-        method = "_hessian_diagonal" if generic else "hessian_diagonal"
-        self._check_same(method, module, [*shape], diagonal)
-        return diagonal
-
-    def _check_result(
-        self, param_str: str, module: Any, mats: Any, result: Tensor, sum_batch: bool
-    ) -> None:
-        """Refuse what a user's ``_weight_jac_t_mat_prod`` returns, if it has another shape."""
-        mat = _first(mats)
-        i = 0 if mat is mats else next(i for i, m in enumerate(mats) if m is not None)
-        rows = [] if sum_batch else [mat.shape[1 + self.batch_axis_out(module, i)]]
-        shape = [len(mat), *rows, *self.parameter(module, param_str).shape]
-        self._check_same(f"_{param_str}_jac_t_mat_prod", module, shape, result)
-
-    def _check_same(self, method: str, module: Module, shape: list[int], got: Any) -> None:
-        found: Any = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        if found != shape:
-            found = "None: is its 'return' missing?" if got is None else f"{found}."
-            raise ValueError(
-                f"{type(self).__name__}.{method} at {describe(module)} should return a tensor of "
-                f"shape {shape}, got {found}"
-            )
-
-    def _check_name(self, module: Module, param_str: str) -> None:
-        names = self.param_names(module)
-        if param_str not in names or self.own(module).get(param_str) is None:
-            raise ValueError(
-                f"{describe(module)} has no parameter '{param_str}' that {type(self).__name__} "
-                f"knows. It knows: {', '.join(names) or 'none'}."
-            )
-
-    def _need_g_out(self, module: Module, g_out: Grads) -> None:
-        if g_out is None or all(g is None for g in g_out):
-            raise ValueError(
-                f"{describe(module)}: second derivatives need g_out, the gradient of the loss with "
-                "respect to the module's output."
-            )
-
-
-def _first(mats: Any) -> Tensor:
-    """Return the first tensor of what is one, or a list with None among them."""
-    return mats if isinstance(mats, Tensor) else next(mat for mat in mats if mat is not None)
-
-
-def _without_v(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.squeeze(0)
-    return tuple(r if r is None else r.squeeze(0) for r in result)
+        return Size([*shape[:axis], len(row_numbers(shape[axis], rows)), *shape[axis + 1 :]])

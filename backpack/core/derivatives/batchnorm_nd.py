@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.convnd import sum_positions
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call, describe
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 
 @register(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
@@ -29,16 +28,16 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     params = ("weight", "bias")
 
-    def refusal(self, module: Module) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Refuse statistics of samples that are not here."""
         alone = not (distributed.is_available() and distributed.is_initialized())
-        if not isinstance(module, SyncBatchNorm) or not self.mixes_samples(module):
+        if not isinstance(c.module, SyncBatchNorm) or not c.call.mixes_samples:
             return None
-        if alone or distributed.get_world_size(module.process_group) == 1:
+        if alone or distributed.get_world_size(c.module.process_group) == 1:
             return None
         return (
-            f"{describe(module)} mixes the samples of several processes, and only those of one are "
-            "known. Use eval(), or BatchNorm for the statistics of this process."
+            f"{describe(c.module)} mixes the samples of several processes, and only those of one "
+            "are known. Use eval(), or BatchNorm for the statistics of this process."
         )
 
     def mixes_samples(self, module: Any) -> bool:
@@ -53,140 +52,119 @@ class BatchNormNdDerivatives(BaseDerivatives):
         """Return whether the statistics are constants."""
         return not self.mixes_samples(module)
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def is_curved(self, call: Call) -> bool:
+        """Return whether the statistics are those of the batch."""
+        return call.mixes_samples
+
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return whether the statistics are constants."""
-        return not self.mixes_samples(module)
+        return not c.call.mixes_samples
 
     # ------------------------------------------------------------------ the pieces: x̂, s, γ
 
-    def _per_channel(self, module: Any, values: Tensor) -> Tensor:
-        """Shape ``[C]`` such that it multiplies ``[N, C, *]``."""
-        return values.reshape(1, -1, *(1,) * (module.input0.dim() - 2))
+    def _per_channel(self, c: Context, values: Tensor) -> Tensor:
+        """Shape ``[*, C]`` such that it multiplies ``[*, N, C, *]``."""
+        return values.reshape(*values.shape[:-1], 1, -1, *(1,) * (c.input.dim() - 2))
 
-    def _mean(self, module: Any, mat: Tensor) -> Tensor:
+    def _mean(self, c: Context, mat: Tensor) -> Tensor:
         """Average over the entries of each channel: ``[..., N, C, *] -> [..., 1, C, 1…]``.
 
         Rows that were added, where samples have different numbers of them, are zero and no entries.
         """
-        axes, owners = module.input0.dim(), self._uneven(module)
+        axes, owners = c.input.dim(), self._uneven(c)
         mean = mat.mean([-axes, *range(2 - axes, 0)], keepdim=True)
         return mean if owners is None else mean * (owners.rows / len(owners.numbers))
 
     @staticmethod
-    def _uneven(module: Any) -> Owners | None:
+    def _uneven(c: Context) -> Owners | None:
         """Return the samples of the rows, if these have different numbers of them."""
-        call = vars(module).get("_backpack_call")
-        place = None if call is None or call.is_plain else call.place_in(0)
+        place = None if c.call.is_plain else c.call.place_in(0)
         owners = None if place is None else place.owners
         return None if owners is None or owners.is_even else owners
 
-    def _without_added(self, module: Any, mat: Tensor) -> Tensor:
+    def _without_added(self, c: Context, mat: Tensor) -> Tensor:
         """Let rows be zero that were added, in a tensor ``[..., N, C, *]`` of all rows."""
-        owners = self._uneven(module)
+        owners = self._uneven(c)
         if owners is None:
             return mat
-        kept = mat.new_zeros(owners.rows, *(1,) * (module.input0.dim() - 1))
+        kept = mat.new_zeros(owners.rows, *(1,) * (c.input.dim() - 1))
         kept[owners.places] = 1
         return mat * kept
 
-    def _normalized(self, module: Any, subsampling: Rows = None) -> tuple[Tensor, Tensor]:
-        """Return x̂ of some rows, and s."""
-        x = module.input0
-        if self.mixes_samples(module):
-            centered = self._without_added(module, x - self._mean(module, x))
-            s = (self._mean(module, centered.square()) + module.eps).sqrt()
-            return subsample(centered / s, subsampling=subsampling), s
-        x = subsample(x, subsampling=subsampling)
-        s = self._per_channel(module, (module.running_var + module.eps).sqrt())
-        return (x - self._per_channel(module, module.running_mean)) / s, s
+    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
+        """Return x̂, and s."""
+        if not c.call.mixes_samples:
+            s = self._running_s(c)
+            return (c.x - self._per_channel(c, c.params["running_mean"])) / s, s
+        centered = self._without_added(c, c.input - self._mean(c, c.input))
+        s = (self._mean(c, centered.square()) + c.module.eps).sqrt()
+        return c.select(centered / s), s
 
-    def _gain(self, module: Any, s: Tensor) -> Tensor:
+    def _running_s(self, c: Context) -> Tensor:
+        return self._per_channel(c, (c.params["running_var"] + c.module.eps).sqrt())
+
+    def _gain(self, c: Context, s: Tensor) -> Tensor:
         """Return γ/s."""
-        return 1 / s if module.weight is None else self._per_channel(module, module.weight) / s
+        weight = c.params.get("weight")
+        return 1 / s if weight is None else self._per_channel(c, weight) / s
 
     # ------------------------------------------------------------------ Jacobians
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        if not self.mixes_samples(module):
-            s = self._per_channel(module, (module.running_var + module.eps).sqrt())
-            return mat * self._gain(module, s)
-        self._whole_batch(module, subsampling)
-        x_hat, s = self._normalized(module)
-        return self._gain(module, s) * self._project(module, x_hat, mat)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Apply J."""
+        if not c.call.mixes_samples:
+            return t * self._gain(c, self._running_s(c))
+        self._need_whole_batch(c)
+        x_hat, s = self._normalized(c)
+        return self._gain(c, s) * self._project(c, x_hat, t)
 
-    def _project(self, module: Any, x_hat: Tensor, mat: Tensor) -> Tensor:
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply J, which is symmetric."""
+        return self.jvp(c, v)
+
+    def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
         """Apply ``I - 1 1ᵀ/m - x̂ x̂ᵀ/m``."""
-        mat = self._without_added(module, mat)
-        centered = self._without_added(module, mat - self._mean(module, mat))
-        return centered - x_hat * self._mean(module, mat * x_hat)
+        mat = self._without_added(c, mat)
+        centered = self._without_added(c, mat - self._mean(c, mat))
+        return centered - x_hat * self._mean(c, mat * x_hat)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return self._jac_mat_prod(module, g_inp, g_out, mat, subsampling)  # J is symmetric
-
-    def _whole_batch(self, module: Any, subsampling: Rows) -> None:
-        if subsampling is not None:
+    def _need_whole_batch(self, c: Context) -> None:
+        if c.rows is not None:
             raise ValueError(
-                f"{describe(module)} mixes the samples of the batch: its Jacobian acts on the "
-                f"whole batch, got subsampling={subsampling}."
+                f"{describe(c.module)} mixes the samples of the batch: its Jacobian acts on the "
+                f"whole batch, got subsampling={c.rows}."
             )
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Any, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # the change of Jᵀ g_out along mat
-        if self.hessian_is_zero(module):
-            return super()._residual_mat_prod(module, g_inp, g_out, mat, subsampling)
-        self._whole_batch(module, subsampling)
-        self._need_g_out(module, g_out)
-        (g,) = g_out
-        x_hat, s = self._normalized(module)
-        d_s = self._mean(module, x_hat * mat)
-        d_x_hat = self._project(module, x_hat, mat) / s
-        change = d_s / s * self._project(module, x_hat, g)
-        change = change + d_x_hat * self._mean(module, g * x_hat)
-        change = change + x_hat * self._mean(module, g * d_x_hat)
-        return -self._gain(module, s) * change
+    def hvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return the change of ``Jᵀ g`` along t."""
+        if not c.call.mixes_samples:
+            return torch.zeros_like(t)
+        self._need_whole_batch(c)
+        g: Any = c.grad_out[0]
+        x_hat, s = self._normalized(c)
+        d_s = self._mean(c, x_hat * t)
+        d_x_hat = self._project(c, x_hat, t) / s
+        change = d_s / s * self._project(c, x_hat, g)
+        change = change + d_x_hat * self._mean(c, g * x_hat)
+        change = change + x_hat * self._mean(c, g * d_x_hat)
+        return -self._gain(c, s) * change
 
     # ------------------------------------------------------------------ parameters
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        x_hat, _ = self._normalized(module, subsampling)
-        return mat.reshape(mat.shape[0], *self._per_channel(module, mat[0]).shape) * x_hat
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with x̂."""
+        x_hat, _ = self._normalized(c)
+        return self._per_channel(c, t) * x_hat
 
-    def _bias_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        out = subsample(module.output, subsampling=subsampling)
-        return mat.reshape(mat.shape[0], *self._per_channel(module, mat[0]).shape).expand(
-            -1, *out.shape
-        )
+    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Repeat for each entry of a channel."""
+        return self._per_channel(c, t).expand(-1, *c.y.shape)
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        x_hat, _ = self._normalized(module, subsampling)
-        return self._bias_jac_t_mat_prod(module, g_inp, g_out, mat * x_hat, sum_batch, subsampling)
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with x̂, and sum over a channel."""
+        x_hat, _ = self._normalized(c)
+        return self.bias_vjp(c, v * x_hat)
 
-    def _bias_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        product = sum_positions(mat.unsqueeze(-1))
-        return product.sum(1) if sum_batch else product
+    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over a channel."""
+        return sum_positions(v.unsqueeze(-1))

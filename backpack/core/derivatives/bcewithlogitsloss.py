@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.nn import BCEWithLogitsLoss
 
 from backpack.core.derivatives.elementwise_losses import LogisticLossDerivatives, as_prediction
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
 
@@ -19,9 +18,7 @@ class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
     and c = 1/(N D) for the mean.
     """
 
-    def weight(self, module: Any) -> Tensor | float:
+    def weight(self, c: Context) -> Tensor | float:
         """Return ``w (q y + 1 - y)``."""
-        weight, y = super().weight(module), module.input1
-        if module.pos_weight is None:
-            return weight
-        return weight * (as_prediction(module, module.pos_weight) * y + 1 - y)
+        weight, pos_weight, y = super().weight(c), c.params.get("pos_weight"), c.inputs[1]
+        return weight if pos_weight is None else weight * (as_prediction(c, pos_weight) * y + 1 - y)

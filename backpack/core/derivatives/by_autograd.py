@@ -21,9 +21,9 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
+from backpack.core.record.context import Context
 from backpack.core.record.tape import describe, flatten_outputs
 from backpack.core.rows import Rows
-from backpack.core.types import Rule
 
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
@@ -37,15 +37,15 @@ class Evaluation:
 
     Attributes:
         rule: Derivatives of the module.
-        module: Module whose call is at hand.
+        c: The call at hand.
         inputs: Arguments of the call, flattened.
         axes_in: Batch axis of each input; None if it has no samples or is no tensor.
         axes_out: Batch axis of each output; None if it has no samples.
         single: Whether this is a batch of one.
     """
 
-    rule: Rule
-    module: Module
+    rule: Any
+    c: Context
     inputs: list[Any]
     axes_in: list[int | None]
     axes_out: list[int | None]
@@ -57,14 +57,13 @@ class Evaluation:
         params = {name: value for name, value in values.items() if isinstance(name, str)}
         # the fused attention kernels have no second derivative
         with disable(), sdpa_kernel(SDPBackend.MATH):
-            outputs = flatten_outputs(self.rule.evaluate(self.module, params, *leaves))
-        call: Any = vars(self.module).get("_backpack_call")
-        precision = None if call is None else call.precision
+            outputs = flatten_outputs(self.rule.evaluate(self.c, params, *leaves))
+        precision = self.c.call.precision
         return [y if precision is None else y.to(precision) for y in outputs]
 
     def value(self, key: Any) -> Tensor:
         """Return the value of an input or parameter in the call at hand."""
-        return self.inputs[key] if isinstance(key, int) else self.rule.parameter(self.module, key)
+        return self.inputs[key] if isinstance(key, int) else self.rule.parameter(self.c, key)
 
     def is_batched(self, key: Any) -> bool:
         """Whether an input (or parameter: no) has samples."""
@@ -78,7 +77,7 @@ class Evaluation:
         """Return the inputs for some of the samples, and whether the module can do with them."""
         if rows is None or self.single:
             return self.inputs, True
-        saved: Any = self.module._backpack_saved
+        saved = self.c.saved
         if "separable" not in saved:
             saved["separable"] = self._is_separable()
         if not saved["separable"]:
@@ -158,14 +157,12 @@ class Evaluation:
     @property
     def stored(self) -> list[Tensor]:
         """Outputs of the call."""
-        output: Any = self.module.output
-        return [output] if isinstance(output, Tensor) else list(output)
+        return list(self.c.outputs)
 
     @property
     def rounding(self) -> float:
         """Machine epsilon that the outputs of the call were computed with."""
-        call: Any = self.module._backpack_call
-        return call.rounding
+        return self.c.call.rounding
 
 
 @contextmanager
@@ -293,7 +290,9 @@ def transposed_products(
     if not separable:
         count = evaluation.num_samples
         mats = [
-            m if m is None or axis is None else spread(m, axis + 1, rows, count, evaluation.module)
+            m
+            if m is None or axis is None
+            else spread(m, axis + 1, rows, count, evaluation.c.module)
             for m, axis in zip(mats, evaluation.axes_out, strict=True)
         ]
     create_graph = torch.is_grad_enabled()
@@ -432,7 +431,7 @@ def products(
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
                 size = evaluation.inputs[key].shape[axis]
-                given[key] = spread(t, axis + 1, rows, size, evaluation.module)
+                given[key] = spread(t, axis + 1, rows, size, evaluation.c.module)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(given), inputs)
     with torch.enable_grad():
@@ -547,14 +546,14 @@ def _second_of_samples(
         g_out = [
             g
             if g is None or a is None
-            else spread(g, a, numbers, evaluation.num_samples, evaluation.module)
+            else spread(g, a, numbers, evaluation.num_samples, evaluation.c.module)
             for g, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
         for key, t in given.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
                 size = evaluation.inputs[key].shape[axis]
-                given[key] = spread(t, axis + 1, numbers, size, evaluation.module)
+                given[key] = spread(t, axis + 1, numbers, size, evaluation.c.module)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         pairs = [(y, g) for y, g in zip(ys, g_out, strict=True) if g is not None]

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, einsum
-from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
+from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d, pad
 
+from backpack.core.derivatives import affine
 from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
@@ -18,16 +19,8 @@ from backpack.core.derivatives.convnd import (
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import map_rows
-from backpack.core.derivatives.shared_weight import (
-    gram_is_cheaper,
-    input_factor,
-    position_rows,
-    square_norm,
-)
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 TRANSPOSED_CONVOLUTION = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 
@@ -41,11 +34,12 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     squares_with_input = True
 
-    def _output_padding(self, module: Any) -> list[int]:
+    def _output_padding(self, c: Context) -> list[int]:
         """Return the output padding of the call at hand (``output_size`` may have changed it)."""
+        module = c.module
         sizes = zip(
-            module.output.shape[2:],
-            module.input0.shape[2:],
+            c.output.shape[2:],
+            c.input.shape[2:],
             module.stride,
             module.padding,
             module.dilation,
@@ -54,157 +48,131 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         )
         return [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
 
-    def _convolve(self, module: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        module = c.module
         return TRANSPOSED_CONVOLUTION[len(module.kernel_size)](
             x,
             weight,
             None,
             module.stride,
             module.padding,
-            self._output_padding(module),
+            self._output_padding(c),
             groups,
             module.dilation,
         )
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_rows(lambda x: self._convolve(module, x, module.weight, module.groups), mat)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve."""
+        weight, groups = c.params["weight"], c.module.groups
+        return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_rows(lambda s: self._pull(module, s), mat)
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply the transpose."""
+        return map_rows(lambda s: self._pull(c, s), v)
 
-    def _pull(self, module: Any, s: Tensor) -> Tensor:
+    def _pull(self, c: Context, s: Tensor) -> Tensor:
         """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
+        module = c.module
         product, _, _ = torch.ops.aten.convolution_backward(
             s,
-            shape_only(s, (len(s), *module.input0.shape[1:])),
-            module.weight,
+            shape_only(s, (len(s), *c.input.shape[1:])),
+            c.params["weight"],
             None,
             module.stride,
             module.padding,
             module.dilation,
             True,
-            self._output_padding(module),
+            self._output_padding(c),
             module.groups,
             [True, False, False],
         )
         return product
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
     # ------------------------------------------------------------------ weight [I, O/G, *k]
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        x = subsample(module.input0, subsampling=subsampling)
-        groups, num_v = module.groups, mat.shape[0]
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve the input with ``t``."""
+        x, groups = c.x, c.module.groups
         # output channels in the order group, vector, channel of the group
-        out = self._convolve(module, x, mat.transpose(0, 1).flatten(1, 2), groups)
-        out = out.reshape(x.shape[0], groups, num_v, -1, *out.shape[2:])
+        out = self._convolve(c, x, t.transpose(0, 1).flatten(1, 2), groups)
+        out = out.reshape(len(x), groups, len(t), -1, *out.shape[2:])
         return out.permute(2, 0, 1, 3, *range(4, out.dim())).flatten(2, 3)
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        x = subsample(module.input0, subsampling=subsampling)
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply the input with the patches of ``v``, or (low memory) correlate them."""
+        return self._multiply(c, v, sum_batch=False)
+
+    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Do that, summed over the samples."""
+        return self._multiply(c, v, sum_batch=True)
+
+    def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
+        x, module = c.x, c.module
         if weight_jac_t_save_memory.active:
-            padded = self._pad(module, mat)
+            padding = [0] * len(module.kernel_size)
             products = [
-                PerSampleConvolution.correlate(
-                    s, x.unsqueeze(0), module, [0] * len(module.kernel_size), sum_batch
-                )
-                for s in padded
+                PerSampleConvolution.correlate(s, x.unsqueeze(0), module, padding, sum_batch)
+                for s in self._pad(c, v)
             ]
             return torch.cat(products)
         small = x.reshape(x.shape[0], module.groups, -1, x.shape[2:].numel())
-        big = self._unfold(module, mat)
+        big = self._unfold(c, v)
         equation = "ngit,vngot->vgio" if sum_batch else "ngit,vngot->vngio"
         product = einsum(equation, small, big)
         batch = () if sum_batch else (x.shape[0],)
-        return product.reshape(mat.shape[0], *batch, *module.weight.shape)
+        return product.reshape(v.shape[0], *batch, *c.params["weight"].shape)
 
-    def _pad(self, module: Any, mat: Tensor) -> Tensor:
-        """Pad (or crop) ``mat`` to the entries that the input positions write to."""
+    def _pad(self, c: Context, v: Tensor) -> Tensor:
+        """Pad (or crop) ``v`` to the entries that the input positions write to."""
+        module = c.module
         widths = [p for p in reversed(module.padding) for _ in range(2)]
         sizes = zip(
-            module.input0.shape[2:],
+            c.input.shape[2:],
             module.stride,
             module.dilation,
             module.kernel_size,
             strict=True,
         )
-        return crop(pad(mat, widths), [(x - 1) * s + d * (k - 1) + 1 for x, s, d, k in sizes])
+        return crop(pad(v, widths), [(x - 1) * s + d * (k - 1) + 1 for x, s, d, k in sizes])
 
-    def _unfold(self, module: Any, mat: Tensor) -> Tensor:
+    def _unfold(self, c: Context, v: Tensor) -> Tensor:
         """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
-        positions = module.input0.shape[2:]
+        module, positions = c.module, c.input.shape[2:]
         return map_rows(
-            lambda s: PerSampleConvolution.unfolded(s, module, positions), self._pad(module, mat)
+            lambda s: PerSampleConvolution.unfolded(s, module, positions), self._pad(c, v)
         )
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        if param_str == "weight" and wanted == {"square_norm"}:
-            x = subsample(module.input0, subsampling=subsampling).flatten(2)
+        """Reduce the individual products; norms by Gram matrices, if that is cheaper."""
+        if name == "weight" and wanted == {"square_norm"}:
+            groups = c.module.groups
             # groups are further samples: their squared norms add up
-            x = x.unflatten(1, (module.groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
-            s = self._unfold(module, mat).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
-            if gram_is_cheaper(len(s), s.shape[3], *x.shape[1:]):
-                norms = square_norm(s, x).unflatten(0, (-1, module.groups))
+            x = c.x.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1).mT  # [N·G, T, I/G]
+            s = self._unfold(c, v).flatten(1, 2).mT  # [V, N·G, T, O/G·k]
+            if affine.gram_is_cheaper(len(s), s.shape[3], *x.shape[1:]):
+                norms = affine.square_norm(s, x).unflatten(0, (-1, groups))
                 return {"square_norm": norms.sum(1)}
-        return super()._param_mjp_reduced(
-            param_str, module, g_out, mat, wanted, subsampling, weights
-        )
+        return super().reduced(c, name, v, wanted, weights)
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum or keep the positions: ``[V, N, O, *] -> [V, N', G, O/G]`` (bias: G = 1)."""
-        rows = position_rows(mat.flatten(3).transpose(2, 3), approximation)
-        groups: Any = module.groups if param_str == "weight" else 1
-        return rows.unflatten(2, (groups, -1))
+        rows = affine.position_rows(v.flatten(3).transpose(2, 3), approximation)
+        return rows.unflatten(2, (c.module.groups if name == "weight" else 1, -1))
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
-        """Return A of the unfolded input, see :func:`input_factor`: ``[I·k, I·k]``."""
-        if param_str != "weight":
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
+        """Return A of the unfolded input, see ``affine.input_factor``: ``[I·k, I·k]``."""
+        if name != "weight":
             return []
-        x = subsample(module.input0, subsampling=subsampling)
-        channels, taps = x.shape[1], torch.Size(module.kernel_size).numel()
+        x, kernel = c.x, c.module.kernel_size
+        channels, taps = x.shape[1], torch.Size(kernel).numel()
         # one output channel for each entry of the kernel copies x to where that entry reads it
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
-        weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *module.kernel_size)
-        unfolded = self._convolve(module, x, weight, channels).flatten(2)
-        return [input_factor(unfolded.transpose(1, 2), approximation)]
+        weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *kernel)
+        unfolded = self._convolve(c, x, weight, channels).flatten(2)
+        return [affine.input_factor(unfolded.transpose(1, 2), approximation)]

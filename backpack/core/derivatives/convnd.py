@@ -8,24 +8,16 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
-from torch.nn import Conv1d, Conv2d, Conv3d, Module
+from torch.nn import Conv1d, Conv2d, Conv3d
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
-from backpack.core.derivatives import reductions
+from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
-from backpack.core.derivatives.shared_weight import (
-    gram_is_cheaper,
-    input_factor,
-    position_rows,
-    square_norm,
-)
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 CONVOLUTION = {1: conv1d, 2: conv2d, 3: conv3d}
 
@@ -173,40 +165,27 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Return the number of spatial axes, and batch and channels."""
         return len(module.kernel_size) + 2
 
-    def _bias_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        out = subsample(module.output, subsampling=subsampling)
-        positions = (1,) * (out.dim() - 2)
-        return mat.reshape(mat.shape[0], 1, -1, *positions).expand(-1, *out.shape)
+    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Repeat for each position."""
+        y = c.y
+        positions = (1,) * (y.dim() - 2)
+        return t.reshape(len(t), 1, -1, *positions).expand(-1, *y.shape)
 
-    def _bias_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        product = sum_positions(mat)
-        return product.sum(1) if sum_batch else product
+    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over the positions."""
+        return sum_positions(v)
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over the positions and the samples."""
+        return sum_positions(v).sum(1)
+
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        if param_str == "bias" and self.is_ours:  # has fewer entries than what arrives
-            return reductions.of_products(sum_positions(mat), wanted, weights)
-        return super()._param_mjp_reduced(
-            param_str, module, g_out, mat, wanted, subsampling, weights
-        )
+        """Reduce the individual products, see the base class."""
+        if name == "bias" and self.is_ours:  # has fewer entries than what arrives
+            return reductions.of_products(sum_positions(v), wanted, weights)
+        return super().reduced(c, name, v, wanted, weights)
 
 
 @register(Conv1d, Conv2d, Conv3d)
@@ -249,7 +228,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
 
     # ------------------------------------------------------------------ Jacobians
 
-    def _convolve(self, module: Any, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    def _convolve(self, module: Any, x: Tensor, weight: Tensor) -> Tensor:
         return CONVOLUTION[len(module.kernel_size)](
             self._pad(module, x),
             weight,
@@ -257,27 +236,25 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             module.stride,
             tuple(self._native_padding(module)),
             module.dilation,
-            groups,
+            module.groups,
         )
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_rows(lambda x: self._convolve(module, x, module.weight, module.groups), mat)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve."""
+        return map_rows(lambda x: self._convolve(c.module, x, c.params["weight"]), t)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_rows(lambda s: self._pull(module, s), mat)
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply the transpose."""
+        return map_rows(lambda s: self._pull(c, s), v)
 
-    def _pull(self, module: Any, s: Tensor) -> Tensor:
+    def _pull(self, c: Context, s: Tensor) -> Tensor:
         """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
-        shape = (len(s), *module.input0.shape[1:])
+        module, shape = c.module, (len(s), *c.input.shape[1:])
         padded = self._pad(module, s.new_zeros(1).expand(1, *shape[1:]))
         product, _, _ = torch.ops.aten.convolution_backward(
             s,
             shape_only(s, (len(s), *padded.shape[1:])),
-            module.weight,
+            c.params["weight"],
             None,
             module.stride,
             self._native_padding(module),
@@ -291,88 +268,70 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             return apply_transposed(lambda x: self._pad(module, x), shape, product)
         return product
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
     # ------------------------------------------------------------------ weight
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        x = subsample(module.input0, subsampling=subsampling)
-        num_v, out_channels = mat.shape[:2]
-        groups = module.groups
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve the input with ``t``."""
+        x, groups = c.x, c.module.groups
+        num_v, out_channels = t.shape[:2]
         # output channels in the order group, vector, channel of the group
-        weight = mat.reshape(num_v, groups, -1, *mat.shape[2:]).transpose(0, 1).flatten(0, 2)
-        out = self._convolve(module, x, weight, groups)
+        weight = t.reshape(num_v, groups, -1, *t.shape[2:]).transpose(0, 1).flatten(0, 2)
+        out = self._convolve(c.module, x, weight)
         out = out.reshape(x.shape[0], groups, num_v, -1, *out.shape[2:])
         return out.permute(2, 0, 1, 3, *range(4, out.dim())).reshape(
             num_v, x.shape[0], out_channels, *out.shape[4:]
         )
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        if not sum_batch and not weight_jac_t_save_memory.active:
-            name = "individual"
-            return self._param_mjp_reduced("weight", module, g_out, mat, {name}, subsampling, None)[
-                name
-            ]
-        x = self._pad(module, subsample(module.input0, subsampling=subsampling))
-        padding = self._native_padding(module)
-        return PerSampleConvolution.correlate(x, mat, module, padding, sum_batch)
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with the patches of the input, or (low memory) correlate with it."""
+        if weight_jac_t_save_memory.active:
+            return self._correlate(c, v, sum_batch=False)
+        return self.reduced(c, "weight", v, {"individual"})["individual"]
 
-    def _unfold(self, module: Any, x: Tensor) -> Tensor:
+    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Correlate with the input."""
+        return self._correlate(c, v, sum_batch=True)
+
+    def _correlate(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
+        x, padding = self._pad(c.module, c.x), self._native_padding(c.module)
+        return PerSampleConvolution.correlate(x, v, c.module, padding, sum_batch)
+
+    def _unfold(self, c: Context, x: Tensor) -> Tensor:
         """Return the patches of the input: ``[N, I, *in] -> [N, G, I/G·k, T]``."""
-        return PerSampleConvolution.unfolded(
-            self._pad(module, x, explicit=True), module, module.output.shape[2:]
-        )
+        padded = self._pad(c.module, x, explicit=True)
+        return PerSampleConvolution.unfolded(padded, c.module, c.output.shape[2:])
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        if param_str != "weight":
-            return super()._param_mjp_reduced(
-                param_str, module, g_out, mat, wanted, subsampling, weights
-            )
-        x, p = subsample(module.input0, subsampling=subsampling), module.weight
-        out_shape, groups = mat.shape[3:], module.groups
-        flat = reductions.fewer_columns(mat.flatten(3), wanted, weights)
+        """Reduce the individual products, made of patches or of convolutions."""
+        if name != "weight":
+            return super().reduced(c, name, v, wanted, weights)
+        x, p, module = c.x, c.params["weight"], c.module
+        out_shape, groups = v.shape[3:], module.groups
+        flat = reductions.fewer_columns(v.flatten(3), wanted, weights)
         num_v, num_n, num_o, positions = flat.shape
         s = flat.unflatten(2, (groups, -1))
         features = p.shape[1:].numel()
         sizes = (num_v, num_o // groups, positions, features)
-        if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(*sizes):
+        if wanted <= {"gradient", "square_norm"} and affine.gram_is_cheaper(*sizes):
             values = {}
             if "square_norm" in wanted:
                 # groups are further samples: their squared norms add up
                 by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
-                unfolded = self._unfold(module, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
-                values["square_norm"] = (
-                    square_norm(by_group, unfolded).unflatten(0, (-1, groups)).sum(1)
-                )
+                unfolded = self._unfold(c, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
+                norms = affine.square_norm(by_group, unfolded)
+                values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
             if "gradient" in wanted:
-                values["gradient"] = self._weight_jac_t_mat_prod(
-                    module, None, g_out, mat, True, subsampling
-                ).sum(0)
+                values["gradient"] = self.weight_vjp_sum(c, v).sum(0)
             return values
 
         def by_patches(samples: slice) -> reductions.Multiply:
-            unfolded = self._unfold(module, x[samples]).mT.flatten(0, 1)
+            unfolded = self._unfold(c, x[samples]).mT.flatten(0, 1)
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = s[columns, samples]
@@ -402,34 +361,18 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         shape = (num_v, num_n, *p.shape)
         return reductions.in_slices(product, shape, size, flat, wanted, weights)
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
-        """Sum ``mat`` over the positions or keep them: ``[V, N, O, *] -> [V, N', 1, O]``."""
-        return position_rows(mat.flatten(3).transpose(2, 3), approximation).unsqueeze(2)
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
+        """Sum over the positions or keep them: ``[V, N, O, *] -> [V, N', 1, O]``."""
+        return affine.position_rows(v.flatten(3).transpose(2, 3), approximation).unsqueeze(2)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
-        """Return A of the patches, see :func:`input_factor`: ``[I/G·k, I/G·k]``, mean over G."""
-        if param_str != "weight":
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
+        """Return A of the patches, see ``affine.input_factor``: ``[I/G·k, I/G·k]``, mean over G."""
+        if name != "weight":
             return []
-        x = subsample(module.input0, subsampling=subsampling)
+        x, module, positions = c.x, c.module, c.output.shape[2:]
         if approximation == "reduce":
-            unfolded = self._unfold(module, x)
-            return [input_factor(unfolded.flatten(0, 1).transpose(1, 2), approximation)]
-        positions = module.output.shape[2:]
+            unfolded = self._unfold(c, x)
+            return [affine.input_factor(unfolded.flatten(0, 1).transpose(1, 2), approximation)]
         before = [low for low, _ in self._margins(module)]
         if module.padding_mode != "zeros":
             x, before = self._pad(module, x, explicit=True), [0 for _ in before]

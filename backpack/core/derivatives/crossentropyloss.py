@@ -13,10 +13,9 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.recall import recall
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
-from backpack.core.rows import Rows
-from backpack.utils.subsampling import subsample
 
 
 @register(CrossEntropyLoss)
@@ -27,24 +26,26 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
     reduction, class weights, label smoothing, probabilities as targets and ``ignore_index``.
     """
 
-    def log_p(self, module: Any, subsampling: Rows) -> Tensor:
+    def log_p(self, c: Context) -> Tensor:
         """Return the logarithms of the predicted probabilities: ``[N, C, *d]``."""
-        return subsample(module.input0, subsampling=subsampling).log_softmax(1)
+        return c.x.log_softmax(1)
 
-    def p(self, module: Any, subsampling: Rows) -> Tensor:
+    def p(self, c: Context) -> Tensor:
         """Return the predicted probabilities: ``[N, C, *d]``."""
-        return subsample(module.input0, subsampling=subsampling).softmax(1)
+        return c.x.softmax(1)
 
-    def _scale(self, module: Any, subsampling: Rows) -> Tensor:
+    def _scale(self, c: Context) -> Tensor:
         """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
-        x, y = module.input0, module.input1
+        x, y = c.input, c.inputs[1]
         if x.dim() < 2:
             raise ValueError(
-                f"{describe(module)}: the prediction needs a batch axis, got shape {list(x.shape)}."
+                f"{describe(c.module)}: the prediction needs a batch axis, got shape "
+                f"{list(x.shape)}."
             )
         num_classes = x.shape[1]
-        weight = None if module.weight is None else module.weight.to(x.dtype)
-        smooth = getattr(module, "label_smoothing", 0.0)
+        weight = c.params.get("weight")
+        weight = None if weight is None else weight.to(x.dtype)
+        smooth = getattr(c.module, "label_smoothing", 0.0)
         if y.is_floating_point():  # the target is a distribution over the classes
             target = (1 - smooth) * y + smooth / num_classes
             scale = (
@@ -52,45 +53,48 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             )
             total: Any = scale.numel()
         else:
-            scale = own = y != module.ignore_index
+            scale = own = y != c.module.ignore_index
             if weight is not None:
                 kept, own = own, torch.where(own, weight[y.where(own, y.new_zeros(()))], 0.0)
                 scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
             total = own.sum(dtype=x.dtype)
-        scale = scale / total if module.reduction == "mean" else scale.to(x.dtype)
-        return subsample(scale, subsampling=subsampling).unsqueeze(1)
+        scale = scale / total if c.module.reduction == "mean" else scale.to(x.dtype)
+        return c.select(scale).unsqueeze(1)
 
     @staticmethod
-    def _counts_samples(module: Any) -> bool:
+    def _counts_samples(c: Context) -> bool:
         """Whether the scale is one number for all samples that are not ignored."""
-        return module.weight is None and not module.input1.is_floating_point()
+        return c.params.get("weight") is None and not c.inputs[1].is_floating_point()
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        if not self._counts_samples(module) and is_negative(self._scale(module, subsampling)):
-            raise not_convex(module, "a weight or a target is negative")
+    def need_convex(self, c: Context) -> None:
+        """Refuse negative weights and targets."""
+        if not self._counts_samples(c) and is_negative(self._scale(c)):
+            raise not_convex(c.module, "a weight or a target is negative")
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        log_p = self.log_p(module, subsampling)
-        p, scale = log_p.exp(), self._scale(module, subsampling)
-        # S = sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ): column k is sqrt(p_k) (e_k - p)
+    def hessian_root(self, c: Context) -> Tensor:
+        """Return ``sqrt(a) (diag(sqrt(p)) - p sqrt(p)ᵀ)``: columns ``sqrt(a p_k) (e_k - p)``."""
+        log_p = self.log_p(c)
+        p, scale = log_p.exp(), self._scale(c)
         roots = scale.sqrt() * (log_p / 2).exp()  # the root of a p of zero: no derivative
         columns = -roots.movedim(1, 0).unsqueeze(2) * p  # [C, N, C, *d]
         columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
         return _with_positions_apart(columns)
 
-    def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        if module.input0.dim() > 2 or not self.is_ours:
-            return super()._sum_hessian(module, subsampling)
-        self.check_call(module)
-        self._need_convex(module, subsampling)
-        p = self.p(module, subsampling)
-        mass = self._scale(module, subsampling) * p
+    def hessian_sum(self, c: Context) -> Tensor:
+        """Return ``sum_n a_n (diag(p_n) - p_n p_nᵀ)``."""
+        if c.input.dim() > 2 or not self.is_ours:
+            return super().hessian_sum(c)
+        self.check_call(c)
+        self.need_convex(c)
+        p = self.p(c)
+        mass = self._scale(c) * p
         return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
 
-    def _thin_factor(self, module: Any, subsampling: Rows) -> Tensor:
-        return self._cholesky(module, self._scale(module, subsampling).sqrt(), subsampling)
+    def thin_hessian_root(self, c: Context) -> Tensor:
+        """Return the Cholesky factor, with a column less."""
+        return self._cholesky(c, self._scale(c).sqrt())
 
-    def _cholesky(self, module: Any, root_of_scale: Tensor, subsampling: Rows) -> Tensor:
+    def _cholesky(self, c: Context, root_of_scale: Tensor) -> Tensor:
         """Return the Cholesky factor of ``diag(p) - p pᵀ`` (last class first), scaled.
 
         With the sums ``q_k = sum_{j <= k} p_j``, column ``k > 0`` is ``sqrt(p_k q_{k-1} / q_k)``
@@ -98,7 +102,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         exact Cholesky decomposition and the generalized inverse of the variance-covariance matrix
         of the multinomial distribution (1992).
         """
-        given = self.p(module, subsampling).movedim(1, -1)  # [N, *d, C]
+        given = self.p(c).movedim(1, -1)  # [N, *d, C]
         p = given.to(torch.promote_types(given.dtype, torch.float32))  # float16 would underflow
         q, tiny = p.cumsum(-1), torch.finfo(p.dtype).tiny
         exists = torch.minimum(p[..., 1:], q[..., :-1]) > 0  # else the column is zero, not 0 / 0
@@ -112,34 +116,40 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         columns = columns.to(given.dtype).movedim(-2, 0).movedim(-1, 2)
         return _with_positions_apart(columns.contiguous())
 
-    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
-        self._need_convex(module, None)
-        p, scale = self.p(module, None), self._scale(module, None)
+    def sampled_hessian_root(self, c: Context, mc_samples: int) -> Tensor:
+        """Return ``sqrt(a) (p - e_y)`` with y drawn from p."""
+        c = c.at(None)
+        self.need_convex(c)
+        p, scale = self.p(c), self._scale(c)
         one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
         return scale.sqrt() * (p - one_hot)
 
-    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
-        return self.is_ours and self._counts_samples(module)
+    def root_is_of_hessian(self, c: Context) -> bool:
+        """Return whether the scale is not negative for sure."""
+        return self.is_ours and self._counts_samples(c)
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
-        scale = self._scale(module, subsampling)
-        columns = self._cholesky(module, scale.abs().sqrt(), subsampling)
-        if self._counts_samples(module) or not is_negative(scale):
+    def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
+        """Return the Cholesky factor, with the sign of the scale."""
+        scale = self._scale(c)
+        columns = self._cholesky(c, scale.abs().sqrt())
+        if self._counts_samples(c) or not is_negative(scale):
             return columns, None
         sign = scale.sign().flatten(1).T  # [positions, N]
         return columns, sign.repeat_interleave(len(columns) // len(sign), 0)
 
-    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+    def hessian_product(self, c: Context, t: Tensor) -> Tensor:
+        """Apply ``a (diag(p) - p pᵀ)``."""
+
         def compute() -> tuple[Tensor, Tensor]:
-            return self.p(module, subsampling), self._scale(module, subsampling)
+            return self.p(c), self._scale(c)
 
         if torch.is_grad_enabled():  # each product has a graph of its own
             p, scale = compute()
         else:
-            tensors = (module.input0, module.input1, module.weight)
-            rows = tuple(subsampling) if isinstance(subsampling, list) else subsampling
-            p, scale = recall(module._backpack_saved, "p", tensors, (rows,), compute)
-        product = p * mat
+            tensors = (c.input, c.inputs[1], c.params.get("weight"))
+            rows = tuple(c.rows) if isinstance(c.rows, list) else c.rows
+            p, scale = recall(c.saved, "p", tensors, (rows,), compute)
+        product = p * t
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
 
 
@@ -178,35 +188,40 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     Scores that are no log-probabilities have no such distribution: their GGN is an error.
     """
 
-    def log_p(self, module: Any, subsampling: Rows) -> Tensor:
+    def log_p(self, c: Context) -> Tensor:
         """Return the prediction."""
-        return subsample(module.input0, subsampling=subsampling)
+        return c.x
 
-    def p(self, module: Any, subsampling: Rows) -> Tensor:
+    def p(self, c: Context) -> Tensor:
         """Return its exponential."""
-        return self.log_p(module, subsampling).exp()
+        return self.log_p(c).exp()
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        super()._need_convex(module, subsampling)
-        log_p, counts = self.log_p(module, subsampling), self._scale(module, subsampling) != 0
+    def need_convex(self, c: Context) -> None:
+        """Refuse scores that are no log-probabilities, too."""
+        super().need_convex(c)
+        log_p, counts = self.log_p(c), self._scale(c) != 0
         error = (log_p.logsumexp(1, keepdim=True).abs() * counts).detach()
         # log(p + 1e-8), which is a habit, has to pass
-        tolerance = max(module._backpack_call.rounding**0.5, 1e-5)
+        tolerance = max(c.call.rounding**0.5, 1e-5)
         if not error.is_meta and bool((error > tolerance).any()):
             raise ValueError(
-                f"{describe(module)} reads log-probabilities, but the exponentials of the "
+                f"{describe(c.module)} reads log-probabilities, but the exponentials of the "
                 f"prediction do not sum to 1 (their sum has the logarithm {float(error.max()):g} "
                 "in absolute value): put LogSoftmax before it, or use CrossEntropyLoss."
             )
 
-    def _ggn_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        return super()._hessian_mat_prod(module, mat, subsampling)
+    def ggn_product(self, c: Context, t: Tensor) -> Tensor:
+        """Apply ``a (diag(p) - p pᵀ)``."""
+        return super().hessian_product(c, t)
 
-    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
+    def root_is_of_hessian(self, c: Context) -> bool:
+        """Return False: that is the root of the GGN."""
         return False
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros_like(subsample(module.input0, subsampling=subsampling))[None], None
+    def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
+        """Return zero."""
+        return torch.zeros_like(c.x)[None], None
 
-    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        return torch.zeros_like(mat)
+    def hessian_product(self, c: Context, t: Tensor) -> Tensor:
+        """Return zero."""
+        return torch.zeros_like(t)

@@ -19,11 +19,10 @@ from torch.nn import (
 
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import is_output
-from backpack.core.rows import Rows
 from backpack.custom_module.stochastic_depth import StochasticDepth
-from backpack.utils.subsampling import subsample
 
 
 def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
@@ -56,16 +55,17 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         target = torch.autograd.graph.get_gradient_edge(x).node
         return {"slope": _pull_back(y.grad_fn, torch.ones_like(y), target)}
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """Slopes that were drawn; 1 if nothing was (evaluation mode)."""
-        slope = module._backpack_saved.get("slope")
+        slope, call = c.saved.get("slope"), c.call
         if slope is None:
-            slope = torch.ones_like(module.input0)
-        elif module._backpack_call.is_unbatched:
-            slope = slope.unsqueeze(0).expand(module._backpack_call.copies, *slope.shape)
-        elif not module._backpack_call.is_plain:
-            slope = module._backpack_call.place_in(0).to_canonical(slope)
-        return subsample(slope, subsampling=subsampling)
+            return torch.ones_like(c.x)
+        if call.is_unbatched:
+            slope = slope.unsqueeze(0).expand(call.copies, *slope.shape)
+        elif not call.is_plain:
+            place: Any = call.place_in(0)
+            slope = place.to_canonical(slope)
+        return c.select(slope)
 
 
 @register(Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout)

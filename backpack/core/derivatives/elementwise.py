@@ -36,11 +36,9 @@ from torch.nn.functional import softplus
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.reductions import gram
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 
 class ElementwiseDerivatives(BaseDerivatives):
@@ -52,11 +50,11 @@ class ElementwiseDerivatives(BaseDerivatives):
         """Return whether the output says everything: autograd keeps it as well."""
         return self.reads_output
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative ``f'(x)``: ``[*in]``."""
         raise NotImplementedError
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative ``f''(x)``: ``[*in]``."""
         raise NotImplementedError
 
@@ -68,26 +66,25 @@ class ElementwiseDerivatives(BaseDerivatives):
         """Return True: output i depends on input i alone."""
         return True
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat * self.df(module, subsampling)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return ``f' t``."""
+        return t * self.df(c)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat * self.df(module, subsampling)
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Return ``f' v``."""
+        return v * self.df(c)
 
-    def _ea_jac_t_mat_jac_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        df = self.df(module, subsampling).flatten(1)
+    def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
+        """Multiply with the average of ``f' f'ᵀ``."""
+        df = self.df(c).flatten(1)
         return gram(df, len(df)).mul_(mat)
 
-    def _hessian_diagonal(self, module: Any, g_inp: Grads, g_out: Any, subsampling: Rows) -> Tensor:
-        if self.hessian_is_zero(module):
-            return super()._hessian_diagonal(module, g_inp, g_out, subsampling)
-        return subsample(g_out[0], subsampling=subsampling) * self.d2f(module, subsampling)
+    def hessian_diag(self, c: Context) -> Tensor:
+        """Return ``g f''``."""
+        if not self.is_curved(c.call):
+            return super().hessian_diag(c)
+        g: Any = c.grad_out[0]
+        return c.select(g) * self.d2f(c)
 
 
 class PiecewiseLinearDerivatives(ElementwiseDerivatives):
@@ -98,14 +95,6 @@ class PiecewiseLinearDerivatives(ElementwiseDerivatives):
         return True
 
 
-def _x(module: Any, subsampling: Rows) -> Tensor:
-    return subsample(module.input0, subsampling=subsampling)
-
-
-def _y(module: Any, subsampling: Rows) -> Tensor:
-    return subsample(module.output, subsampling=subsampling)
-
-
 @register(ReLU)
 class ReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = [x > 0] = [y > 0]``."""
@@ -113,28 +102,28 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
     reads_output = True
     reads_input = False
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative ``[y > 0]``."""
-        y = _y(module, subsampling)
+        y = c.y
         return (y > 0).to(y.dtype)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # autograd's own kernel: one pass instead of three
-        return torch.ops.aten.threshold_backward(mat, _y(module, subsampling), 0)
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply autograd's own kernel: one pass instead of three."""
+        return torch.ops.aten.threshold_backward(v, c.y, 0)
 
-    _jac_mat_prod = _jac_t_mat_prod
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Do that, too: the Jacobian is diagonal."""
+        return self.vjp(c, t)
 
 
 @register(LeakyReLU)
 class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = 1 if x > 0 else a``."""
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative, 1 or the negative slope."""
-        x = _x(module, subsampling)
-        return torch.where(x > 0, x.new_ones(()), x.new_tensor(module.negative_slope))
+        x = c.x
+        return torch.where(x > 0, x.new_ones(()), x.new_tensor(c.module.negative_slope))
 
 
 @register(Sigmoid)
@@ -145,14 +134,14 @@ class SigmoidDerivatives(ElementwiseDerivatives):
     reads_output = True
     reads_input = False
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative ``y (1 - y)``."""
-        y = _y(module, subsampling)
+        y = c.y
         return y * (1 - y)
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative ``y (1 - y) (1 - 2 y)``."""
-        y = _y(module, subsampling)
+        y = c.y
         return y * (1 - y) * (1 - 2 * y)
 
 
@@ -164,13 +153,13 @@ class TanhDerivatives(ElementwiseDerivatives):
     reads_output = True
     reads_input = False
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative ``1 - y²``."""
-        return 1 - _y(module, subsampling).square()
+        return 1 - c.y.square()
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative ``-2 y (1 - y²)``."""
-        y = _y(module, subsampling)
+        y = c.y
         return -2 * y * (1 - y.square())
 
 
@@ -178,13 +167,13 @@ class TanhDerivatives(ElementwiseDerivatives):
 class LogSigmoidDerivatives(ElementwiseDerivatives):
     """``y = log σ(x)``: ``f' = σ(-x)``, ``f'' = -σ(x) σ(-x)``."""
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative ``σ(-x)``."""
-        return torch.sigmoid(-_x(module, subsampling))
+        return torch.sigmoid(-c.x)
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative ``-σ(x) σ(-x)``."""
-        x = _x(module, subsampling)
+        x = c.x
         return -torch.sigmoid(x) * torch.sigmoid(-x)
 
 
@@ -195,16 +184,16 @@ class ExponentialUnitDerivatives(ElementwiseDerivatives):
         """Return λ, α and β."""
         raise NotImplementedError
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative: λ, or ``λ α β exp(β x)``."""
-        x, (scale, alpha, beta) = _x(module, subsampling), self.coefficients(module)
+        x, (scale, alpha, beta) = c.x, self.coefficients(c.module)
         # min(x, 0): exp of a large positive x would be inf, and inf * 0 is nan in a double backward
         slope = alpha * beta * (beta * x.clamp(max=0)).exp()
         return scale * torch.where(x > 0, 1.0, slope).to(x.dtype)
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative: 0, or ``λ α β² exp(β x)``."""
-        x, (scale, alpha, beta) = _x(module, subsampling), self.coefficients(module)
+        x, (scale, alpha, beta) = c.x, self.coefficients(c.module)
         slope = alpha * beta**2 * (beta * x.clamp(max=0)).exp()
         return scale * torch.where(x >= 0, 0.0, slope).to(x.dtype)
 
@@ -349,20 +338,19 @@ def _of(formulas: Mapping[type[Module], Any], module: Module) -> Any:
 class SmoothDerivatives(ElementwiseDerivatives):
     """An activation of the table ``SMOOTH``."""
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative."""
-        return _of(SMOOTH, module)[0](module, _x(module, subsampling))
+        return _of(SMOOTH, c.module)[0](c.module, c.x)
 
-    def d2f(self, module: Any, subsampling: Rows) -> Tensor:
+    def d2f(self, c: Context) -> Tensor:
         """Second derivative."""
-        return _of(SMOOTH, module)[1](module, _x(module, subsampling))
+        return _of(SMOOTH, c.module)[1](c.module, c.x)
 
 
 @register(*STRAIGHT)
 class StraightDerivatives(PiecewiseLinearDerivatives):
     """An activation of the table ``STRAIGHT``."""
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative."""
-        x = _x(module, subsampling)
-        return _of(STRAIGHT, module)(module, x).to(x.dtype)
+        return _of(STRAIGHT, c.module)(c.module, c.x).to(c.input.dtype)

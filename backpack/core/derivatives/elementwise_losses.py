@@ -32,10 +32,9 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
-from backpack.core.rows import Rows
-from backpack.utils.subsampling import subsample
 
 
 class ElementwiseLossDerivatives(BaseLossDerivatives):
@@ -47,70 +46,76 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
 
     batch_axis = BatchAxis.LEADING
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Second derivative ``l''(f, y)``: ``[N, *d]``."""
         raise NotImplementedError
 
-    def score(self, module: Any, mc_samples: int) -> Tensor:
-        """First derivatives ``l'(f, y)`` for targets y drawn given f: ``[M, N, *d]``."""
+    def score(self, c: Context, mc_samples: int) -> Tensor:
+        """First derivatives ``l'(f, y)`` of all rows, targets y drawn given f: ``[M, N, *d]``."""
         raise NotImplementedError
 
     def has_likelihood(self, module: Module) -> bool:
         """Return whether there is a ``score``."""
         return type(self).score is not ElementwiseLossDerivatives.score
 
-    def root(self, module: Any, subsampling: Rows) -> Tensor:
+    def root(self, c: Context) -> Tensor:
         """Square root of ``|l''|``: ``[N, *d]``."""
-        second = self.second(module, subsampling).abs()
+        second = self.second(c).abs()
         curved = second > 0  # the root of zero has no derivative
         return torch.where(curved, second.where(curved, 1).sqrt(), 0)
 
-    def weight(self, module: Any) -> Tensor | float:
+    def weight(self, c: Context) -> Tensor | float:
         """Weight of each entry without the factor of the reduction: ``[N, *d]``."""
-        weight = getattr(module, "weight", None)
-        return 1.0 if weight is None else as_prediction(module, weight)
+        # that of a loss of a user may be neither a parameter nor a buffer
+        weight = c.params.get("weight", getattr(c.module, "weight", None))
+        return 1.0 if weight is None else as_prediction(c, weight)
 
-    def _scale(self, module: Any, subsampling: Rows) -> Tensor:
+    def _scale(self, c: Context) -> Tensor:
         """Return ``c w``: ``[N, *d]``."""
-        x, y = module.input0, module.input1
-        same_shape(module, [x.shape, y.shape])
-        terms = x.numel() if module.reduction == "mean" else 1
-        scale = torch.full_like(x, 1 / terms) * self.weight(module)
-        return subsample(scale.to(x.dtype), subsampling=subsampling)
+        x, y = c.input, c.inputs[1]
+        same_shape(c.module, [x.shape, y.shape])
+        terms = x.numel() if c.module.reduction == "mean" else 1
+        scale = torch.full_like(x, 1 / terms) * self.weight(c)
+        return c.select(scale.to(x.dtype))
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        hessian = self._hessian(module, subsampling)
+    def need_convex(self, c: Context) -> None:
+        """Refuse negative second derivatives."""
+        hessian = self._hessian(c)
         if is_negative(hessian):
-            raise not_convex(module, f"a second derivative is {hessian.min().item():g}")
+            raise not_convex(c.module, f"a second derivative is {hessian.min().item():g}")
 
-    def _hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        return self._scale(module, subsampling) * self.second(module, subsampling)
+    def _hessian(self, c: Context) -> Tensor:
+        return self._scale(c) * self.second(c)
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        scale = self._scale(module, subsampling)
-        return scaled_identity(scale.abs().sqrt() * self.root(module, subsampling))
+    def hessian_root(self, c: Context) -> Tensor:
+        """Return ``diag(sqrt(c w l''))``."""
+        scale = self._scale(c)
+        return scaled_identity(scale.abs().sqrt() * self.root(c))
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
-        hessian = self._hessian(module, subsampling)
+    def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
+        """Return the root, or unit vectors with the Hessian as weights if some are negative."""
+        hessian = self._hessian(c)
         if is_negative(hessian):
             return scaled_identity(torch.ones_like(hessian)), hessian.reshape(len(hessian), -1).T
-        return self._sqrt_hessian(module, subsampling), None
+        return self.hessian_root(c), None
 
-    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
-        scale = self._scale(module, None)
+    def sampled_hessian_root(self, c: Context, mc_samples: int) -> Tensor:
+        """Return ``sqrt(c w) l'`` for targets drawn given f."""
+        c = c.at(None)
+        scale = self._scale(c)
         if is_negative(scale):
-            raise not_convex(module, "a weight is negative")
-        return scale.sqrt() * self.score(module, mc_samples)
+            raise not_convex(c.module, "a weight is negative")
+        return scale.sqrt() * self.score(c, mc_samples)
 
-    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        return mat * self._hessian(module, subsampling)
+    def hessian_product(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with ``c w l''``."""
+        return t * self._hessian(c)
 
 
-def as_prediction(module: Any, tensor: Tensor) -> Tensor:
+def as_prediction(c: Context, tensor: Tensor) -> Tensor:
     """Broadcast a tensor to the prediction, and bring its samples to the same place."""
-    call = module._backpack_call
-    place = call.place_in(0)
-    whole = tensor.expand(call.shape_in[0])
+    place = c.call.place_in(0)
+    whole = tensor.expand(c.call.shape_in[0] or ())
     if place is not None and place.owners is not None:  # rows as they are
         return whole.movedim(place.axis, 0)
     return whole if place is None else place.to_canonical(whole)
@@ -140,9 +145,9 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     is the same as that of ``LogSoftmax`` and ``KLDivLoss(reduction="batchmean")``.
     """
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return zero."""
-        return torch.zeros_like(subsample(module.input0, subsampling=subsampling))
+        return torch.zeros_like(c.x)
 
 
 @register(HuberLoss, SmoothL1Loss)
@@ -152,9 +157,10 @@ class HuberLossDerivatives(ElementwiseLossDerivatives):
     ``l'' = 1`` for ``|f - y| < delta`` (Huber 1964), ``1/beta`` for ``|f - y| < beta``, else 0.
     """
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return ``l''``."""
-        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
+        x, y = c.x, c.select(c.inputs[1])
+        module = c.module
         huber = isinstance(module, HuberLoss)
         width, height = (module.delta, 1.0) if huber else (module.beta, 1 / (module.beta or 1))
         return ((x - y).abs() < width) * torch.full_like(x, height)
@@ -167,20 +173,20 @@ class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
     The variance v (at least ``eps``) is data.
     """
 
-    def _variance(self, module: Any) -> Tensor:
-        x, var = module.input0, module.input2
+    def _variance(self, c: Context) -> Tensor:
+        x, var = c.input, c.inputs[2]
         if not isinstance(var, Tensor):
-            return torch.full_like(x, max(var, module.eps))
+            return torch.full_like(x, max(var, c.module.eps))
         missing = var.dim() == x.dim() - 1  # one variance for all entries of the last axis
-        return (var.unsqueeze(-1) if missing else var).expand(x.shape).clamp(min=module.eps)
+        return (var.unsqueeze(-1) if missing else var).expand(x.shape).clamp(min=c.module.eps)
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return ``1/v``."""
-        return 1 / subsample(self._variance(module), subsampling=subsampling)
+        return 1 / c.select(self._variance(c))
 
-    def score(self, module: Any, mc_samples: int) -> Tensor:
+    def score(self, c: Context, mc_samples: int) -> Tensor:
         """Return ``(f - y)/v`` with ``y ~ N(f, v)``: a standard normal over ``sqrt(v)``."""
-        variance = self._variance(module)
+        variance = self._variance(c)
         return drawn(torch.randn_like, variance, mc_samples) / variance.sqrt()
 
 
@@ -193,31 +199,31 @@ class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
     ``1/λ``.
     """
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return ``l''``."""
-        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
-        rate = self._rate(module, x)
-        return rate if module.log_input else ratio(y.to(x.dtype), rate.square())
+        x, y = c.x, c.select(c.inputs[1])
+        rate = self._rate(c, x)
+        return rate if c.module.log_input else ratio(y.to(x.dtype), rate.square())
 
-    def root(self, module: Any, subsampling: Rows) -> Tensor:
+    def root(self, c: Context) -> Tensor:
         """Return the square root of ``l''``."""
-        if not module.log_input:
-            return super().root(module, subsampling)
-        return (subsample(module.input0, subsampling=subsampling) / 2).exp()
+        if not c.module.log_input:
+            return super().root(c)
+        return (c.x / 2).exp()
 
-    def score(self, module: Any, mc_samples: int) -> Tensor:
+    def score(self, c: Context, mc_samples: int) -> Tensor:
         """Return ``l'`` with y from the Poisson distribution of rate λ."""
-        rate = self._rate(module, module.input0)
+        rate = self._rate(c, c.input)
         if is_negative(rate):
             raise ValueError(
-                f"{describe(module)}: a rate is negative, there is no Poisson distribution to draw "
-                "from. Let the network end in a Softplus, or use log_input=True."
+                f"{describe(c.module)}: a rate is negative, there is no Poisson distribution to "
+                "draw from. Let the network end in a Softplus, or use log_input=True."
             )
         y = drawn(torch.poisson, rate, mc_samples)
-        return rate - y if module.log_input else 1 - ratio(y, rate.expand_as(y))
+        return rate - y if c.module.log_input else 1 - ratio(y, rate.expand_as(y))
 
-    def _rate(self, module: Any, x: Tensor) -> Tensor:
-        return x.exp() if module.log_input else x + module.eps
+    def _rate(self, c: Context, x: Tensor) -> Tensor:
+        return x.exp() if c.module.log_input else x + c.module.eps
 
 
 # --------------------------------------------------------------------------------------
@@ -234,14 +240,14 @@ class BCELossDerivatives(ElementwiseLossDerivatives):
     ``BCEWithLogitsLoss``.
     """
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return ``l''``."""
-        x, y = (subsample(t, subsampling=subsampling) for t in (module.input0, module.input1))
+        x, y = c.x, c.select(c.inputs[1])
         return ratio(y, x.square()) + ratio(1 - y, (1 - x).square())
 
-    def score(self, module: Any, mc_samples: int) -> Tensor:
+    def score(self, c: Context, mc_samples: int) -> Tensor:
         """Return ``(f - y)/(f (1-f))`` with ``y = 1`` of probability f."""
-        x = module.input0
+        x = c.input
         y = drawn(torch.bernoulli, x, mc_samples)
         return ratio(1 - y, 1 - x) - ratio(y, x.expand_as(y))
 
@@ -249,23 +255,23 @@ class BCELossDerivatives(ElementwiseLossDerivatives):
 class LogisticLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``l = -y log σ(f) - (1-y) log σ(-f)``: ``l'' = σ(f) σ(-f)``."""
 
-    def logit(self, module: Any, subsampling: Rows) -> Tensor:
+    def logit(self, c: Context) -> Tensor:
         """Return the argument of the logistic function σ: ``[N, *d]``."""
-        return subsample(module.input0, subsampling=subsampling)
+        return c.x
 
-    def second(self, module: Any, subsampling: Rows) -> Tensor:
+    def second(self, c: Context) -> Tensor:
         """Return ``σ(f) σ(-f)``."""
-        f = self.logit(module, subsampling)
+        f = self.logit(c)
         return torch.sigmoid(f) * torch.sigmoid(-f)
 
-    def root(self, module: Any, subsampling: Rows) -> Tensor:
+    def root(self, c: Context) -> Tensor:
         """Return the square root, by logarithms: that of zero has no derivative."""
-        f = self.logit(module, subsampling)
+        f = self.logit(c)
         return ((logsigmoid(f) + logsigmoid(-f)) / 2).exp()
 
-    def score(self, module: Any, mc_samples: int) -> Tensor:
+    def score(self, c: Context, mc_samples: int) -> Tensor:
         """Return ``σ(f) - y`` with ``y = 1`` of probability σ(f)."""
-        sigma = torch.sigmoid(self.logit(module, None))
+        sigma = torch.sigmoid(self.logit(c))
         return sigma - drawn(torch.bernoulli, sigma, mc_samples)
 
 
@@ -273,20 +279,20 @@ class LogisticLossDerivatives(ElementwiseLossDerivatives):
 class SoftMarginLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``SoftMarginLoss``, ``log(1 + exp(-y f))``: ``l'' = y² σ(y f) σ(-y f)``."""
 
-    def logit(self, module: Any, subsampling: Rows) -> Tensor:
+    def logit(self, c: Context) -> Tensor:
         """Return ``y f``."""
-        return subsample(module.input0 * module.input1, subsampling=subsampling)
+        return c.select(c.input * c.inputs[1])
 
-    def weight(self, module: Any) -> Tensor | float:
+    def weight(self, c: Context) -> Tensor | float:
         """Return ``y²``, which is 1 for targets ``±1``."""
-        return module.input1.square()
+        return c.inputs[1].square()
 
 
 @register(MultiLabelSoftMarginLoss)
 class MultiLabelSoftMarginLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``MultiLabelSoftMarginLoss``: a mean over the classes, the last axis."""
 
-    def weight(self, module: Any) -> Tensor | float:
+    def weight(self, c: Context) -> Tensor | float:
         """Return the weight, with the mean over the C classes unless the reduction includes it."""
-        classes = 1 if module.reduction == "mean" else module._backpack_call.shape_in[0][-1]
-        return super().weight(module) / classes
+        classes = 1 if c.module.reduction == "mean" else c.input.shape[-1]
+        return super().weight(c) / classes

@@ -6,18 +6,16 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, einsum
+from torch import Size, Tensor, einsum
 from torch.nn import Embedding, EmbeddingBag, Module
 
 from backpack.core.derivatives import reductions
+from backpack.core.derivatives.affine import input_factor, position_rows
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.linear import positions
-from backpack.core.derivatives.shared_weight import input_factor, position_rows
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
-from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 
 class Lookups(NamedTuple):
@@ -77,97 +75,82 @@ class EmbeddingDerivatives(BaseDerivatives):
         """Return 2: batch and features."""
         return 2
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True: integers have no Jacobian."""
         return True
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> tuple[Tensor | None, ...]:
+    def vjp(self, c: Context, v: Any) -> tuple[Tensor | None, ...]:
+        """Return nothing: integers have no cotangents."""
         return (None,)
 
     # ------------------------------------------------------------------ what is looked up
 
-    def _lookups(self, module: Any, subsampling: Rows) -> Lookups:
+    def _lookups(self, c: Context) -> Lookups:
         """List what the selected samples read.
 
         Raises:
             NotImplementedError: If an option changes the weight or its gradient.
         """
+        module = c.module
         if module.max_norm is not None or module.scale_grad_by_freq:
             raise NotImplementedError(
                 f"{describe(module)}: max_norm changes the weight during the forward pass, and "
                 "scale_grad_by_freq the gradient, so that it is no longer the sum over the "
                 "samples. Extensions support neither."
             )
-        return self._all_lookups(module, subsampling).without(module.padding_idx)
+        return self._all_lookups(c).without(module.padding_idx)
 
-    def _all_lookups(self, module: Any, subsampling: Rows) -> Lookups:
-        x = subsample(module.input0, subsampling=subsampling).long()
+    def _all_lookups(self, c: Context) -> Lookups:
+        x = c.x.long()
         slot = torch.arange(x.numel(), device=x.device)
         sample = torch.arange(len(x), device=x.device).repeat_interleave(x[0].numel())
         return Lookups(sample, x.flatten(), slot)
 
-    def _out_shape(self, module: Any, subsampling: Rows) -> torch.Size:
+    def _out_shape(self, c: Context) -> Size:
         """Return the shape of the output, ``[N, *, D]``, for the selected samples."""
-        shape = module.output.shape
-        return torch.Size([len(row_numbers(shape[0], subsampling)), *shape[1:]])
+        return self.shape_of_rows(c.output.shape, 0, c.rows)
 
-    def _by_pair(
-        self, module: Any, mat: Tensor, subsampling: Rows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``Jᵀ mat`` for the pairs of a sample and a token that occur.
+    def _by_pair(self, c: Context, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``Jᵀ v`` for the pairs of a sample and a token that occur.
 
         Returns:
             ``[V, P, D]`` for P pairs, the sample and the token of each: ``[P]``, ``[P]``.
         """
-        looked_up, size = self._lookups(module, subsampling), module.num_embeddings
+        looked_up, size = self._lookups(c), c.module.num_embeddings
         keys, pair = (looked_up.sample * size + looked_up.token).unique(return_inverse=True)
-        products = looked_up.scaled(mat.flatten(1, -2)[:, looked_up.slot])
+        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
         return sum_at(products, pair, len(keys)), keys // size, keys % size
 
     # ------------------------------------------------------------------ weight [W, D]
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        looked_up, shape = self._lookups(module, subsampling), self._out_shape(module, subsampling)
-        rows = looked_up.scaled(mat[:, looked_up.token])
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Look up rows of ``t``."""
+        looked_up, shape = self._lookups(c), self._out_shape(c)
+        rows = looked_up.scaled(t[:, looked_up.token])
         return sum_at(rows, looked_up.slot, shape[:-1].numel()).reshape(-1, *shape)
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        looked_up, size = self._lookups(module, subsampling), module.num_embeddings
-        products = looked_up.scaled(mat.flatten(1, -2)[:, looked_up.slot])
-        if sum_batch:
-            return sum_at(products, looked_up.token, size)
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Sum the rows of ``v`` for each sample and token."""
+        looked_up, size = self._lookups(c), c.module.num_embeddings
+        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
         where = looked_up.sample * size + looked_up.token
-        return sum_at(products, where, mat.shape[1] * size).unflatten(1, (-1, size))
+        return sum_at(products, where, v.shape[1] * size).unflatten(1, (-1, size))
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Sum the rows of ``v`` for each token."""
+        looked_up = self._lookups(c)
+        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
+        return sum_at(products, looked_up.token, c.module.num_embeddings)
+
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        products, sample, token = self._by_pair(module, mat, subsampling)  # [V, P, D]
-        size, count = module.num_embeddings, mat.shape[1]
+        """Reduce the products of the pairs that occur, see the base class."""
+        products, sample, token = self._by_pair(c, v)  # [V, P, D]
+        size, count = c.module.num_embeddings, v.shape[1]
         values = {}
         if "individual" in wanted:
-            values["individual"] = self.param_mjp(
-                param_str, module, None, g_out, mat, False, subsampling
-            )
+            values["individual"] = self.param_vjp(c, name, v)
         if "gradient" in wanted:
             values["gradient"] = sum_at(products.sum(0, keepdim=True), token, size).squeeze(0)
         if "square_norm" in wanted:
@@ -178,43 +161,29 @@ class EmbeddingDerivatives(BaseDerivatives):
             squares = reductions.sum_of_squares(products, weight).unsqueeze(0)
             if "batch_square" in wanted:
                 total = sum_at(squares, sample * size + token, count * size)
-                values["batch_square"] = total.reshape(-1, size, mat.shape[-1])
+                values["batch_square"] = total.reshape(-1, size, v.shape[-1])
             if "square" in wanted:
                 values["square"] = sum_at(squares, token, size).squeeze(0)
         return values
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
-        """Return ``mat`` itself, as for a linear layer: ``[V, N, *, D] -> [V, N', 1, D]``."""
-        return position_rows(positions(mat), approximation).unsqueeze(2)
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
+        """Return ``v`` itself, as for a linear layer: ``[V, N, *, D] -> [V, N', 1, D]``."""
+        return position_rows(positions(v), approximation).unsqueeze(2)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the one-hot rows, ``[W, W]``: their counts on the diagonal, or ("reduce")."""
-        looked_up, shape = self._lookups(module, subsampling), self._out_shape(module, subsampling)
+        looked_up, shape = self._lookups(c), self._out_shape(c)
         num_t = shape[1:-1].numel()
         if approximation == "reduce":
-            return [self._count_factor(module, looked_up, shape[0]) / num_t**2]
-        counts = looked_up.token.bincount(minlength=module.num_embeddings).to(module.weight.dtype)
-        return [counts.diag() / (shape[0] * (num_t if approximation == "expand" else 1))]
+            return [self._count_factor(c, looked_up, shape[0]) / num_t**2]
+        counts = looked_up.token.bincount(minlength=c.module.num_embeddings)
+        count = shape[0] * (num_t if approximation == "expand" else 1)
+        return [counts.to(c.params["weight"].dtype).diag() / count]
 
-    def _count_factor(self, module: Any, looked_up: Lookups, num_n: int) -> Tensor:
-        """Return ``(1/N) sum_n c cᵀ``, c the sum of a sample's scaled one-hot rows: ``[W, W]``."""
-        size = module.num_embeddings
-        ones = module.weight.new_ones(1, len(looked_up.token), 1)
+    def _count_factor(self, c: Context, looked_up: Lookups, num_n: int) -> Tensor:
+        """Return ``(1/N) sum_n k kᵀ``, k the sum of a sample's scaled one-hot rows: ``[W, W]``."""
+        size = c.module.num_embeddings
+        ones = c.params["weight"].new_ones(1, len(looked_up.token), 1)
         where = looked_up.sample * size + looked_up.token
         counts = sum_at(looked_up.scaled(ones), where, num_n * size)
         return input_factor(counts.reshape(num_n, 1, size), None)
@@ -230,130 +199,104 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
     batch_axis = BatchAxis.FIXED
     kronecker_rows_are_constant = False  # those of the maximum are not
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return False: that of ``per_sample_weights`` holds the rows that a sample reads."""
         return False
 
     # ------------------------------------------------------------------ arguments
 
-    def _arguments(self, module: Any) -> list[Any]:
-        """Return the arguments of the call."""
-        given = vars(module)
-        return [given[name] for i in range(len(given)) if (name := f"input{i}") in given]
-
-    def _sample_weights(self, module: Any) -> Tensor | None:
+    def _sample_weights(self, c: Context) -> Tensor | None:
         """Return the argument ``per_sample_weights``: the one that is no integer."""
-        tensors = [x for x in self._arguments(module) if torch.is_tensor(x)]
+        tensors = [x for x in c.inputs if torch.is_tensor(x)]
         return next((x for x in tensors if x.is_floating_point()), None)
 
-    def _bags(self, module: Any) -> tuple[Tensor, Tensor]:
+    def _bags(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return where each bag begins in the flattened input, and its length."""
-        x, *others = self._arguments(module)
+        x, *others = c.inputs
         if x.dim() == 2:
             starts = x.shape[1] * torch.arange(len(x), device=x.device)
             return starts, torch.full_like(starts, x.shape[1])
         offsets = next(o for o in others if torch.is_tensor(o) and not o.is_floating_point()).long()
-        if not module.include_last_offset:
+        if not c.module.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([x.numel()])])
         return offsets[:-1], offsets.diff()
 
-    def _all_lookups(self, module: Any, subsampling: Rows) -> Lookups:
-        starts, lengths = (subsample(part, subsampling=subsampling) for part in self._bags(module))
+    def _all_lookups(self, c: Context) -> Lookups:
+        starts, lengths = map(c.select, self._bags(c))
         sample = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         before = lengths.cumsum(0) - lengths  # lookups of the bags before
         entry = torch.arange(len(sample), device=lengths.device) + (starts - before)[sample]
-        weights = self._sample_weights(module)
+        weights = self._sample_weights(c)
         scale = None if weights is None else weights.flatten()[entry].unsqueeze(1)
-        return Lookups(sample, module.input0.flatten().long()[entry], sample, scale)
+        return Lookups(sample, c.input.flatten().long()[entry], sample, scale)
 
-    def _lookups(self, module: Any, subsampling: Rows) -> Lookups:
+    def _lookups(self, c: Context) -> Lookups:
         """List what the selected bags read."""
-        looked_up = super()._lookups(module, subsampling)
+        looked_up, dtype = super()._lookups(c), c.params["weight"].dtype
         sample, token, *_ = looked_up
-        if module.mode == "mean":
-            counts = sample.bincount(minlength=1).to(module.weight.dtype)
+        if c.module.mode == "mean":
+            counts = sample.bincount(minlength=1).to(dtype)
             return looked_up._replace(scale=1 / counts[sample].unsqueeze(1))
-        if module.mode == "max":
+        if c.module.mode == "max":
             # once for each token of a bag: the features for which it is the maximum
             sample, token = torch.stack([sample, token]).unique(dim=1)
-            largest = subsample(self._largest(module), subsampling=subsampling)
-            scale = (largest[sample] == token[:, None]).to(module.weight.dtype)
+            largest = c.select(self._largest(c))
+            scale = (largest[sample] == token[:, None]).to(dtype)
             return Lookups(sample, token, sample, scale)
         return looked_up
 
-    def _largest(self, module: Any) -> Tensor:
+    def _largest(self, c: Context) -> Tensor:
         """Return the token that each feature of a bag was taken from, ``[N, D]``."""
-        starts, lengths = self._bags(module)
+        starts, lengths = self._bags(c)
+        padding = c.module.padding_idx
         *_, tokens = torch.ops.aten._embedding_bag(
-            module.weight.detach(),
-            module.input0.flatten().long(),
+            c.params["weight"].detach(),
+            c.input.flatten().long(),
             torch.cat([starts, starts[-1:] + lengths[-1:]]),
             mode=2,
             include_last_offset=True,
-            padding_idx=-1 if module.padding_idx is None else module.padding_idx,
+            padding_idx=-1 if padding is None else padding,
         )
         return tokens
 
     # ------------------------------------------------------------------ per_sample_weights [N, L]
 
-    def _rows_read(self, module: Any, subsampling: Rows) -> Tensor:
+    def _rows_read(self, c: Context) -> Tensor:
         """Return the rows that a 2-D input reads, zeros for the padding: ``[N, L, D]``."""
-        if module.input0.dim() != 2:
+        if c.input.dim() != 2:
             raise NotImplementedError(
-                f"{describe(module)}: per_sample_weights that a module has computed need a 2-D "
+                f"{describe(c.module)}: per_sample_weights that a module has computed need a 2-D "
                 "input, [samples, tokens], instead of offsets."
             )
-        x = subsample(module.input0, subsampling=subsampling).long()
-        rows, padding = module.weight[x], module.padding_idx
+        x, padding = c.x.long(), c.module.padding_idx
+        rows = c.params["weight"][x]
         return rows if padding is None else rows * (x != padding).unsqueeze(-1)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> tuple[Tensor | None, ...]:
-        weights = self._sample_weights(module)
+    def vjp(self, c: Context, v: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply with the rows that are read."""
+        weights = self._sample_weights(c)
         return tuple(
-            einsum("vnd,nld->vnl", mat, self._rows_read(module, subsampling))
+            einsum("vnd,nld->vnl", v, self._rows_read(c))
             if weights is not None and x is weights
             else None
-            for x in self._arguments(module)
+            for x in c.inputs
         )
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        (tangent,) = (u for u in mat if u is not None)
-        return einsum("vnl,nld->vnd", tangent, self._rows_read(module, subsampling))
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Sum the rows that are read, multiplied with ``t``."""
+        (tangent,) = (one for one in t if one is not None)
+        return einsum("vnl,nld->vnd", tangent, self._rows_read(c))
 
     # ------------------------------------------------------------------ Kronecker factors
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
-        """Return ``mat`` itself, as for a linear layer; its products for the maximum."""
-        if module.mode == "max":
-            products = self.param_mjp(param_str, module, g_inp, g_out, mat, False, subsampling)
-            return products.flatten(2).unsqueeze(2)
-        return super().kronecker_rows(
-            param_str, module, g_inp, g_out, mat, subsampling, approximation
-        )
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
+        """Return ``v`` itself, as for a linear layer; its products for the maximum."""
+        if c.module.mode == "max":
+            return self.param_vjp(c, name, v).flatten(2).unsqueeze(2)
+        return super().kron_rows(c, name, v, approximation)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the bags, ``[W, W]``: there is one position, so that the factors agree."""
-        if module.mode == "max":
+        if c.module.mode == "max":
             return []
-        looked_up = self._lookups(module, subsampling)
-        num_n = self._out_shape(module, subsampling)[0]
-        return [self._count_factor(module, looked_up, num_n)]
+        return [self._count_factor(c, self._lookups(c), self._out_shape(c)[0])]

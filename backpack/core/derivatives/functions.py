@@ -10,18 +10,16 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty, unbatched
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.products import MulModule
 from backpack.custom_module.slicing import Slicing
-from backpack.utils.subsampling import subsample
 
 
 @register(Permute, Slicing)
@@ -45,7 +43,7 @@ class SumModuleDerivatives(FunctionDerivatives):
         """Return True."""
         return True
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
@@ -77,42 +75,30 @@ class SumModuleDerivatives(FunctionDerivatives):
         """Return False: gradients of a sum do not depend on anything."""
         return False
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        return None if self._is_plain_sum(module) else super().refusal(module)
+        return None if self._is_plain_sum(c) else super().refusal(c)
 
-    def _is_plain_sum(self, module: Any) -> bool:
-        shapes = {x.shape for x in self._inputs(module) if isinstance(x, Tensor)}
-        return shapes == {module.output.shape} and not self._mixes_kinds(module)
+    def _is_plain_sum(self, c: Context) -> bool:
+        shapes = {x.shape for x in c.inputs if isinstance(x, Tensor)}
+        return shapes == {c.output.shape} and not self._mixes_kinds(c)
 
-    @staticmethod
-    def _inputs(module: Any) -> list[Any]:
-        own = vars(module)
-        inputs: list[Any] = []
-        while f"input{len(inputs)}" in own:
-            inputs.append(own[f"input{len(inputs)}"])
-        return inputs
-
-    def _mixes_kinds(self, module: Any) -> bool:
+    def _mixes_kinds(self, c: Context) -> bool:
         """Whether some inputs have samples and others have none."""
-        axes = module._backpack_saved["axes"][0]
-        needed = module._backpack_saved["needed"]
-        return len({axes[i] is None for i in needed}) > 1
+        axes = self.axes_in(c)
+        return len({axes[i] is None for i in c.saved["needed"]}) > 1
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        if not self._is_plain_sum(module):
-            return super()._jac_mat_prod(module, g_inp, g_out, mat, subsampling)
-        return mat if isinstance(mat, Tensor) else sum(m for m in mat if m is not None)
+    def jvp(self, c: Context, t: Any) -> Any:
+        """Add the tangents."""
+        if not self._is_plain_sum(c):
+            return super().jvp(c, t)
+        return t if isinstance(t, Tensor) else sum(m for m in t if m is not None)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Any:
-        if not self._is_plain_sum(module):
-            return super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
-        inputs = self._inputs(module)
-        return tuple(mat if isinstance(x, Tensor) else None for x in inputs)
+    def vjp(self, c: Context, v: Any) -> Any:
+        """Repeat the cotangent for each input."""
+        if not self._is_plain_sum(c):
+            return super().vjp(c, v)
+        return tuple(v if isinstance(x, Tensor) else None for x in c.inputs)
 
 
 @register(FunctionModule, MulModule)
@@ -131,6 +117,10 @@ class ParameterModuleDerivatives(BaseDerivatives):
         p = module.parameter
         return {"parameter": p if isinstance(p, Parameter) else None}
 
+    def parameter(self, c: Context, name: str) -> Tensor:
+        """Return the parameter, which belongs to another module."""
+        return c.module.parameter
+
     def layouts(self, call: Call) -> list[Layout | None]:
         """Return that there are no samples."""
         return [unbatched()]
@@ -139,23 +129,18 @@ class ParameterModuleDerivatives(BaseDerivatives):
         """Return True: that of the samples."""
         return True
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
-    def _parameter_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        shape = subsample(module.output, subsampling=subsampling).shape
-        return mat.unsqueeze(1).expand(-1, *shape)
+    def parameter_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Repeat the tangent for each sample."""
+        return t.unsqueeze(1).expand(-1, *c.y.shape)
 
-    def _parameter_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        return mat.sum(1) if sum_batch else mat
+    def parameter_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Return the cotangent."""
+        return v
+
+    def parameter_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Sum the cotangent over the samples."""
+        return v.sum(1)

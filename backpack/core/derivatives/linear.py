@@ -8,13 +8,11 @@ from typing import Any
 from torch import Size, Tensor
 from torch.nn import Linear, Module
 
-from backpack.core.derivatives import shared_weight
-from backpack.core.derivatives.basederivatives import BatchAxis
+from backpack.core.derivatives import affine
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, bound
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call
 
 
 def positions(mat: Tensor) -> Tensor:
@@ -23,7 +21,7 @@ def positions(mat: Tensor) -> Tensor:
 
 
 @register(Linear)
-class LinearDerivatives(shared_weight.SharedWeightDerivatives):
+class LinearDerivatives(BaseDerivatives):
     """Derivatives of ``torch.nn.Linear``.
 
     Letters: n sample, t position, o output, i input feature, v vector.
@@ -35,20 +33,17 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
     kronecker_rows_are_shared = True
     squares_with_input = True
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat @ module.weight.T
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return ``W t``."""
+        return t @ c.params["weight"].T
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat @ module.weight
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Return ``Wᵀ v``."""
+        return v @ c.params["weight"]
 
     def _get_additional_dims(self, module: Module) -> Size:
         """Return the sizes of the axes between batch and features (a name that programs use)."""
-        with bound(module) as m:
-            return m.input0.shape[1:-1]
+        return at_hand(module, None, None).input.shape[1:-1]
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return the weight, if there are several positions, or somebody wants its gradient.
@@ -77,59 +72,41 @@ class LinearDerivatives(shared_weight.SharedWeightDerivatives):
         """Return 1: the features."""
         return 1
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
-    def _ea_jac_t_mat_jac_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        if module.input0.dim() > 2:
-            return super()._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat, subsampling)
-        right = self._jac_t_mat_prod(module, None, None, mat.T, subsampling)  # matᵀ J
-        return self._jac_t_mat_prod(module, None, None, right.T, subsampling)
+    def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
+        """Return ``Wᵀ mat W``, if there is a single position."""
+        if c.input.dim() > 2 or not self.is_ours:  # a rule of a user gets vectors with samples
+            return super().batch_averaged(c, mat)
+        right = self.vjp(c, mat.T)  # matᵀ J
+        return self.vjp(c, right.T)
 
     # ------------------------------------------------------------------ parameters
 
-    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
+    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what a parameter is multiplied with: for the weight the input."""
-        if param_str != "weight":
+        if name != "weight":
             return [None]
-        x = subsample(module.input0, subsampling=rows)
+        x = c.x
         return [x.flatten(1, -2) if x.dim() > 2 else x]
 
-    def pairs(
-        self, param_str: str, module: Any, mat: Any, rows: Rows
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return ``mat`` at each position, and the input."""
-        s = mat.flatten(2, -2) if mat.dim() > 3 else mat
-        return [(s, x) for x in self.reads(param_str, module, rows)]
+    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
+        """Return ``v`` at each position, and the input."""
+        s = v.flatten(2, -2) if v.dim() > 3 else v
+        return [(s, x) for x in self.affine_inputs(c, name)]
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum or keep the positions: ``[V, N, *, O] -> [V, N', 1, O]``."""
-        if mat.dim() > 3:
-            mat = shared_weight.position_rows(positions(mat), approximation)
-        return mat.unsqueeze(2)
+        if v.dim() > 3:
+            v = affine.position_rows(positions(v), approximation)
+        return v.unsqueeze(2)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Module,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the input, ``[I, I]``, for the weight."""
-        (x,) = self.reads(param_str, module, subsampling)
-        return [] if x is None else [shared_weight.input_factor(x, approximation)]
+        (x,) = self.affine_inputs(c, name)
+        return [] if x is None else [affine.input_factor(x, approximation)]
 
 
 @register("transformers.pytorch_utils.Conv1D")
@@ -142,22 +119,19 @@ class TransposedLinearDerivatives(LinearDerivatives):
     kronecker_input_first = True
     squares_with_input = True
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat @ module.weight
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return ``Wᵀ t``."""
+        return t @ c.params["weight"]
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return mat @ module.weight.T
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Return ``W v``."""
+        return v @ c.params["weight"].T
 
-    def _param_jac_mat_prod(self, param_str: str, *args: Any) -> Any:
-        module, g_inp, g_out, mat, subsampling = args
-        mat = mat.mT if param_str == "weight" else mat
-        return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat, subsampling)
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return ``tᵀ x``."""
+        return self.affine_jvp(c, t.mT, "weight")
 
-    def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
+    def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return ``[*, I, O]`` for the weight."""
-        whole = super().put_together(param_str, module, parts)
-        return whole.mT if param_str == "weight" else whole
+        whole = super().assemble(c, name, parts)
+        return whole.mT if name == "weight" else whole

@@ -24,7 +24,6 @@ from torch.nn import (
     Flatten,
     Fold,
     Identity,
-    Module,
     PixelShuffle,
     PixelUnshuffle,
     ReflectionPad1d,
@@ -42,11 +41,10 @@ from torch.nn import (
 from torch.nn import functional as F
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 
@@ -106,31 +104,31 @@ def apply_transposed(
     Unfold,
 )
 class LinearMapDerivatives(BaseDerivatives):
-    """A map that is linear, acts on each sample alone and in the same way: ``J mat = f(mat)``."""
+    """A map that is linear, acts on each sample alone and in the same way: ``J t = f(t)``."""
 
     reads_input = False
 
-    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+    def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
-        return module.forward(x)
+        with c.call.as_it_was(c.call.precision):
+            return c.module.forward(x)
 
-    def jacobian_is_constant(self, module: Module) -> bool:
+    def jacobian_is_constant(self, c: Context) -> bool:
         """Return True."""
         return True
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_rows(lambda x: self.linear_map(module, x), mat)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Apply the map."""
+        return map_rows(lambda x: self.linear_map(c, x), t)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply its transpose."""
+
         def pull(s: Tensor) -> Tensor:
-            shape = (len(s), *module.input0.shape[1:])
-            return apply_transposed(lambda x: self.linear_map(module, x), shape, s)
+            shape = (len(s), *c.input.shape[1:])
+            return apply_transposed(lambda x: self.linear_map(c, x), shape, s)
 
-        return map_rows(pull, mat)
+        return map_rows(pull, v)
 
 
 @register(Flatten, Identity, Unflatten)
@@ -161,14 +159,13 @@ class ConstantPadDerivatives(LinearMapDerivatives):
         """Return how many entries are added before and after each axis, last axis first."""
         return module.padding
 
-    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+    def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Pad with zeros."""
-        return F.pad(x, self.padding(module))
+        return F.pad(x, self.padding(c.module))
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return F.pad(mat, [-width for width in self.padding(module)])
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Cut off what was added."""
+        return F.pad(v, [-width for width in self.padding(c.module)])
 
 
 @register(Pad)
@@ -185,16 +182,16 @@ class PadDerivatives(ConstantPadDerivatives):
         """Return how many entries are added before and after each axis, last axis first."""
         return module.pad
 
-    def linear_map(self, module: Any, x: Tensor) -> Tensor:
+    def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Pad, with zeros instead of another constant."""
+        module = c.module
         axes = len(module.pad) // 2
         flat = x.reshape(1, -1, *x.shape[-axes:])  # what other modes take
         padded = F.pad(flat, module.pad, mode=module.mode)
         return padded.reshape(*x.shape[:-axes], *padded.shape[2:])
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        constant = module.mode == "constant"
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Cut off what was added, or (other modes) apply the transpose."""
+        constant = c.module.mode == "constant"
         rule = ConstantPadDerivatives if constant else LinearMapDerivatives
-        return rule._jac_t_mat_prod(self, module, g_inp, g_out, mat, subsampling)
+        return rule.vjp(self, c, v)

@@ -5,19 +5,19 @@ Letters: the prediction has shape ``[N, *d]`` with D entries for a sample; a fac
 to the prediction of sample n. If several inputs are predictions (:meth:`~BaseLossDerivatives.
 predictions`), what is one tensor here becomes a tuple with one entry (or None) for each input.
 
-For most losses the matrix of the GGN is that Hessian. :meth:`~BaseLossDerivatives.sqrt_hessian`,
-:meth:`~BaseLossDerivatives.make_ggn_mat_prod` and :meth:`~BaseLossDerivatives.sum_hessian` are
+For most losses the matrix of the GGN is that Hessian. :meth:`~BaseLossDerivatives.hessian_root`,
+:meth:`~BaseLossDerivatives.ggn_product` and :meth:`~BaseLossDerivatives.hessian_sum` are
 about the GGN, which is positive semidefinite or an error;
-:meth:`~BaseLossDerivatives.hessian_factor` and :meth:`~BaseLossDerivatives.make_hessian_mat_prod`
+:meth:`~BaseLossDerivatives.signed_hessian_root` and :meth:`~BaseLossDerivatives.hessian_product`
 are about the Hessian, whatever its sign. The two differ only where a rule says so
 (:class:`~backpack.core.derivatives.crossentropyloss.NLLLossDerivatives`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,48 +26,21 @@ from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.record.layout import Place
+from backpack.core.derivatives.interface import LossInterface
+from backpack.core.derivatives.loss_hessian import place_of_chosen
+from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of
-from backpack.core.record.tape import Call, bound, describe
-from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Grads, Mats
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call, describe
 
 # Columns at the prediction, or one entry (None for zero) for each input.
 Columns = Tensor | tuple[Tensor | None, ...]
 
 
-class Chosen(NamedTuple):
-    """Rows of a loss whose prediction has chosen rows, in any order and number for each sample.
-
-    A loss pairs such rows with those of the target, and counts them: its rule sees them as they
-    are. The engine has those of each sample side by side, and zeros where a sample has fewer.
-
-    Attributes:
-        own: The rows as the rule counts them.
-        places: Where they are among the rows of the engine, those that are asked for.
-        total: How many of these there are.
-    """
-
-    own: list[int]
-    places: Tensor
-    total: int
-
-    def spread(self, mat: Tensor) -> Tensor:
-        """Bring ``[V, own rows, *]`` to ``[V, total, *]``, zero elsewhere."""
-        whole = mat.new_zeros(len(mat), self.total, *mat.shape[2:])
-        return whole.index_copy(1, self.places.to(mat.device), mat[:, : len(self.places)])
-
-    def taken(self, mat: Tensor) -> Tensor:
-        """Take ``[V, own rows, *]`` of ``[V, total, *]``."""
-        return mat.index_select(1, self.places.to(mat.device))
-
-
-class BaseLossDerivatives(BaseDerivatives):
+class BaseLossDerivatives(LossInterface, BaseDerivatives):
     """Derivatives of a loss ``ℓ(prediction, target)``, reduced to a scalar.
 
-    A subclass implements ``_sqrt_hessian``, ``_sqrt_hessian_sampled`` and ``_hessian_mat_prod``; if
-    the loss need not be convex, also ``_need_convex`` and ``_hessian_factor``.
+    A subclass implements ``hessian_root``, ``sampled_hessian_root`` and ``hessian_product``; if
+    the loss need not be convex, also ``need_convex`` and ``signed_hessian_root``.
     """
 
     includes_children = True
@@ -88,230 +61,84 @@ class BaseLossDerivatives(BaseDerivatives):
         """Return all parameters of the loss, which no rule knows: trained ones are an error."""
         return dict(module.named_parameters()) if module._modules else module._parameters
 
-    def predictions(self, module: Any) -> tuple[int, ...]:
+    def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that are predictions; the others are targets, weights or options."""
         return (0,)
 
-    def couples_samples(self, module: Any) -> bool:
+    def couples_samples(self, c: Context) -> bool:
         """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""
         return False
 
-    def check_convex(self, module: Module, subsampling: Rows = None) -> None:
-        """Refuse a loss whose GGN is not positive semidefinite.
+    # ------------------------------------------------------------------ the Hessian
 
-        Raises:
-            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
+    def hessian_root(self, c: Context) -> Any:
+        """Exact factor S of the Hessian, with the root of the reduction's factor: ``[V, N, *d]``.
+
+        Only where :meth:`need_convex` has no objection.
         """
-        with bound(module):
-            self.check_call(module)
-            chosen = self._chosen(module, subsampling)
-            self._need_convex(module, chosen.own if chosen else subsampling)
+        raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian (hessian_root).")
 
-    def sqrt_hessian(
-        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
-    ) -> Any:
-        """Exact factor of the loss Hessian.
+    def thin_hessian_root(self, c: Context) -> Any:
+        """Exact factor with as few columns as are known, for what depends on ``S Sᵀ`` alone."""
+        return self.hessian_root(c)
 
-        Args:
-            module: Loss whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            subsampling: Rows of the batch. Default: all.
-
-        Returns:
-            ``[V, N, *d]``; carries the square root of the reduction's factor.
-
-        Raises:
-            ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
-        """
-        with bound(module):
-            self.check_call(module)
-
-            def factor(rows: Rows) -> Any:
-                self._need_convex(module, rows)
-                return self._sqrt_hessian(module, rows)
-
-            return self._spread(module, subsampling, factor)
-
-    def thin_factor(
-        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
-    ) -> Any:
-        """Exact factor of the loss Hessian with as few columns as are known, otherwise any.
-
-        For what depends on ``S Sᵀ`` alone. Arguments and errors: as :meth:`sqrt_hessian`.
-
-        Returns:
-            ``[V, N, *d]``; carries the square root of the reduction's factor.
-        """
-        with bound(module):
-            self.check_call(module)
-
-            def factor(rows: Rows) -> Any:
-                self._need_convex(module, rows)
-                return self._thin_factor(module, rows)
-
-            return self._spread(module, subsampling, factor)
-
-    def hessian_factor(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        subsampling: Rows = None,
-        thin: bool = True,
-    ) -> tuple[Any, Tensor | None]:
-        """Exact signed factor of the loss Hessian, which need not be positive semidefinite.
-
-        Args:
-            module: Loss whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            subsampling: Rows of the batch. Default: all.
-            thin: With as few columns as are known; else with those that are found fastest.
+    def signed_hessian_root(self, c: Context) -> tuple[Any, Tensor | None]:
+        """Exact signed factor of the Hessian, which need not be positive semidefinite.
 
         Returns:
             Columns s ``[V, N, *d]`` and weights w ``[V, N]`` (None for all 1) with
             ``sum_v w_vn s_vn s_vnᵀ = ∇²_n``.
-
-        Raises:
-            ValueError: If the loss is not reduced to a scalar.
         """
-        with bound(module):
-            self.check_call(module)
+        return self.hessian_root(c), None
 
-            def factor(rows: Rows) -> tuple[Any, Tensor | None]:
-                if thin or not self._sqrt_hessian_is_hessian(module):
-                    return self._hessian_factor(module, rows)
-                return self._sqrt_hessian(module, rows), None
+    def root_is_of_hessian(self, c: Context) -> bool:
+        """Return whether :meth:`hessian_root` is known to be a factor of the Hessian itself.
 
-            return self._spread(module, subsampling, factor)
-
-    def sqrt_hessian_sampled(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mc_samples: int = 1,
-        subsampling: Rows = None,
-    ) -> Any:
-        """Monte-Carlo factor: gradients with targets drawn from the model's prediction.
-
-        Args:
-            module: Loss whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            mc_samples: Number of samples M.
-            subsampling: Rows of the batch. The draws do not depend on it. Default: all.
-
-        Returns:
-            ``[M, N, *d]``, divided by ``sqrt(M)``; ``S Sᵀ`` has the Fisher information matrix as
-            its expectation, which for most losses is the Hessian.
-
-        Raises:
-            ValueError: If the loss is not reduced to a scalar, or has negative weights.
-            NotImplementedError: If the loss is no negative log likelihood.
-        """
-        with bound(module):
-            self.check_call(module)
-            if not self.has_likelihood(module):
-                raise NotImplementedError(
-                    f"{describe(module)} is not the negative log likelihood of a distribution that "
-                    "targets could be drawn from, so it has no Monte-Carlo quantities. Use the "
-                    "exact ones (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, KFLR)."
-                )
-            sampled = self._sqrt_hessian_sampled(module, mc_samples)
-            if mc_samples > 1:
-                sampled = sampled / sqrt(mc_samples)
-            return self._spread(
-                module, subsampling, lambda rows: subsample(sampled, dim=1, subsampling=rows)
-            )
-
-    def make_hessian_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads
-    ) -> Callable[..., Any]:
-        """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies the loss Hessian.
-
-        Its second argument, ``subsampling``, says which rows of the batch it is given.
-        """
-        return self._product(module, self._hessian_mat_prod)
-
-    def make_ggn_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[..., Any]:
-        """Return the map ``[V, N, *d] -> [V, N, *d]`` that applies ``S Sᵀ`` of ``sqrt_hessian``.
-
-        Its second argument, ``subsampling``, says which rows of the batch it is given.
-        """
-
-        def ggn_mat_prod(module: Any, mat: Any, subsampling: Rows) -> Any:
-            self._need_convex(module, subsampling)
-            return self._ggn_mat_prod(module, mat, subsampling)
-
-        return self._product(module, ggn_mat_prod)
-
-    def _product(
-        self, module: Module, apply: Callable[[Any, Any, Rows], Any]
-    ) -> Callable[..., Any]:
-        def product(mat: Mats, subsampling: Rows = None) -> Any:
-            with bound(module) as m:
-                self.check_call(module)
-                if self.predictions(module) != (0,):
-                    return apply(module, list(mat), subsampling)
-                one = mat if isinstance(mat, Tensor) else mat[0]
-                chosen = self._chosen(module, subsampling)
-                if chosen is not None:
-                    assert one is not None
-                    if not chosen.own:
-                        return torch.zeros_like(one)
-                    return chosen.spread(apply(module, chosen.taken(one), chosen.own))
-                one, had_v = self._check(module, one, m.input0.shape, 0, subsampling)
-                result = apply(module, one, subsampling)
-            return result if had_v else result.squeeze(0)
-
-        return product
-
-    def sum_hessian(
-        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
-    ) -> Tensor:
-        """Hessian with respect to a sample's prediction, summed over samples: ``[D, D]``."""
-        with bound(module):
-            chosen = self._chosen(module, subsampling)
-            return self._sum_hessian(module, chosen.own if chosen else subsampling)
-
-    def _sum_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        self.check_call(module)
-        self._need_convex(module, subsampling)
-        factor = self._sqrt_hessian(module, subsampling).flatten(0, 1)
-        rows = factor.reshape(len(factor), -1)
-        return rows.T @ rows
-
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian.")
-
-    def _thin_factor(self, module: Any, subsampling: Rows) -> Any:
-        return self._sqrt_hessian(module, subsampling)
-
-    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")
-
-    def _hessian_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no Hessian product.")
-
-    def _ggn_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        return self._hessian_mat_prod(module, mat, subsampling)
-
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
-        return self._sqrt_hessian(module, subsampling), None
-
-    def _sqrt_hessian_is_hessian(self, module: Any) -> bool:
-        """Return whether ``_sqrt_hessian`` is known to be a factor of the Hessian, without signs.
-
-        Asked where ``_hessian_factor`` is another one that takes longer to find.
+        Asked where :meth:`signed_hessian_root` is another one that takes longer to find.
         """
         return False
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
+    def sampled_hessian_root(self, c: Context, mc_samples: int) -> Any:
+        """Gradients for targets drawn from the model's prediction, of all rows: ``[M, N, *d]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")
+
+    def drawn_hessian_root(self, c: Context, mc_samples: int) -> Any:
+        """Monte-Carlo factor, ``sampled_hessian_root / sqrt(M)`` of the selected rows.
+
+        Raises:
+            NotImplementedError: If the loss is no negative log likelihood.
+        """
+        if not self.has_likelihood(c.module):
+            raise NotImplementedError(
+                f"{describe(c.module)} is not the negative log likelihood of a distribution that "
+                "targets could be drawn from, so it has no Monte-Carlo quantities. Use the "
+                "exact ones (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact, KFLR)."
+            )
+        sampled = self.sampled_hessian_root(c, mc_samples)
+        if mc_samples > 1:
+            sampled = sampled / sqrt(mc_samples)
+        return c.select(sampled, 1)
+
+    def hessian_product(self, c: Context, t: Any) -> Any:
+        """Apply the Hessian: ``[V, N, *d] -> [V, N, *d]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no Hessian product.")
+
+    def ggn_product(self, c: Context, t: Any) -> Any:
+        """Apply ``S Sᵀ``: ``[V, N, *d] -> [V, N, *d]``."""
+        return self.hessian_product(c, t)
+
+    def hessian_sum(self, c: Context) -> Tensor:
+        """Sum the Hessian with respect to a sample's prediction over samples: ``[D, D]``."""
+        self.check_call(c)
+        self.need_convex(c)
+        factor = self.hessian_root(c).flatten(0, 1)
+        rows = factor.reshape(len(factor), -1)
+        return rows.T @ rows
+
+    def need_convex(self, c: Context) -> None:
         """Raise :func:`not_convex` if the Hessian is not positive semidefinite."""
 
-    # Chosen rows: see Chosen.
+    # Chosen rows: see loss_hessian.
 
     def sees_chosen_rows(self, module: Any) -> bool:
         """Return whether formulas are about the rows of a prediction as they are."""
@@ -325,7 +152,7 @@ class BaseLossDerivatives(BaseDerivatives):
         Raises:
             ValueError: If they are along another one, which a target does not have.
         """
-        place = _place_of_chosen(call) if self.sees_chosen_rows(call.module) else None
+        place = place_of_chosen(call) if self.sees_chosen_rows(call.module) else None
         if place is None:
             return super().seen(call, inputs, outputs)
         if not place.axis:
@@ -339,89 +166,47 @@ class BaseLossDerivatives(BaseDerivatives):
         by_id = {id(x): x.movedim(place.axis, 0) for x in tensors}
         return [by_id.get(id(x), x) for x in inputs], list(outputs)
 
-    def _chosen(self, module: Any, subsampling: Rows) -> Chosen | None:
-        """Return which rows of the loss some of the engine's are; None if they are the same."""
-        call = vars(module).get("_backpack_call")
-        if call is None or call.is_plain or not self.sees_chosen_rows(module):
-            return None
-        place = call.place_in(0)
-        if place is None or place.owners is None:
-            return None
-        by_place = {row: own for own, row in enumerate(place.owners.places.tolist())}
-        numbers = row_numbers(place.owners.rows, subsampling)
-        pairs = [(i, by_place.get(n % place.owners.rows)) for i, n in enumerate(numbers)]
-        known = [(i, own) for i, own in pairs if own is not None]
-        places = torch.tensor([i for i, _ in known], dtype=torch.long)
-        return Chosen([own for _, own in known], places, len(numbers))
-
-    def _spread(self, module: Any, subsampling: Rows, factor: Callable[[Rows], Any]) -> Any:
-        """Compute columns (and weights) at the rows that the engine asks for."""
-        chosen = self._chosen(module, subsampling)
-        if chosen is None:
-            return factor(subsampling)
-        if not len(module.input0):  # no sample has a row
-            return module.input0.new_zeros(1, chosen.total, *module.input0.shape[1:])
-        found = factor(chosen.own or [0])  # as many columns, even if none of the samples has a row
-        if isinstance(found, Tensor):
-            return chosen.spread(found)
-        columns, weights = found
-        return chosen.spread(columns), None if weights is None else chosen.spread(weights)
-
     # A loss as a module: its Jacobian is the gradient with respect to the prediction.
 
-    def _gradient(self, module: Any) -> Tensor:
+    def _gradient(self, c: Context) -> Tensor:
         differentiable = torch.is_grad_enabled()
         with torch.enable_grad():
-            x = module.input0 if differentiable else module.input0.detach()
+            x = c.input if differentiable else c.input.detach()
             x = x if x.requires_grad else x.requires_grad_()
-            others: list[Any] = []
-            while f"input{len(others) + 1}" in vars(module):
-                others.append(vars(module)[f"input{len(others) + 1}"])
             with disable():
-                loss = self.evaluate(module, {}, x, *others)
+                loss = self.evaluate(c, {}, x, *c.inputs[1:])
             return torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        self.check_call(module)
-        mat = mat if isinstance(mat, Tensor) else mat[0]
-        gradient = subsample(self._gradient(module), subsampling=subsampling)
-        return (mat * gradient).flatten(1).sum(1)
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Multiply with the gradient, and sum."""
+        self.check_call(c)
+        t = t if isinstance(t, Tensor) else t[0]
+        return (t * c.select(self._gradient(c))).flatten(1).sum(1)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        self.check_call(module)
-        gradient = subsample(self._gradient(module), subsampling=subsampling)
-        return mat.reshape(-1, *(1,) * gradient.dim()) * gradient
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply the gradient."""
+        self.check_call(c)
+        gradient = c.select(self._gradient(c))
+        return v.reshape(-1, *(1,) * gradient.dim()) * gradient
 
-    def check_call(self, module: Any) -> None:
+    def check_call(self, c: Context) -> None:
         """Refuse a call whose second derivatives are not defined.
 
         Raises:
             ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
         """
-        if module.output.numel() != 1:
-            reduction = getattr(module, "reduction", None)
+        if c.output.numel() != 1:
+            reduction = getattr(c.module, "reduction", None)
             raise ValueError(
-                f"Second-order quantities need a scalar loss, but the output of {describe(module)} "
-                f"has shape {list(module.output.shape)} (reduction={reduction!r}). Use "
-                "reduction='mean' or 'sum'."
+                f"Second-order quantities need a scalar loss, but the output of "
+                f"{describe(c.module)} has shape {list(c.output.shape)} (reduction={reduction!r}). "
+                "Use reduction='mean' or 'sum'."
             )
-        if 0 in self.predictions(module) and module.input0.dim() == 0:
+        if 0 in self.predictions(c) and c.input.dim() == 0:
             raise ValueError(
-                f"{describe(module)}: the prediction needs a batch axis, but is a single number. "
+                f"{describe(c.module)}: the prediction needs a batch axis, but is a single number. "
                 "Add one, x.unsqueeze(0)."
             )
-
-
-def _place_of_chosen(call: Call) -> Place | None:
-    """Return where the rows of a prediction are, if rows were chosen for it or its target."""
-    if not any(layout is not None and layout.owners is not None for layout in call.layouts_in):
-        return None
-    place = call.place_in(0) or Place()  # else the prediction is data
-    return place if place.owners is not None or not place.is_scattered else None
 
 
 def is_loss(module: Module) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
@@ -11,10 +9,9 @@ from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
-from backpack.core.rows import Rows
-from backpack.utils.subsampling import subsample
 
 
 @register(MultiLabelMarginLoss)
@@ -34,41 +31,43 @@ class MultiMarginLossDerivatives(BaseLossDerivatives):
         """Return False: targets are not drawn from any distribution."""
         return False
 
-    def _pieces(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
+    def _pieces(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return a ``[N, C]`` and d ``[N, C, C]``, a row for each k."""
-        x, y = module.input0, module.input1
+        x, y = c.input, c.inputs[1]
         if x.dim() < 2:
             raise ValueError(
-                f"{describe(module)}: the prediction needs a batch axis, got shape {list(x.shape)}."
+                f"{describe(c.module)}: the prediction needs a batch axis, got shape "
+                f"{list(x.shape)}."
             )
         num_rows, num_classes = x.shape
         true = one_hot(y, num_classes).to(x.dtype)
         apart = torch.eye(num_classes, dtype=x.dtype, device=x.device) - true.unsqueeze(1)
-        violated = torch.einsum("nkc,nc->nk", apart, x) + module.margin > 0
-        scale = torch.full_like(x, 2 / num_classes if module.p == 2 else 0) * violated
-        if module.weight is not None:
-            scale = scale * module.weight[y].unsqueeze(1)
-        if module.reduction == "mean":
+        violated = torch.einsum("nkc,nc->nk", apart, x) + c.module.margin > 0
+        scale = torch.full_like(x, 2 / num_classes if c.module.p == 2 else 0) * violated
+        if c.params.get("weight") is not None:
+            scale = scale * c.params["weight"][y].unsqueeze(1)
+        if c.module.reduction == "mean":
             scale = scale / num_rows
-        return (
-            subsample(scale.to(x.dtype), subsampling=subsampling),
-            subsample(apart, subsampling=subsampling),
-        )
+        return c.select(scale.to(x.dtype)), c.select(apart)
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        scale, _ = self._pieces(module, subsampling)
+    def need_convex(self, c: Context) -> None:
+        """Refuse negative weights."""
+        scale, _ = self._pieces(c)
         if is_negative(scale):
-            raise not_convex(module, "a weight is negative")
+            raise not_convex(c.module, "a weight is negative")
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Tensor:
-        scale, apart = self._pieces(module, subsampling)
+    def hessian_root(self, c: Context) -> Tensor:
+        """Return the columns ``sqrt(a_k) d_k``."""
+        scale, apart = self._pieces(c)
         return (scale.sqrt().unsqueeze(2) * apart).movedim(1, 0)
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor | None]:
-        scale, apart = self._pieces(module, subsampling)
+    def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
+        """Return the columns d and the weights a."""
+        scale, apart = self._pieces(c)
         return apart.movedim(1, 0), scale.T
 
-    def _hessian_mat_prod(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        scale, apart = self._pieces(module, subsampling)
-        along = torch.einsum("nkc,vnc->vnk", apart, mat) * scale
+    def hessian_product(self, c: Context, t: Tensor) -> Tensor:
+        """Apply ``sum_k a_k d_k d_kᵀ``."""
+        scale, apart = self._pieces(c)
+        along = torch.einsum("nkc,vnc->vnk", apart, t) * scale
         return torch.einsum("nkc,vnk->vnc", apart, along)

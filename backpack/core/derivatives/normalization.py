@@ -24,11 +24,9 @@ from torch.nn import (
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import bound
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call
 
 
 class NormalizationDerivatives(BaseDerivatives):
@@ -43,17 +41,17 @@ class NormalizationDerivatives(BaseDerivatives):
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     subtracts_mean: ClassVar[bool] = True
 
-    def group_size(self, module: Any) -> int:
+    def group_size(self, c: Context) -> int:
         """Return m."""
         raise NotImplementedError
 
-    def inner_axes(self, module: Any) -> int:
+    def inner_axes(self, c: Context) -> int:
         """Return the number of axes behind those of γ."""
         return 0
 
-    def epsilon(self, module: Any) -> float:
+    def epsilon(self, c: Context) -> float:
         """Return ε."""
-        return module.eps
+        return c.module.eps
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False."""
@@ -61,149 +59,130 @@ class NormalizationDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ the pieces: x̂, s, P, γ
 
-    def _groups(self, module: Any, mat: Tensor) -> Tensor:
+    def _groups(self, c: Context, mat: Tensor) -> Tensor:
         """Tell the groups apart: ``[V, N, *in] -> [V, R, m]``."""
-        return mat.reshape(len(mat), -1, self.group_size(module))
+        return mat.reshape(len(mat), -1, self.group_size(c))
 
-    def _normalized(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
+    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return x̂ and s: ``[R, m]``, ``[R, 1]``."""
-        x = subsample(module.input0, subsampling=subsampling)
-        (x,) = self._groups(module, x.unsqueeze(0))
+        (x,) = self._groups(c, c.x.unsqueeze(0))
         centered = x - _mean(x) if self.subtracts_mean else x
-        s = (_mean(centered.square()) + self.epsilon(module)).sqrt()
+        s = (_mean(centered.square()) + self.epsilon(c)).sqrt()
         return centered / s, s
 
-    def _project(self, module: Any, x_hat: Tensor, mat: Tensor) -> Tensor:
+    def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
         """Apply P: ``[V, R, m] -> [V, R, m]``."""
         centered = mat - _mean(mat) if self.subtracts_mean else mat
         return torch.addcmul(centered, x_hat, _mean(mat * x_hat), value=-1)
 
-    def _slope(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
+    def _slope(self, c: Context, mat: Tensor) -> Tensor:
         """Apply ``∂x̂/∂x = P / s``, which is symmetric: ``[V, N, *in] -> [V, N, *in]``."""
-        x_hat, s = self._normalized(module, subsampling)
-        return (self._project(module, x_hat, self._groups(module, mat)) / s).reshape(mat.shape)
+        x_hat, s = self._normalized(c)
+        return (self._project(c, x_hat, self._groups(c, mat)) / s).reshape(mat.shape)
 
-    def _spread(self, module: Any, mat: Tensor) -> Tensor:
+    def _spread(self, c: Context, t: Tensor) -> Tensor:
         """Give ``[V, *p]`` the axes of ``[V, N, *out]``."""
-        shape, inner = module.weight.shape, self.inner_axes(module)
-        outer = module.input0.dim() - len(shape) - inner
-        return mat.reshape(len(mat), *(1,) * outer, *shape, *(1,) * inner)
+        shape, inner = c.params["weight"].shape, self.inner_axes(c)
+        outer = c.input.dim() - len(shape) - inner
+        return t.reshape(len(t), *(1,) * outer, *shape, *(1,) * inner)
 
-    def _gain(self, module: Any, s: Tensor) -> Tensor:
+    def _gain(self, c: Context, s: Tensor) -> Tensor:
         """Return γ/s at each entry: ``[R, m]``."""
-        s = s.expand(-1, self.group_size(module)).reshape(1, -1, *module.input0.shape[1:])
-        weight = module.weight
-        gain = 1 / s if weight is None else self._spread(module, weight.unsqueeze(0)) / s
-        return self._groups(module, gain)[0]
+        s = s.expand(-1, self.group_size(c)).reshape(1, -1, *c.input.shape[1:])
+        weight = c.params.get("weight")
+        gain = 1 / s if weight is None else self._spread(c, weight.unsqueeze(0)) / s
+        return self._groups(c, gain)[0]
 
     # ------------------------------------------------------------------ Jacobians
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # diag(γ/s) P
-        x_hat, s = self._normalized(module, subsampling)
-        gain, t = self._gain(module, s), self._groups(module, mat)
-        return map_vectors(lambda t: gain * self._project(module, x_hat, t), t).reshape(mat.shape)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Apply ``diag(γ/s) P``."""
+        x_hat, s = self._normalized(c)
+        gain, each = self._gain(c, s), self._groups(c, t)
+        return map_vectors(lambda t: gain * self._project(c, x_hat, t), each).reshape(t.shape)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # P diag(γ/s): s is the same for all entries of a group
-        x_hat, s = self._normalized(module, subsampling)
-        gain, t = self._gain(module, s), self._groups(module, mat)
-        return map_vectors(lambda t: self._project(module, x_hat, gain * t), t).reshape(mat.shape)
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply ``P diag(γ/s)``: s is the same for all entries of a group."""
+        x_hat, s = self._normalized(c)
+        gain, each = self._gain(c, s), self._groups(c, v)
+        return map_vectors(lambda v: self._project(c, x_hat, gain * v), each).reshape(v.shape)
 
     # ------------------------------------------------------------------ parameters
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return self._spread(module, mat) * self._x_hat(module, subsampling)
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with x̂."""
+        return self._spread(c, t) * self._x_hat(c)
 
-    def _bias_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        out = subsample(module.output, subsampling=subsampling)
-        return self._spread(module, mat).expand(-1, *out.shape)
+    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Repeat for all that share a β."""
+        return self._spread(c, t).expand(-1, *c.y.shape)
 
-    def _x_hat(self, module: Any, subsampling: Rows) -> Tensor:
+    def _x_hat(self, c: Context) -> Tensor:
         """Return x̂: ``[N, *in]``."""
-        x_hat, _ = self._normalized(module, subsampling)
-        return x_hat.reshape(-1, *module.input0.shape[1:])
+        x_hat, _ = self._normalized(c)
+        return x_hat.reshape(-1, *c.input.shape[1:])
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        x_hat = self._x_hat(module, subsampling)
-        return map_vectors(lambda s: self._sum(module, s * x_hat, sum_batch), mat)
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with x̂, and sum over what shares a γ."""
+        x_hat = self._x_hat(c)
+        return map_vectors(lambda v: self._sum(c, v * x_hat), v)
 
-    def _bias_jac_t_mat_prod(
-        self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        return self._sum(module, mat, sum_batch)
+    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with x̂, and sum over the samples and what shares a γ."""
+        x_hat = self._x_hat(c)
+        return map_vectors(lambda v: self._sum(c, v * x_hat, sum_batch=True), v)
 
-    def _sum(self, module: Any, mat: Tensor, sum_batch: bool) -> Tensor:
+    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over what shares a β."""
+        return self._sum(c, v)
+
+    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over the samples and what shares a β."""
+        return self._sum(c, v, sum_batch=True)
+
+    def _sum(self, c: Context, v: Tensor, sum_batch: bool = False) -> Tensor:
         """Sum over what shares a γ: ``[V, N, *out]`` to ``[V, N, *p]`` or ``[V, *p]``."""
-        inner = prod(mat.shape[mat.dim() - self.inner_axes(module) :])
-        product = mat.reshape(*mat.shape[:2], -1, *module.weight.shape, inner)
+        inner = prod(v.shape[v.dim() - self.inner_axes(c) :])
+        product = v.reshape(*v.shape[:2], -1, *c.params["weight"].shape, inner)
         return product.sum((1, 2, -1) if sum_batch else (2, -1))
 
     # ------------------------------------------------------------------ second derivative
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Any, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # the change of Jᵀ g_out = P γ/s g_out along mat
-        self._need_g_out(module, g_out)
-        x_hat, s = self._normalized(module, subsampling)
-        (g,) = self._groups(module, subsample(g_out[0], subsampling=subsampling).unsqueeze(0))
-        g = self._gain(module, s) * g
-        along, projected = _mean(g * x_hat), self._project(module, x_hat, g)
+    def hvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return the change of ``Jᵀ g = P γ/s g`` along t."""
+        x_hat, s = self._normalized(c)
+        (g,) = self._groups(c, _gradient(c).unsqueeze(0))
+        g = self._gain(c, s) * g
+        along, projected = _mean(g * x_hat), self._project(c, x_hat, g)
 
         def change(t: Tensor) -> Tensor:
-            d_s, d_x_hat = _mean(x_hat * t), self._project(module, x_hat, t) / s
+            d_s, d_x_hat = _mean(x_hat * t), self._project(c, x_hat, t) / s
             return -d_s / s * projected - d_x_hat * along - x_hat * _mean(g * d_x_hat)
 
-        return map_vectors(change, self._groups(module, mat)).reshape(mat.shape)
+        return map_vectors(change, self._groups(c, t)).reshape(t.shape)
 
-    def mixed_residual(
+    def mixed_hvp(
         self,
-        module: Any,
-        g_out: Grads,
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
-        subsampling: Rows = None,
         sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """Apply the second derivative of ``⟨g_out, γ x̂ + β⟩``: in x, and between x and γ."""
-        (t,) = inputs
-        with bound(module):
-            self._need_g_out(module, g_out)
-            assert g_out is not None and g_out[0] is not None
-            g = subsample(g_out[0], subsampling=subsampling)
-            like = next(mat for mat in [*params.values(), t] if mat is not None)
-            t = like.new_zeros(len(like), *g.shape) if t is None else t
-            d_x = self._residual_mat_prod(module, None, g_out, t, subsampling)
-            if "weight" in params:
-                g_change = g * self._spread(module, params["weight"])
-                d_x = d_x + self._slope(module, g_change, subsampling)
-            d_x_hat = self._slope(module, t, subsampling)
-            changes = {"weight": g * d_x_hat, "bias": torch.zeros_like(t)}
-            d_params = {name: self._sum(module, changes[name], sum_batch) for name in params}
-        return [d_x], d_params
+        """Apply the second derivative of ``⟨g, γ x̂ + β⟩``: in x, and between x and γ."""
+        (t,), g = inputs, _gradient(c)
+        like = next(mat for mat in [*params.values(), t] if mat is not None)
+        t = like.new_zeros(len(like), *g.shape) if t is None else t
+        d_x = self.hvp(c, t)
+        if "weight" in params:
+            d_x = d_x + self._slope(c, g * self._spread(c, params["weight"]))
+        changes = {"weight": g * self._slope(c, t), "bias": torch.zeros_like(t)}
+        return [d_x], {name: self._sum(c, changes[name], sum_batch) for name in params}
+
+
+def _gradient(c: Context) -> Tensor:
+    """Return g of the selected rows: ``[N, *out]``."""
+    g: Any = c.grad_out[0]
+    return c.select(g)
 
 
 def _mean(mat: Tensor) -> Tensor:
@@ -225,9 +204,9 @@ class LayerNormDerivatives(NormalizationDerivatives):
         """Return the number of normalised axes."""
         return len(module.normalized_shape)
 
-    def group_size(self, module: Any) -> int:
+    def group_size(self, c: Context) -> int:
         """Return the number of normalised entries."""
-        return prod(module.normalized_shape)
+        return prod(c.module.normalized_shape)
 
 
 @register(RMSNorm)
@@ -237,11 +216,11 @@ class RMSNormDerivatives(LayerNormDerivatives):
     params = ("weight",)
     subtracts_mean = False
 
-    def epsilon(self, module: Any) -> float:
+    def epsilon(self, c: Context) -> float:
         """Return ε; by default that of the precision torch computes in."""
-        if module.eps is not None:
-            return module.eps
-        dtype = torch.promote_types(module.input0.dtype, torch.float32)
+        if c.module.eps is not None:
+            return c.module.eps
+        dtype = torch.promote_types(c.input.dtype, torch.float32)
         return torch.finfo(dtype).eps
 
 
@@ -253,13 +232,13 @@ class GroupNormDerivatives(NormalizationDerivatives):
         """Return 2: batch and channels."""
         return 2
 
-    def inner_axes(self, module: Any) -> int:
+    def inner_axes(self, c: Context) -> int:
         """Return the number of spatial axes."""
-        return module.input0.dim() - 2
+        return c.input.dim() - 2
 
-    def group_size(self, module: Any) -> int:
+    def group_size(self, c: Context) -> int:
         """Return the number of a group's entries."""
-        return module.input0.shape[1:].numel() // module.num_groups
+        return c.input.shape[1:].numel() // c.module.num_groups
 
 
 @register(InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
@@ -273,36 +252,35 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
         """Return the number of spatial axes, and batch and channels."""
         return next(dims for cls, dims in INSTANCE_DIMS.items() if isinstance(module, cls))
 
-    def group_size(self, module: Any) -> int:
+    def group_size(self, c: Context) -> int:
         """Return the number of positions."""
-        return module.input0.shape[2:].numel()
+        return c.input.shape[2:].numel()
 
     def hessian_is_zero(self, module: Any) -> bool:
         """Return whether the statistics are constants."""
         return module.track_running_stats and not module.training
 
-    def jacobian_is_constant(self, module: Module) -> bool:
-        """Return whether the statistics are constants."""
-        return self.hessian_is_zero(module)
+    def is_curved(self, call: Call) -> bool:
+        """Return whether the statistics are those of the sample."""
+        return call.training or not call.module.track_running_stats
 
-    def _normalized(self, module: Any, subsampling: Rows) -> tuple[Tensor, Tensor]:
-        if not self.hessian_is_zero(module):
-            return super()._normalized(module, subsampling)
-        x = subsample(module.input0, subsampling=subsampling)
-        s = (module.running_var + module.eps).sqrt()
-        mean, s = (t.repeat(len(x)).unsqueeze(1) for t in (module.running_mean, s))
+    def jacobian_is_constant(self, c: Context) -> bool:
+        """Return whether the statistics are constants."""
+        return not self.is_curved(c.call)
+
+    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
+        if self.is_curved(c.call):
+            return super()._normalized(c)
+        x, s = c.x, (c.params["running_var"] + c.module.eps).sqrt()
+        mean, s = (t.repeat(len(x)).unsqueeze(1) for t in (c.params["running_mean"], s))
         return (x.reshape(len(mean), -1) - mean) / s, s
 
-    def _project(self, module: Any, x_hat: Tensor, mat: Tensor) -> Tensor:
-        fixed = self.hessian_is_zero(module)
-        return mat if fixed else super()._project(module, x_hat, mat)
+    def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
+        return super()._project(c, x_hat, mat) if self.is_curved(c.call) else mat
 
-    def _residual_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Any, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        if self.hessian_is_zero(module):
-            return torch.zeros_like(mat)
-        return super()._residual_mat_prod(module, g_inp, g_out, mat, subsampling)
+    def hvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return the change of ``Jᵀ g`` along t."""
+        return super().hvp(c, t) if self.is_curved(c.call) else torch.zeros_like(t)
 
 
 # axes of a batch

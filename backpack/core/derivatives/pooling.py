@@ -21,17 +21,15 @@ from torch.nn import (
 from torch.nn import functional as F
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 
 class SelectionDerivatives(BaseDerivatives):
     """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds."""
 
-    def indices(self, module: Any) -> Tensor:
+    def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
         raise NotImplementedError
 
@@ -55,39 +53,31 @@ class SelectionDerivatives(BaseDerivatives):
         found = "MaxPool" in type(node).__name__ and hasattr(node, "_saved_result1")
         return {"selected": node._saved_result1} if found else {}
 
-    def _flat_indices(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        """Return the indices of the call at hand for each vector: ``[V, N, C, T]``."""
-        saved, call = module._backpack_saved, module._backpack_call
+    def _flat_indices(self, c: Context) -> Tensor:
+        """Return the indices of the call at hand: ``[N, C, T]``."""
+        saved, call = c.saved, c.call
         if "indices" not in saved:
             known = "selected" in saved and call.is_plain and not call.is_unbatched
-            saved["indices"] = saved["selected"] if known else self.indices(module)
-        index = subsample(saved["indices"], subsampling=subsampling).flatten(2)
-        return index.expand(mat.shape[0], *index.shape)
+            saved["indices"] = saved["selected"] if known else self.indices(c)
+        return c.select(saved["indices"]).flatten(2)
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        index = self._flat_indices(module, mat, subsampling)
-        gathered = mat.flatten(3).gather(3, index)
-        return gathered.reshape(*mat.shape[:3], *module.output.shape[2:])
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Gather."""
+        gathered = t.flatten(3).gather(3, _of_each(t, self._flat_indices(c)))
+        return gathered.reshape(*t.shape[:3], *c.output.shape[2:])
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        index = self._flat_indices(module, mat, subsampling)
-        spatial = module.input0.shape[2:]
-        v, n, c = mat.shape[:3]
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Scatter and add."""
+        index, spatial = _of_each(v, self._flat_indices(c)), c.input.shape[2:]
+        num_v, num_n, channels = v.shape[:3]
         # the columns of a sample next to each other: products with a weight need no copy
-        zeros = mat.new_zeros(n, v, c, spatial.numel()).transpose(0, 1)
-        return zeros.scatter_add_(3, index, mat.flatten(3)).unflatten(3, spatial)
+        zeros = v.new_zeros(num_n, num_v, channels, spatial.numel()).transpose(0, 1)
+        return zeros.scatter_add_(3, index, v.flatten(3)).unflatten(3, spatial)
 
-    def _ea_jac_t_mat_jac_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        # Jᵀ M J scatters entry (s, t) of M to (index(s), index(t))
-        one = mat.new_empty(1).expand(1, *module.output.shape)
-        index = self._flat_indices(module, one, subsampling)[0]  # [N, C, T], within a channel
-        channels, size = index.shape[1], module.input0.shape[2:].numel()
+    def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
+        """Scatter entry (s, t) of ``mat`` to (index(s), index(t)), and average."""
+        index = self._flat_indices(c)  # within a channel
+        channels, size = index.shape[1], c.input.shape[2:].numel()
         offsets = size * torch.arange(channels, device=mat.device).unsqueeze(1)
         dim = channels * size
         total = mat.new_zeros(dim * dim)
@@ -96,13 +86,18 @@ class SelectionDerivatives(BaseDerivatives):
         return total.reshape(dim, dim) / len(index)
 
 
+def _of_each(vectors: Tensor, index: Tensor) -> Tensor:
+    """Repeat indices for each of V vectors: ``[V, N, C, T]``."""
+    return index.expand(len(vectors), *index.shape)
+
+
 @register(MaxPool1d, MaxPool2d, MaxPool3d)
 class MaxPoolNDDerivatives(SelectionDerivatives):
     """Derivatives of ``torch.nn.MaxPool1d``, ``MaxPool2d`` and ``MaxPool3d``."""
 
-    def indices(self, module: Any) -> Tensor:
+    def indices(self, c: Context) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""
-        x = module.input0.detach()
+        x, module = c.input.detach(), c.module
         pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
         _, indices = pool(
             x,
@@ -120,33 +115,31 @@ class MaxPoolNDDerivatives(SelectionDerivatives):
 class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
     """Derivatives of ``AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d`` and ``AdaptiveMaxPool3d``."""
 
-    def indices(self, module: Any) -> Tensor:
+    def indices(self, c: Context) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""
-        x = module.input0.detach()
+        x = c.input.detach()
         pool = {3: F.adaptive_max_pool1d, 4: F.adaptive_max_pool2d, 5: F.adaptive_max_pool3d}
-        return pool[x.dim()](x, module.output_size, return_indices=True)[1]
+        return pool[x.dim()](x, c.module.output_size, return_indices=True)[1]
 
 
 @register(MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
 class MaxUnpoolNDDerivatives(BaseDerivatives):
     """``y[index(t)] = x[t]``, with the indices as second argument: the Jacobian scatters."""
 
-    def _flat_indices(self, module: Any, mat: Tensor, subsampling: Rows) -> Tensor:
-        index = subsample(module.input1, subsampling=subsampling).flatten(2)
-        return index.expand(mat.shape[0], *index.shape)
+    def _flat_indices(self, c: Context) -> Tensor:
+        """Return the indices: ``[N, C, T]``."""
+        return c.select(c.inputs[1]).flatten(2)
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Any, subsampling: Rows
-    ) -> Tensor:
-        mat = mat if isinstance(mat, Tensor) else mat[0]
-        spatial = module.output.shape[2:]
-        zeros = mat.new_zeros(*mat.shape[:3], spatial.numel())
-        index = self._flat_indices(module, mat, subsampling)
-        return zeros.scatter(3, index, mat.flatten(3)).reshape(*mat.shape[:3], *spatial)
+    def jvp(self, c: Context, t: Any) -> Tensor:
+        """Scatter."""
+        t = t if isinstance(t, Tensor) else t[0]
+        spatial = c.output.shape[2:]
+        zeros = t.new_zeros(*t.shape[:3], spatial.numel())
+        index = _of_each(t, self._flat_indices(c))
+        return zeros.scatter(3, index, t.flatten(3)).reshape(*t.shape[:3], *spatial)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> tuple[Tensor | None, ...]:
-        gathered = mat.flatten(3).gather(3, self._flat_indices(module, mat, subsampling))
-        others = [None] * (len(module._backpack_call.inputs) - 1)
-        return gathered.reshape(*mat.shape[:3], *module.input0.shape[2:]), *others
+    def vjp(self, c: Context, v: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather."""
+        gathered = v.flatten(3).gather(3, _of_each(v, self._flat_indices(c)))
+        others = [None] * (len(c.inputs) - 1)
+        return gathered.reshape(*v.shape[:3], *c.input.shape[2:]), *others

@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.nn import PReLU
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, bound
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call
 
 
 @register(PReLU)
@@ -49,64 +47,48 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
             layout.confirm()
         return super().layouts(call)
 
-    def df(self, module: Any, subsampling: Rows) -> Tensor:
+    def df(self, c: Context) -> Tensor:
         """First derivative, 1 or the slope."""
-        x = subsample(module.input0, subsampling=subsampling)
-        return torch.where(x > 0, 1, self._spread(module, module.weight))
+        return torch.where(c.x > 0, 1, self._spread(c, c.params["weight"]))
 
-    def _spread(self, module: Any, mat: Tensor) -> Tensor:
+    def _spread(self, c: Context, t: Tensor) -> Tensor:
         """Give ``[V, *p]`` (or ``[*p]``) the axes of ``[V, N, *]`` (or ``[N, *]``)."""
-        dims = module.input0.dim()
-        one = module.num_parameters == 1
+        dims = c.input.dim()
+        one = c.module.num_parameters == 1
         shape = (1,) * dims if one else (1, -1, *(1,) * (dims - 2))
-        return mat.reshape(*mat.shape[:-1], *shape)
+        return t.reshape(*t.shape[:-1], *shape)
 
-    def _sum_positions(self, module: Any, mat: Tensor) -> Tensor:
+    def _sum_positions(self, c: Context, v: Tensor) -> Tensor:
         """Sum over what shares a slope: ``[V, N, *] -> [V, N, *p]``."""
-        return mat.reshape(*mat.shape[:2], module.num_parameters, -1).sum(3)
+        return v.reshape(*v.shape[:2], c.module.num_parameters, -1).sum(3)
 
-    def _d_weight(self, module: Any, subsampling: Rows) -> Tensor:
+    def _d_weight(self, c: Context) -> Tensor:
         """Derivative with respect to the slope, ``min(x, 0)``."""
-        return subsample(module.input0, subsampling=subsampling).clamp(max=0)
+        return c.x.clamp(max=0)
 
-    def _weight_jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return self._spread(module, mat) * self._d_weight(module, subsampling)
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with ``min(x, 0)``."""
+        return self._spread(c, t) * self._d_weight(c)
 
-    def _weight_jac_t_mat_prod(
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with ``min(x, 0)``, and sum over what shares a slope."""
+        return self._sum_positions(c, v * self._d_weight(c))
+
+    def mixed_hvp(
         self,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        product = self._sum_positions(module, mat * self._d_weight(module, subsampling))
-        return product.sum(1) if sum_batch else product
-
-    def mixed_residual(
-        self,
-        module: Any,
-        g_out: Grads,
+        c: Context,
         inputs: Sequence[Tensor | None],
         params: Mapping[str, Tensor],
-        subsampling: Rows = None,
         sum_batch: bool = False,
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """Apply the second derivative of ``⟨g_out, y⟩``, ``∂²y/∂x∂a = [x ≤ 0]``."""
-        (t,) = inputs
-        with bound(module):
-            self._need_g_out(module, g_out)
-            assert g_out is not None and g_out[0] is not None
-            x = subsample(module.input0, subsampling=subsampling)
-            mixed = subsample(g_out[0], subsampling=subsampling) * (x <= 0)
-            like = next(mat for mat in [*params.values(), t] if mat is not None)
-            zeros = like.new_zeros(len(like), *x.shape)
-            d_x = zeros
-            if "weight" in params:
-                d_x = mixed * self._spread(module, params["weight"])
-            d_weight = self._sum_positions(module, mixed * (zeros if t is None else t))
-            d_weight = d_weight.sum(1) if sum_batch else d_weight
-        return [d_x], dict.fromkeys(params, d_weight)
+        """Apply the second derivative of ``⟨g, y⟩``, ``∂²y/∂x∂a = [x ≤ 0]``."""
+        (t,), x = inputs, c.x
+        g: Any = c.grad_out[0]
+        mixed = c.select(g) * (x <= 0)
+        like = next(mat for mat in [*params.values(), t] if mat is not None)
+        zeros = like.new_zeros(len(like), *x.shape)
+        d_x = zeros
+        if "weight" in params:
+            d_x = mixed * self._spread(c, params["weight"])
+        d_weight = self._sum_positions(c, mixed * (zeros if t is None else t))
+        return [d_x], dict.fromkeys(params, d_weight.sum(1) if sum_batch else d_weight)

@@ -2,7 +2,7 @@
 
 All are the same :class:`~backpack.core.derivatives.recurrent_network.Network`, with another step;
 that file has the formulas. A call runs the forward pass once more, to know the gates, and for each
-``mat`` one backward recursion that all inputs, parameters and extensions share.
+cotangent one backward recursion that all inputs, parameters and extensions share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCell
 
-from backpack.core.derivatives import shared_weight
+from backpack.core.derivatives import affine
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.recall import is_same, recall
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
@@ -40,20 +41,19 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import Substitute
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, bound, describe, state_of
-from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Grads, Mats
-from backpack.utils.subsampling import subsample
+from backpack.core.record.tape import Call, describe, state_of
+from backpack.core.types import Mats
 
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
 LSTM_STEP = LSTMStep()
 GRU_STEP = GRUStep()
 
 
-class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
+class RecurrentDerivatives(BaseDerivatives):
     """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
 
     A subclass says which step a module takes, and where its inputs and outputs have their time.
@@ -89,13 +89,13 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Return False: later steps depend on what the parameters did in earlier ones."""
         return False
 
-    def _place(self, module: Module, param_str: str) -> tuple[str, int]:
+    def _place(self, module: Module, name: str) -> tuple[str, int]:
         """Return which of the ``Weights`` a parameter is, and its k."""
         for k, suffix in enumerate(self.suffixes(module)):
-            kind = param_str.removesuffix(suffix)
+            kind = name.removesuffix(suffix)
             if kind in Weights._fields:
                 return kind, k
-        raise KeyError(param_str)
+        raise KeyError(name)
 
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters of all layers and directions."""
@@ -111,13 +111,12 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
     def _state(self, module: Module) -> tuple[Any, ...]:
         return self.step(module), state_of([module._parameters, module._buffers])
 
-    def _check_unchanged(self, module: Any) -> None:
-        call = vars(module).get("_backpack_call")
-        if call is None or call.precision is not None:  # not recorded, or its parameters are cast
+    def _check_unchanged(self, c: Context) -> None:
+        if c.call.precision is not None:  # its parameters are cast
             return
-        if call.saved.get("state") != (self.step(module), call.state):
+        if c.saved.get("state") != (self.step(c.module), c.call.state):
             raise RuntimeError(
-                f"A parameter of {describe(module)} was changed after the forward pass, which is "
+                f"A parameter of {describe(c.module)} was changed after the forward pass, which is "
                 "run again to know its gates. Change parameters after the backward pass."
             )
 
@@ -143,28 +142,27 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             raise ValueError(str(error)) from None
         return super().layouts(call)
 
-    def network(self, module: Any, params: Mapping[str, Tensor] | None = None) -> Network:
-        """Return the network with its parameters, some of them replaced by ``params``."""
-        params = params or {}
+    def weights(self, module: Any, values: Mapping[str, Any]) -> list[Weights]:
+        """Return the parameters for each k; those without a value are attributes of the module.
+
+        Such as one that a hook computes before each call.
+        """
 
         def value(name: str) -> Any:
-            return params.get(name, getattr(module, name, None))
+            return values[name] if name in values else getattr(module, name, None)
 
-        weights = [
+        return [
             Weights(*(value(kind + suffix) for kind in Weights._fields))
             for suffix in self.suffixes(module)
         ]
-        return Network(self.step(module), self.directions(module), weights)
+
+    def network(self, c: Context, params: Mapping[str, Tensor] | None = None) -> Network:
+        """Return the network with the parameters of the call, some replaced by ``params``."""
+        values = c.params if params is None else {**c.params, **params}
+        step, directions = self.step(c.module), self.directions(c.module)
+        return Network(step, directions, self.weights(c.module, values))
 
     # ------------------------------------------------------------------ arguments of the call
-
-    def _inputs(self, module: Any) -> list[Any]:
-        """Return the arguments of the call at hand, flattened."""
-        given = vars(module)
-        inputs: list[Any] = []
-        while (name := f"input{len(inputs)}") in given:
-            inputs.append(given[name])
-        return inputs
 
     def _check_input(self, module: Any, inputs: Sequence[Any]) -> None:
         x, *others = inputs
@@ -182,7 +180,7 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             )
 
     def _ordered(
-        self, module: Any, network: Network, inputs: Sequence[Any]
+        self, c: Context, network: Network, inputs: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the input ``[T, N, I]`` and the initial states, zeros if there are none.
 
@@ -190,8 +188,9 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             NotImplementedError: If the input is packed, or dropout is active between the layers.
             ValueError: If there is no batch axis.
         """
+        module = c.module
         self._check_input(module, inputs)
-        if module.training and getattr(module, "dropout", 0) > 0 and module.num_layers > 1:
+        if c.call.training and getattr(module, "dropout", 0) > 0 and module.num_layers > 1:
             raise NotImplementedError(
                 f"{describe(module)} has dropout={module.dropout} between its layers, whose masks "
                 "are not known. Use extend(model, use_converter=True), which splits the layers, or "
@@ -203,11 +202,11 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         shape = len(network.weights), x.shape[1]
         return x, states or [x.new_zeros(*shape, size) for size in network.state_sizes]
 
-    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+    def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
         raise NotImplementedError
 
-    def known_output(self, module: Any) -> Tensor | None:
+    def known_output(self, c: Context) -> Tensor | None:
         """Return the values at all steps that the call at hand has returned, ``[T, N, *]``."""
         return None
 
@@ -215,72 +214,67 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
         """Make outputs, after ``axis`` axes, of values at all steps ``[T, N, *]`` and of states."""
         raise NotImplementedError
 
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters: a plain loop over time.
 
         Args:
-            module: Module whose call is at hand.
+            c: The call at hand.
             params: Values that replace parameters.
             *inputs: Arguments of the call, flattened.
         """
-        network = self.network(module, params)
-        x, start = self._ordered(module, network, inputs)
-        return self.outputs(module, run(network, x, start), 0)
+        network = self.network(c, params)
+        x, start = self._ordered(c, network, inputs)
+        return self.outputs(c.module, run(network, x, start), 0)
 
     # ------------------------------------------------------------------ forward and backward, once
 
-    def _traces(self, module: Any) -> list[Trace]:
-        """Return the forward pass of the call at hand."""
-        inputs = self._inputs(module)
+    def _traces(self, c: Context) -> list[Trace]:
+        """Return the forward pass of the call at hand, of all samples."""
+        network = self.network(c)
         # what is known of the hidden states has no graph
-        output = None if torch.is_grad_enabled() else self.known_output(module)
+        output = None if torch.is_grad_enabled() else self.known_output(c)
 
         def compute() -> list[Trace]:
-            self._check_unchanged(module)
-            network = self.network(module)
-            x, start = self._ordered(module, network, inputs)
+            self._check_unchanged(c)
+            x, start = self._ordered(c, network, c.inputs)
             return trace(network, x, start, output)
 
-        weights = [p for of_k in self.network(module).weights for p in of_k]
-        tensors = [*inputs, output, *weights]
-        return recall(module._backpack_saved, "traces", tensors, (), compute)
+        tensors = [*c.inputs, output, *(p for of_k in network.weights for p in of_k)]
+        return recall(c.saved, "traces", tensors, (), compute)
 
-    def _arrived(
-        self, module: Any, mat: Mats, rows: Rows
-    ) -> tuple[list[Trace], list[Arrived | ManyArrived]]:
+    def _arrived(self, c: Context, v: Mats) -> tuple[list[Trace], list[Arrived | ManyArrived]]:
         """Return the forward pass, and what arrives at the pre-activations from cotangents."""
-        traces = self._traces(module)
-        output, finals = self.cotangents(module, mat)
+        traces = self._traces(c)
+        output, finals = self.cotangents(c.module, v)
 
         def compute() -> list[Arrived | ManyArrived]:
-            received = module._backpack_saved.get("received", ())
-            if len(received) == len(traces) and rows is None and _is_gradient(module, mat):
-                return [self.received(module, k) for k in range(len(traces))]
-            slopes = [whole.of_samples(rows).slopes for whole in traces]
-            return pull_back(self.network(module), slopes, output, finals)
+            received = c.saved.get("received", ())
+            if len(received) == len(traces) and c.rows is None and _is_gradient(c, v):
+                return [self.received(c, k) for k in range(len(traces))]
+            slopes = [whole.of_samples(c.rows).slopes for whole in traces]
+            return pull_back(self.network(c), slopes, output, finals)
 
-        selected = None if rows is None else tuple(row_numbers(traces[0].x.shape[1], rows))
+        selected = None if c.rows is None else tuple(c.numbers(traces[0].x.shape[1]))
         # the traces tell whether an input or a parameter has changed
         tensors = [output, *finals, traces[0].before]
-        return traces, recall(module._backpack_saved, "arrived", tensors, (selected,), compute)
+        return traces, recall(c.saved, "arrived", tensors, (selected,), compute)
 
-    def received(self, module: Any, k: int) -> Arrived | ManyArrived:
+    def received(self, c: Context, k: int) -> Arrived | ManyArrived:
         """Return what arrives from what a :class:`FusedLayer` has received."""
-        received = module._backpack_saved["received"]
+        received = c.saved["received"]
         if not isinstance(received[k], Arrived | ManyArrived):
-            slopes = self._traces(module)[k].slopes
-            received[k] = pull_direction(self.network(module), k, slopes, *received[k])
+            slopes = self._traces(c)[k].slopes
+            received[k] = pull_direction(self.network(c), k, slopes, *received[k])
         arrived: Arrived | ManyArrived = received[k]
         return arrived
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
-    ) -> Any:
-        network = self.network(module)
-        _, arrived = self._arrived(module, mat, subsampling)
+    def vjp(self, c: Context, v: Mats) -> Any:
+        """Apply the transposed Jacobian: a recursion back in time."""
+        network, module = self.network(c), c.module
+        _, arrived = self._arrived(c, v)
         x = self.outside(module, pull_to_input(network, arrived, 0), 1, False)
         starts = (torch.stack(parts, 1) for parts in zip(*(a.start for a in arrived), strict=True))
-        _, *others = self._inputs(module)
+        _, *others = c.inputs
         if not others:
             return x
         return x, *(
@@ -288,41 +282,31 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             for s in others
         )
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows
-    ) -> Any:
-        network = self.network(module)
-        x, *others = [mat] if isinstance(mat, Tensor) else mat
+    def jvp(self, c: Context, t: Mats) -> Any:
+        """Apply the Jacobian: a recursion forward in time."""
+        network, module = self.network(c), c.module
+        x, *others = [t] if isinstance(t, Tensor) else t
         start = [None if s is None else self.inside(module, s, 1, True) for s in others]
         start += [None] * (network.step.num_states - len(start))
         x = None if x is None else self.inside(module, x, 1, False)
-        return self._pushed(module, network, x, start[: network.step.num_states], None, subsampling)
+        return self._pushed(c, network, x, start[: network.step.num_states], None)
 
-    def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows,
-    ) -> Any:
-        network = self.network(module)
-        moved = Moved(*self._place(module, param_str), mat)
-        start = [None] * network.step.num_states
-        return self._pushed(module, network, None, start, moved, subsampling)
+    def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
+        """Apply the Jacobian with respect to a parameter: the same recursion."""
+        network = self.network(c)
+        moved = Moved(*self._place(c.module, name), t)
+        return self._pushed(c, network, None, [None] * network.step.num_states, moved)
 
     def _pushed(
         self,
-        module: Any,
+        c: Context,
         network: Network,
         x: Tensor | None,
         start: Sequence[Tensor | None],
         moved: Moved | None,
-        rows: Rows,
     ) -> Any:
         """Return the tangents of the outputs."""
-        traces = [whole.of_samples(rows) for whole in self._traces(module)]
+        traces = [whole.of_samples(c.rows) for whole in self._traces(c)]
         output, finals = push_forward(network, traces, x, start, moved)
         assert output is not None
         shape = output.shape[0], output.shape[2]
@@ -330,66 +314,53 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
             torch.stack([output.new_zeros(*shape, size) if s is None else s for s in parts], 1)
             for parts, size in zip(zip(*finals, strict=True), network.state_sizes, strict=True)
         ]
-        return self.outputs(module, [output, *stacked], 1)
+        return self.outputs(c.module, [output, *stacked], 1)
 
     # ------------------------------------------------------------------ parameters
 
-    def pairs(
-        self, param_str: str, module: Any, mat: Mats, rows: Rows
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    def affine(self, c: Context, name: str, v: Mats) -> list[tuple[Tensor, Tensor | None]]:
         """Return what arrives at the products of a parameter, and what it is multiplied with."""
-        with bound(module):
-            mats, _ = self._check_output(module, mat, rows)
-            kind, k = self._place(module, param_str)
-            traces, arrived = self._arrived(module, mats, rows)
+        kind, k = self._place(c.module, name)
+        traces, arrived = self._arrived(c, v)
         s = arrived_at(kind, arrived[k]).transpose(1, 2)
-        return [(s, _of_samples(read_by(kind, traces[k]), rows))]
+        return [(s, _of_samples(c, read_by(kind, traces[k])))]
 
-    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
+    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what a parameter is multiplied with, ``[N, T, I]``; None for a bias."""
-        with bound(module):
-            kind, k = self._place(module, param_str)
-            return [_of_samples(read_by(kind, self._traces(module)[k]), rows)]
+        kind, k = self._place(c.module, name)
+        return [_of_samples(c, read_by(kind, self._traces(c)[k]))]
 
-    def shared_by(self, param_str: str, module: Any) -> dict[str, Any] | None:
+    def _memo(self, c: Context, name: str) -> dict[str, Any] | None:
         """Return what was computed for parameters on the same side of a layer and direction."""
-        call = vars(module).get("_backpack_call")
-        if call is None or call.shared is None:
+        if c.memo is None:
             return None
-        kind, k = self._place(module, param_str)
+        kind, k = self._place(c.module, name)
         side = kind.rpartition("_")[2]
-        if side == "hh" and self.step(module).adds_sides:
+        if side == "hh" and self.step(c.module).adds_sides:
             side = "ih"
-        of_side: dict[str, Any] = call.shared.setdefault(f"{side}{k}", {})
+        of_side: dict[str, Any] = c.memo.setdefault(f"{side}{k}", {})
         return of_side
 
     def _many(
-        self, param_str: str, module: Any, mat: Mats, rows: Rows
+        self, c: Context, name: str, v: Mats
     ) -> tuple[ManyArrived, Tensor, Tensor | None] | None:
         """Return what arrives if there are many columns, the slopes of the gates, and x."""
-        mats, _ = self._check_output(module, mat, rows)
-        kind, k = self._place(module, param_str)
-        traces, each = self._arrived(module, mats, rows)
+        kind, k = self._place(c.module, name)
+        traces, each = self._arrived(c, v)
         arrived = each[k]
         if not isinstance(arrived, ManyArrived):
             return None
-        x = _of_samples(read_by(kind, traces[k]), rows)
+        x = _of_samples(c, read_by(kind, traces[k]))
         return arrived, arrived.slopes.p if kind.endswith("_ih") else arrived.slopes.q, x
 
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
+        """Reduce the individual products, see the base class; squares of many columns factored."""
         values = {}
         many = None
         if wanted & {"batch_square", "square"} and "individual" not in wanted:
-            many = self._many(param_str, module, mat, subsampling)
+            many = self._many(c, name, v)
         if many is not None:
             arrived, slopes, x = many
             squares = arrived.squares(slopes, x, weights)  # of each sample
@@ -400,41 +371,23 @@ class RecurrentDerivatives(shared_weight.SharedWeightDerivatives):
                 values["square"] = reduce(torch.add, squares)
         rest = wanted - values.keys()
         if rest:
-            values |= super()._param_mjp_reduced(
-                param_str, module, g_out, mat, rest, subsampling, weights
-            )
+            ((s, x),) = self.affine(c, name, v)
+            values |= affine.reduced(s, x, rest, weights, self._memo(c, name))
         return values
 
-    def kronecker_rows(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Mats,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> Tensor:
+    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum what arrives over time, or keep every step: ``[V, *out] -> [V, N', 1, O]``."""
-        if approximation != "expand":
-            with bound(module):
-                many = self._many(param_str, module, mat, subsampling)
-                if many is not None:
-                    arrived, slopes, _ = many
-                    return arrived.sums(slopes)
-        ((s, _),) = self.pairs(param_str, module, mat, subsampling)
-        return shared_weight.position_rows(s, approximation).unsqueeze(2)
+        many = None if approximation == "expand" else self._many(c, name, v)
+        if many is not None:
+            arrived, slopes, _ = many
+            return arrived.sums(slopes)
+        ((s, _),) = self.affine(c, name, v)
+        return affine.position_rows(s, approximation).unsqueeze(2)
 
-    def kronecker_input_factors(
-        self,
-        param_str: str,
-        module: Module,
-        subsampling: Rows = None,
-        approximation: str | None = None,
-    ) -> list[Tensor]:
-        """Return A of what a weight is multiplied with, see ``shared_weight``: ``[I, I]``."""
-        (x,) = self.reads(param_str, module, subsampling)
-        return [] if x is None else [shared_weight.input_factor(x, approximation)]
+    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
+        """Return A of what a weight is multiplied with, see :mod:`.affine`: ``[I, I]``."""
+        (x,) = self.affine_inputs(c, name)
+        return [] if x is None else [affine.input_factor(x, approximation)]
 
 
 def _is_first(call: Call) -> bool:
@@ -442,10 +395,10 @@ def _is_first(call: Call) -> bool:
     return not any(isinstance(x, Tensor) and x.requires_grad for x in call.inputs)
 
 
-def _is_gradient(module: Any, mat: Mats) -> bool:
-    """Whether columns are what autograd has brought to the outputs of the call at hand."""
-    grads = [None if g is None else g.unsqueeze(0) for g in module._backpack_call.g_out]
-    return all(map(is_same, mat, grads))
+def _is_gradient(c: Context, v: Mats) -> bool:
+    """Whether cotangents are what autograd has brought to the outputs of the call at hand."""
+    grads = [None if g is None else g.unsqueeze(0) for g in c.call.g_out]
+    return all(map(is_same, v, grads))
 
 
 def _leaves(node: Any) -> set[Any]:
@@ -453,9 +406,9 @@ def _leaves(node: Any) -> set[Any]:
     return {getattr(parent, "variable", None) for parent, _ in node.next_functions}
 
 
-def _of_samples(x: Tensor | None, rows: Rows) -> Tensor | None:
-    """Bring ``[T, N, I]`` to ``[N', T, I]`` for some of the samples."""
-    return None if x is None else subsample(x, 1, rows).transpose(0, 1)
+def _of_samples(c: Context, x: Tensor | None) -> Tensor | None:
+    """Bring ``[T, N, I]`` to ``[N', T, I]`` for the selected samples."""
+    return None if x is None else c.select(x, 1).transpose(0, 1)
 
 
 class SequenceDerivatives(RecurrentDerivatives):
@@ -493,14 +446,14 @@ class SequenceDerivatives(RecurrentDerivatives):
         """Exchange them back."""
         return self.inside(module, tensor, axis, is_state)
 
-    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+    def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
-        output, *finals = mat
+        output, *finals = v
         return None if output is None else self.inside(module, output, 1, False), finals
 
-    def known_output(self, module: Any) -> Tensor:
+    def known_output(self, c: Context) -> Tensor:
         """Return the output."""
-        return self.inside(module, module.output[0], 0, False)
+        return self.inside(c.module, c.output, 0, False)
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
         """Return the values at all steps, and the states."""
@@ -540,7 +493,7 @@ class LSTMDerivatives(SequenceDerivatives):
         self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
     ) -> Sequence[Substitute] | None:
         """Return one for the kernel of each direction of a layer."""
-        weights = self.network(call.module).weights
+        weights = self.weights(call.module, {})
         found = [
             FusedLayer(node, call, self, k)
             for node in nodes
@@ -587,9 +540,9 @@ class FusedLayer(Substitute):
         """Return the gradients of the input, of four parameters (None) and of the first states."""
         if self.k not in self.call.saved.get("received", ()):
             return (None,) * 7
-        with self.call.bound() as module:
-            arrived = self.rule.received(module, self.k)
-            weights = self.rule.network(module).weights[self.k]
+        c = context_of(self.call)
+        arrived = self.rule.received(c, self.k)
+        weights = self.rule.network(c).weights[self.k]
         x = arrived.to_input(weights.weight_ih).squeeze(0)
         return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, args[5:7])
 
@@ -626,10 +579,10 @@ class CellDerivatives(RecurrentDerivatives):
         """Remove it."""
         return tensor.squeeze(axis)
 
-    def cotangents(self, module: Any, mat: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
+    def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return what arrives at the states: they are the only outputs."""
-        mats = [mat] if isinstance(mat, Tensor) else mat
-        return None, [None if m is None else self.inside(module, m, 1, True) for m in mats]
+        vs = [v] if isinstance(v, Tensor) else v
+        return None, [None if m is None else self.inside(module, m, 1, True) for m in vs]
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
         """Return the states."""

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from backpack.core.derivatives import shared_weight
+from backpack.core.derivatives import affine
 from backpack.core.derivatives.recurrent_cells import (
     Path,
     Slopes,
@@ -579,7 +579,7 @@ def _push_direction(
         p = x @ w.weight_ih.T
     if moved is not None:
         read = read_by(moved.kind, values)
-        from_moved = shared_weight.jac_mat_prod(moved.mat, read, num_t, num_n)  # T before N here
+        from_moved = affine.jvp(moved.mat, read, num_t, num_n)  # T before N here
         if moved.kind == "weight_hr":
             projected = from_moved
         elif moved.kind.endswith("_ih"):

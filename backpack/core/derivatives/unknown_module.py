@@ -18,6 +18,7 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register_fallback
 from backpack.core.record.tape import Call, describe
@@ -35,16 +36,16 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
     _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool]]] = WeakKeyDictionary()
 
-    def hessian_is_zero(self, module: Any) -> bool:
-        """Return False: whether the function is affine may depend on the state of the module."""
-        return False
+    def is_curved(self, call: Call) -> bool:
+        """Return True: whether the function is affine may depend on the state of the module."""
+        return True
 
-    def evaluate(self, module: Module, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change."""
-        leaves = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-        args, keywords = vars(module)["_backpack_call"].arguments(leaves)
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with attributes_kept(module):
+        leaves, module = [x.clone() if isinstance(x, Tensor) else x for x in inputs], c.module
+        args, keywords = c.call.arguments(leaves)
+        with c.call.as_it_was(c.call.precision), attributes_kept(module):
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             return functional_call(module, {**buffers, **params}, args, keywords)
 
     def layouts(self, call: Call) -> list[Layout | None]:
@@ -90,26 +91,25 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         known = self._mixing.setdefault(call.module, {})
         key = (call.shape_in, call.training)
         if key not in known:
-            with call.bound(check=False) as module:
-                evaluation = self._evaluation(module)
-                try:
-                    again = is_repeatable(evaluation)
-                    known[key] = again and not evaluation.is_independent()
-                except Exception:  # nobody asks for its derivatives
-                    known[key] = False
+            evaluation = self._evaluation(context_of(call, check=False))
+            try:
+                again = is_repeatable(evaluation)
+                known[key] = again and not evaluation.is_independent()
+            except Exception:  # nobody asks for its derivatives
+                known[key] = False
         return known[key]
 
-    def refusal(self, module: Any) -> str | None:
+    def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        saved = module._backpack_saved
-        reason = super().refusal(module)
+        saved, module = c.saved, c.module
+        reason = super().refusal(c)
         if reason is None and not saved.get("one_row", True):
             reason = (
                 f"{describe(module)} returns several rows for each sample. Reshape outside of the "
                 "module, or register derivatives (backpack.core.derivatives.register)."
             )
         if reason is None and "independent" not in saved:
-            evaluation = self._evaluation(module)
+            evaluation = self._evaluation(c)
             batched = any(axis is not None for axis in evaluation.axes_out)
             saved["independent"] = not batched or evaluation.is_independent()
         if reason is None and not saved["independent"]:
@@ -120,13 +120,13 @@ class UnknownModuleDerivatives(FunctionDerivatives):
             )
         return reason
 
-    def evaluation(self, module: Any) -> Evaluation:
+    def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again.
 
         Raises:
             NotImplementedError: If it mixes the samples of the batch, or is random.
         """
-        evaluation = super().evaluation(module)
+        evaluation, module = super().evaluation(c), c.module
         if type(module) not in self._warned:
             self._warned.add(type(module))
             warn(

@@ -11,9 +11,8 @@ from torch.nn import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
 from backpack.core.derivatives.linear_maps import LinearMapDerivatives, map_rows
 from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
 
 _aten = torch.ops.aten
 # by mode and number of spatial axes; "area" is average pooling
@@ -35,26 +34,24 @@ TRANSPOSED: Mapping[tuple[str, int], Callable[..., Tensor]] = {
 class UpsampleDerivatives(LinearMapDerivatives):
     """Derivatives of ``torch.nn.Upsample`` of all modes."""
 
-    def _jac_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        return map_vectors(lambda t: map_rows(module.forward, t), mat)
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Resize."""
+        return map_vectors(lambda t: map_rows(lambda x: self.linear_map(c, x), t), t)
 
-    def _jac_t_mat_prod(
-        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows
-    ) -> Tensor:
-        dims = module.input0.dim() - 2
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Apply the transpose."""
+        module, dims = c.module, c.input.dim() - 2
         transposed = TRANSPOSED.get((module.mode, dims))
         if transposed is None:
-            return super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
-        shape_in, shape_out = module.input0.shape[1:], list(module.output.shape[2:])
+            return super().vjp(c, v)
+        shape_in, shape_out = c.input.shape[1:], list(c.output.shape[2:])
         align = [] if module.mode.startswith("nearest") else [bool(module.align_corners)]
         factors = self._factors(module, dims)
 
         def pull(s: Tensor) -> Tensor:
             return transposed(s, shape_out, [len(s), *shape_in], *align, *factors)
 
-        return map_vectors(lambda t: map_rows(pull, t), mat)
+        return map_vectors(lambda v: map_rows(pull, v), v)
 
     @staticmethod
     def _factors(module: Any, dims: int) -> list[float | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +9,9 @@ from torch import Tensor
 
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
+from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of, register
-from backpack.core.rows import Rows
 from backpack.custom_module.weighted_loss import WeightedLoss
-from backpack.utils.subsampling import subsample
 
 
 @register(WeightedLoss)
@@ -37,92 +34,90 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         """Return whether the loss inside does."""
         return self._rule(module).sees_chosen_rows(module.loss)
 
-    def predictions(self, module: Any) -> tuple[int, ...]:
+    def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that are predictions of the loss inside."""
-        return self._rule(module).predictions(module)
+        return self._rule(c.module).predictions(c)
 
-    def couples_samples(self, module: Any) -> bool:
+    def couples_samples(self, c: Context) -> bool:
         """Return whether the loss inside does."""
-        with self._inside(module) as (rule, loss):
-            return rule.couples_samples(loss)
+        rule, inside = self._inside(c)
+        return rule.couples_samples(inside)
 
-    def check_call(self, module: Any) -> None:
+    def check_call(self, c: Context) -> None:
         """Refuse what the loss inside refuses."""
-        super().check_call(module)
-        with self._inside(module) as (rule, loss):
-            rule.check_call(loss)
+        super().check_call(c)
+        rule, inside = self._inside(c)
+        rule.check_call(inside)
 
     def _rule(self, module: Any) -> BaseLossDerivatives:
         rule = derivatives_of(module.loss)
         return rule if isinstance(rule, BaseLossDerivatives) else AutomaticLossDerivatives()
 
-    @contextmanager
-    def _inside(self, module: Any) -> Iterator[tuple[BaseLossDerivatives, Any]]:
-        """Give the loss inside the tensors of the call, without the weights."""
-        rule, own, loss = self._rule(module), vars(module), module.loss
+    def _inside(self, c: Context) -> tuple[BaseLossDerivatives, Context]:
+        """Return the rule of the loss inside and what it sees: the call without the weights."""
+        rule = self._rule(c.module)
         if isinstance(rule, AutomaticLossDerivatives):  # evaluates the call as a whole
-            yield rule, module
-            return
-        inputs = [own[f"input{i}"] for i in range(len(module._backpack_call.inputs))]
-        attributes = {f"input{i}": x for i, x in enumerate(inputs[:2] + inputs[3:])}
-        attributes |= {name: own[name] for name in ("output", "_backpack_call", "_backpack_saved")}
-        vars(loss).update(attributes)
-        try:
-            yield rule, loss
-        finally:
-            for name in attributes:
-                vars(loss).pop(name)
+            return rule, c
+        inside = Context(c.call, [*c.inputs[:2], *c.inputs[3:]], c.outputs, c.rows)
+        inside.module = c.module.loss
+        own = {name.partition("."): t for name, t in c.params.items()}
+        inside._params = {name: t for (child, _, name), t in own.items() if child == "loss"}
+        return rule, inside
 
-    def _scale(self, module: Any, subsampling: Rows) -> Tensor:
+    def _scale(self, c: Context) -> Tensor:
         """Return a: ``[N, *1]`` with as many axes as the prediction."""
-        x = module.input0
-        with self._inside(module) as (_, loss):
-            if loss is module:
-                return x.new_ones(())
-            call = module._backpack_call
-            scale = module.input2.to(x.dtype)
-            if module.reduction == "mean":
-                with torch.no_grad():
-                    leaves = [leaf for i, leaf in enumerate(call.inputs) if i != 2]
-                    scale = scale / loss.forward(*leaves).numel()
-        return subsample(scale.reshape(-1, *(1,) * (x.dim() - 1)), subsampling=subsampling)
+        x = c.input
+        if isinstance(self._rule(c.module), AutomaticLossDerivatives):
+            return x.new_ones(())
+        scale = c.inputs[2].to(x.dtype)
+        if c.module.reduction == "mean":
+            leaves = [leaf for i, leaf in enumerate(c.call.inputs) if i != 2]
+            with torch.no_grad(), c.call.as_it_was():
+                scale = scale / c.module.loss.forward(*leaves).numel()
+        return c.select(scale.reshape(-1, *(1,) * (x.dim() - 1)))
 
-    def _need_convex(self, module: Any, subsampling: Rows) -> None:
-        with self._inside(module) as (rule, loss):
-            rule._need_convex(loss, subsampling)
-        if is_negative(self._scale(module, subsampling)):
-            raise not_convex(module, "the weight of a sample is negative")
+    def need_convex(self, c: Context) -> None:
+        """Refuse what the loss inside refuses, and negative weights."""
+        rule, inside = self._inside(c)
+        rule.need_convex(inside)
+        self._positive_scale(c)
 
-    def _sqrt_hessian(self, module: Any, subsampling: Rows) -> Any:
-        with self._inside(module) as (rule, loss):
-            factor = rule._sqrt_hessian(loss, subsampling)
-        return _scaled(factor, self._scale(module, subsampling).sqrt())
-
-    def _sqrt_hessian_sampled(self, module: Any, mc_samples: int) -> Tensor:
-        scale = self._scale(module, None)
+    def _positive_scale(self, c: Context) -> Tensor:
+        scale = self._scale(c)
         if is_negative(scale):
-            raise not_convex(module, "the weight of a sample is negative")
-        with self._inside(module) as (rule, loss):
-            return rule._sqrt_hessian_sampled(loss, mc_samples) * scale.sqrt()
+            raise not_convex(c.module, "the weight of a sample is negative")
+        return scale
 
-    def _hessian_factor(self, module: Any, subsampling: Rows) -> tuple[Any, Tensor | None]:
-        with self._inside(module) as (rule, loss):
-            columns, weights = rule._hessian_factor(loss, subsampling)
-        scale = self._scale(module, subsampling)
+    def hessian_root(self, c: Context) -> Any:
+        """Return that of the loss inside, times the root of a."""
+        rule, inside = self._inside(c)
+        return _scaled(rule.hessian_root(inside), self._scale(c).sqrt())
+
+    def sampled_hessian_root(self, c: Context, mc_samples: int) -> Tensor:
+        """Return that of the loss inside, times the root of a."""
+        c = c.at(None)
+        scale, (rule, inside) = self._positive_scale(c), self._inside(c)
+        return rule.sampled_hessian_root(inside, mc_samples) * scale.sqrt()
+
+    def signed_hessian_root(self, c: Context) -> tuple[Any, Tensor | None]:
+        """Return that of the loss inside, times the root of ``|a|``, with the sign of a."""
+        rule, inside = self._inside(c)
+        columns, weights = rule.signed_hessian_root(inside)
+        scale = self._scale(c)
         if is_negative(scale):
             signs = scale.sign().flatten().expand(columns.shape[:2])
             weights = signs if weights is None else weights * signs
         return _scaled(columns, scale.abs().sqrt()), weights
 
-    def _hessian_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        with self._inside(module) as (rule, loss):
-            product = rule._hessian_mat_prod(loss, mat, subsampling)
-        return _scaled(product, self._scale(module, subsampling))
+    def hessian_product(self, c: Context, t: Any) -> Any:
+        """Return that of the loss inside, times a."""
+        rule, inside = self._inside(c)
+        return _scaled(rule.hessian_product(inside, t), self._scale(c))
 
-    def _ggn_mat_prod(self, module: Any, mat: Any, subsampling: Rows) -> Any:
-        with self._inside(module) as (rule, loss):
-            product = rule._ggn_mat_prod(loss, mat, subsampling)
-        return _scaled(product, self._scale(module, subsampling))
+    def ggn_product(self, c: Context, t: Any) -> Any:
+        """Return that of the loss inside, times a."""
+        rule, inside = self._inside(c)
+        return _scaled(rule.ggn_product(inside, t), self._scale(c))
 
 
 def _scaled(columns: Any, scale: Tensor) -> Any:

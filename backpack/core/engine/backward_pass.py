@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import chain, groupby
 from operator import attrgetter
 from threading import get_ident
@@ -40,11 +39,11 @@ from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
 from backpack.core.engine.sweep import call_gradients, sample_counts, separate_samples
 from backpack.core.engine.watch import Entry
 from backpack.core.record import tape
+from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.tape import (
     Call,
     KeptParameters,
-    Sharing,
     describe,
     is_used,
     origin,
@@ -404,9 +403,8 @@ class BackwardPass:
             if p not in self.owed:
                 continue
             if p not in self.gradients:  # no extension has found it on the way
-                grads = call_products.gradients(call)
-                mats = [None if g is None else g.unsqueeze(0) for g in grads]
-                product = call_products.param(call, "param_mjp", name, mats, None, sum_batch=True)
+                mats = [None if g is None else g.unsqueeze(0) for g in call.gradients()]
+                product = call_products.param(context_of(call), "param_vjp_sum", name, mats)
                 self.gradients[p] = product.squeeze(0)
             spared_gradients.accumulate(p, self.gradients.pop(p))
             self.owed.discard(p)
@@ -597,7 +595,7 @@ class BackwardPass:
     def _done(self, call: Call) -> None:
         hook = self.configuration.extension_hook
         if hook is not None:
-            with call.bound(check=False, whole=True, now=True) as module:
+            with context_of(call, check=False, whole=True).shown(now=True) as module:
                 hook(module)
         if self.configuration.retain_graph:
             call.forget()
@@ -634,10 +632,9 @@ class BackwardPass:
         if self.has_rules or refusal(call, call.trained) is not None:
             self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
         elif call.trained:
-            with call.bound(folds=True), Sharing(call):
-                gradient = _gradient_use(call, None)
-                for name, p in call.trained.items():
-                    self._extract(p, [gradient.of(name)], exts)
+            gradient = _gradient_use(call, None, folds=True)
+            for name, p in call.trained.items():
+                self._extract(p, [gradient.of(name)], exts)
 
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:
@@ -669,22 +666,18 @@ class BackwardPass:
                     plan.check_one_batch(p)
                     rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
         for call, of_call in groupby(work, key=_only_call):
-            if call is None:
-                self._extract_all(of_call, rows)
-            else:
-                with call.bound(folds=True), Sharing(call):
-                    own = {call: subsampling} if call.folded else rows
-                    self._extract_all(of_call, own)
-                if len(exts) == len(self.exts):  # nobody else will ask
-                    call.forget_results()
-
-    def _extract_all(self, work: Iterable[Work], rows: Mapping[Call, Rows]) -> None:
-        gradients: dict[Call, Use] = {}
-        for p, uses, exts in work:
-            for call, _ in uses:
-                if call not in gradients:
-                    gradients[call] = _gradient_use(call, rows.get(call))
-            self._extract(p, [gradients[call].of(name) for call, name in uses], exts)
+            gradients: dict[Call, Use] = {}
+            if call is not None:
+                gradients[call] = _gradient_use(
+                    call, rows.get(call), folds=True, samples=subsampling
+                )
+            for p, uses, known in of_call:
+                for other, _ in uses:
+                    if other not in gradients:
+                        gradients[other] = _gradient_use(other, rows.get(other))
+                self._extract(p, [gradients[other].of(name) for other, name in uses], known)
+            if call is not None and len(exts) == len(self.exts):  # nobody else will ask
+                call.forget_results()
 
     def _run_rules(
         self,
@@ -704,7 +697,7 @@ class BackwardPass:
                     "of the module is used several times. Register derivatives instead "
                     "(backpack.core.derivatives.register)."
                 )
-            with call.bound(whole=True) as module:
+            with context_of(call, whole=True).shown() as module:
                 counts = sample_counts(call, ext.get_subsampling())
                 rule.run(ext, module, *call_gradients(call), None, self._save, counts=counts)
 
@@ -736,12 +729,6 @@ class BackwardPass:
     def _run_second_order(self) -> None:
         set_apart(self.calls, self.second_order)
         plan = Plan(self.calls)
-        with ExitStack() as stack:
-            for loss in plan.losses:  # everything asks them something
-                stack.enter_context(loss.bound())
-            self._run_propagations(plan)
-
-    def _run_propagations(self, plan: Plan) -> None:
         self._check_losses(plan)
         self._check_support(plan)
         separate_samples(plan)
@@ -862,17 +849,29 @@ def _only_call(work: Work) -> Call | None:
     return uses[0][0] if len(uses) == 1 else None
 
 
-def _gradient_use(call: Call, rows: Rows) -> Use:
-    """Return the gradient at a call as its only column, for any of its parameters."""
-    grads: Sequence[Tensor | None] = call_products.gradients(call)
+def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = None) -> Use:
+    """Return the gradient at a call as its only column, for any of its parameters.
+
+    Args:
+        call: The call.
+        rows: Its rows. Default: all.
+        folds: Give the rows of a sample an axis of their own, if there are several.
+        samples: What the rows are, then.
+    """
+    c = context_of(call, folds=folds)
+    if c.is_folded:
+        rows = samples
+    c = c.at(rows)
+    c.memo = {} if folds and len(call.trained) > 1 else None
+    grads = call.gradients(c.is_folded)
     if rows is not None:
         grads = [None if grad is None else subsample(grad, subsampling=rows) for grad in grads]
     mats = [None if grad is None else grad.unsqueeze(0) for grad in grads]
     first = mats[0] if mats[0] is not None else next(mat for mat in mats if mat is not None)
-    whole = call.folded or call.is_usual
+    whole = c.is_folded or call.is_usual
     groups = first.shape[1] // (1 if whole else call.rows_per_sample)
     # gradients of merged rows add up: there is one loss
-    return Use(call, "", Factor(first, groups, adds_up=True), rows, mats)
+    return Use(call, "", Factor(first, groups, adds_up=True), rows, mats, c)
 
 
 def _has_rule(ext: Extension, uses: Sequence[tuple[Call, str]]) -> bool:
@@ -897,16 +896,15 @@ def refusal(call: Call, names: Collection[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)
-    unknown = set(names).difference(call.derivatives.param_names(call.module))
-    if unknown:
-        with call.bound(check=False) as module:  # which may have tied some since
-            unknown.difference_update(call.derivatives.param_names(module))
-    if unknown:
-        return no_rule(call, *[name for name in names if name in unknown])
+    known = call.derivatives.param_names(call.module)
+    if not set(names).issubset(known):
+        with call.as_it_was():  # it may have tied some since
+            known = call.derivatives.param_names(call.module)
+    if not set(names).issubset(known):
+        return no_rule(call, *[name for name in names if name not in known])
     if type(call.derivatives).refusal is BaseDerivatives.refusal:
         return None
-    with call.bound(check=False) as module:
-        return call.derivatives.refusal(module)
+    return call.derivatives.refusal(context_of(call, check=False))
 
 
 def no_rule(call: Call, *names: str) -> str:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.basederivatives import BatchAxis
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sweep import loss_scale
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call, Origin
 from backpack.core.rows import Rows, one_by_one, row_numbers
 
@@ -96,16 +97,14 @@ class BatchAveragedSweep:
         )
 
     def _start(self, call: Call) -> None:
-        rule = call.derivatives
-        assert isinstance(rule, BaseLossDerivatives)
-        with call.bound() as module:
-            if rule.predictions(module) == (0,):
-                prediction = call.origins_in[0]
-                total = rule.sum_hessian(module, None, None, self.subsampling)
-                if prediction in self.plan.producers:
-                    self._add(prediction, prediction, total * loss_scale(call))
-                return
-            mats = rule.sqrt_hessian(module, None, None, self.subsampling)
+        hessian = LossHessian(call, self.subsampling)
+        if hessian.is_of_one_prediction:
+            prediction = call.origins_in[0]
+            total = hessian.sum()
+            if prediction in self.plan.producers:
+                self._add(prediction, prediction, total * loss_scale(call))
+            return
+        mats = hessian.root()
         flat = [
             (origin, mat.reshape(mat.shape[0] * mat.shape[1], -1))
             for origin, mat in zip(call.origins_in, mats, strict=False)
@@ -128,32 +127,28 @@ class BatchAveragedSweep:
         across = {b: _joined([self._block(a, b) for a in outs], 0) for b in others}
         self.blocks = {k: m for k, m in self.blocks.items() if used_up.isdisjoint(k)}
         slots = [i for i, o in enumerate(call.origins_out) if o in used_up]
-        twins = self._twins(call)
-        nodes = [(n, j) for n, j in self._nodes(call, slots) if n not in twins]
+        twins, c = self._twins(call), context_of(call)
+        nodes = [(n, j) for n, j in self._nodes(c, slots) if n not in twins]
         derivatives = call.derivatives
         assert derivatives is not None
-        with call.bound() as module:
-            rows = one_by_one(self.plan.base, self.subsampling)
-            if derivatives.jacobian_is_constant(module) and (
-                derivatives.kronecker_rows_are_constant or not call.trained
-            ):
-                rows = rows[:1]
-            for other, matrix in across.items():  # E[J]ᵀ M
-                for node, jacobian in nodes:
-                    block = jacobian(matrix, self.subsampling).T
-                    self._add(node, other, block)
-                    self._add(other, node, block.T)
-            inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
-            chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
-            if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
-                ((node, _),) = inputs
-                average = derivatives.ea_jac_t_mat_jac_prod(
-                    module, None, None, own, self.subsampling
-                )
-                self._add(node, node, average)
-                nodes = [(n, j) for n, j in nodes if n is not node]
-                inputs = []
-            self._carry(own, nodes, rows, bool(inputs))
+        rows = one_by_one(self.plan.base, self.subsampling)
+        if derivatives.jacobian_is_constant(c) and (
+            derivatives.kronecker_rows_are_constant or not call.trained
+        ):
+            rows = rows[:1]
+        for other, matrix in across.items():  # E[J]ᵀ M
+            for node, jacobian in nodes:
+                block = jacobian(matrix, self.subsampling).T
+                self._add(node, other, block)
+                self._add(other, node, block.T)
+        inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
+        chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
+        if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+            ((node, _),) = inputs
+            self._add(node, node, derivatives.batch_averaged(c.at(self.subsampling), own))
+            nodes = [(n, j) for n, j in nodes if n is not node]
+            inputs = []
+        self._carry(own, nodes, rows, bool(inputs))
         for twin, p in twins.items():
             self.blocks[twin, twin], self.groups[twin] = self.blocks[p, p], self.groups[p]
 
@@ -191,14 +186,15 @@ class BatchAveragedSweep:
         both_inputs = not (isinstance(a, Parameter) or isinstance(b, Parameter))
         return joint or not both_inputs
 
-    def _nodes(self, call: Call, slots: list[int]) -> list[tuple[Node, Jacobian]]:
+    def _nodes(self, c: Context, slots: list[int]) -> list[tuple[Node, Jacobian]]:
         """List what the matrix travels on to: inputs that a call computed, and parameters."""
+        call = c.call
         nodes: list[tuple[Node, Jacobian]] = [
-            (origin, self._input_jacobian(call, slots, i))
+            (origin, self._input_jacobian(c, slots, i))
             for i, origin in enumerate(call.origins_in)
             if origin is not None and origin in self.plan.producers
         ]
-        nodes += [(p, self._param_jacobian(call, slots, name)) for name, p in call.trained.items()]
+        nodes += [(p, self._param_jacobian(c, slots, name)) for name, p in call.trained.items()]
         return nodes
 
     def _columns(
@@ -214,10 +210,12 @@ class BatchAveragedSweep:
             columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
         return columns
 
-    def _input_jacobian(self, call: Call, slots: list[int], i: int) -> Jacobian:
+    def _input_jacobian(self, c: Context, slots: list[int], i: int) -> Jacobian:
+        call = c.call
+
         def apply(mat: Tensor, rows: Rows) -> Tensor:
             columns = self._columns(call, slots, mat, rows)
-            back = call_products.transposed(call, columns, rows)[i]
+            back = call_products.transposed(c.at(rows), columns)[i]
             if back is None:
                 _, *shape = call_products.shape_in(call, i, 1)
                 return mat.new_zeros(mat.shape[1], prod(shape))
@@ -225,7 +223,8 @@ class BatchAveragedSweep:
 
         return apply
 
-    def _param_jacobian(self, call: Call, slots: list[int], name: str) -> Jacobian:
+    def _param_jacobian(self, c: Context, slots: list[int], name: str) -> Jacobian:
+        call = c.call
         assert call.derivatives is not None
         if call.derivatives.kronecker_rows_are_outputs(call):
             self.groups[call.trained[name]] = 1
@@ -233,7 +232,7 @@ class BatchAveragedSweep:
 
         def apply(mat: Tensor, rows: Rows) -> Tensor:
             columns = self._columns(call, slots, mat, rows)
-            kronecker = call_products.param(call, "kronecker_rows", name, columns, rows)
+            kronecker = call_products.param(c.at(rows), "kron_rows", name, columns)
             self.groups[call.trained[name]] = kronecker.shape[2]
             return _over_rows(kronecker)
 

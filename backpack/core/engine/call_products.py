@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.record.context import Context
 from backpack.core.record.layout import Place
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
@@ -40,174 +41,129 @@ def _canonical_shape(shape: Sequence[int], place: Any, count: int) -> list[int]:
     return [count, *(shape if place is None else place.canonical(shape))]
 
 
-def gradients(call: Call) -> list[Tensor | None]:
-    """Return ``g_out`` in canonical form."""
-    if call.g_samples is not None:
-        return call.g_samples
-    if call.is_direct and not call.folded:
-        return call.g_out
-    grads = [
-        g if g is None or place is None else place.to_canonical(g)
-        for g, place in ((g, call.place_out(i)) for i, g in enumerate(call.g_out))
-    ]
-    return list(map(call.fold, grads)) if call.folded else grads
+def transposed(c: Context, v: Columns) -> list[Tensor | None]:
+    """Apply the transposed Jacobian: cotangents at the outputs to those at the inputs."""
+    call = c.call
+    rule: Any = call.derivatives
+    if call.repeats is not None and v[0] is not None:
+        return _padded(call, [*[None] * call.repeats, _repeated(call, v[0], to_input=True)])
+    if call.is_direct:  # nothing to move: as a rule
+        return _padded(call, _listed(rule.vjp(c, _argument(v))))
+    side = _side(c)
+    if side.is_folded:
+        like = next(m for m in v if m is not None)
+        backs = _listed(rule.vjp(side.c, _argument(_flat(v))))
+        return _padded(call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs])
+    return side.from_inputs(_listed(rule.vjp(side.c, side.at_outputs(v))))
 
 
-def transposed(call: Call, mats: Columns, rows: Rows) -> list[Tensor | None]:
-    """Apply the transposed Jacobian: columns at the outputs to columns at the inputs."""
-    if call.repeats is not None and mats[0] is not None:
-        back = _repeated(call, mats[0], to_input=True)
-        return _padded(call, [*[None] * call.repeats, back])
-    if call.is_direct and call.is_at_hand:  # nothing to move: as a rule
-        rule: Any = call.derivatives
-        back = rule.jac_t_mat_prod(call.module, None, call.g_out, _argument(mats), rows)
-        return _padded(call, list(back) if isinstance(back, tuple) else [back])
-    side = _side(call, rows)
-    with call.bound() as module:
-        if side.is_folded:
-            folded = [None if m is None else m.flatten(0, 1) for m in mats]
-            back = side.rule.jac_t_mat_prod(module, None, None, _argument(folded))
-            backs = list(back) if isinstance(back, tuple) else [back]
-            like = next(m for m in mats if m is not None)
-            return _padded(
-                call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs]
-            )
-        given = side.at_outputs(mats)
-        back = side.rule.jac_t_mat_prod(module, None, side.gradients(), given, side.rows)
-    return side.from_inputs(list(back) if isinstance(back, tuple) else [back])
-
-
-def forward(call: Call, mats: Columns, rows: Rows) -> list[Tensor]:
-    """Apply the Jacobian: columns at the inputs to columns at the outputs."""
-    repeated = None if call.repeats is None else mats[call.repeats]
+def forward(c: Context, t: Columns) -> list[Tensor]:
+    """Apply the Jacobian: tangents at the inputs to those at the outputs."""
+    call = c.call
+    repeated = None if call.repeats is None else t[call.repeats]
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
-    side = _side(call, rows)
-    with call.bound() as module:
-        if side.is_folded:
-            given = [None if m is None else m.flatten(0, 1) for m in mats]
-        else:
-            given = side.at_inputs(mats)
-        argument: Any = given if len(given) > 1 else given[0]
-        out = side.rule.jac_mat_prod(module, None, side.gradients(), argument, side.rows)
-    outs = list(out) if isinstance(out, tuple) else [out]
+    side = _side(c)
+    given = _flat(t) if side.is_folded else side.at_inputs(t)
+    outs = _listed(side.rule.jvp(side.c, given[0] if c.takes_one else given))
     if side.is_folded:
-        like = next(m for m in mats if m is not None)
+        like = next(m for m in t if m is not None)
         return [o.unflatten(0, like.shape[:2]) for o in outs]
     return side.from_outputs(outs)
 
 
-def shown(call: Call, i: int, mat: Tensor, rows: Rows) -> Tensor:
+def shown(c: Context, i: int, mat: Tensor) -> Tensor:
     """Return columns at output ``i`` as ``module.output`` shows its samples to a user's rule."""
-    side = _side(call, rows)
+    side = _side(c)
     return mat if side.is_folded else side.to_output(i, mat).contiguous()  # type: ignore[union-attr]
 
 
-def read_back(call: Call, i: int, mat: Tensor, rows: Rows) -> Tensor | None:
+def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
     """Return what a user's rule has made of columns at input ``i`` in canonical form."""
-    side = _side(call, rows)
+    side = _side(c)
     return mat if side.is_folded else side.from_input(i, mat)
 
 
-def param_forward(call: Call, name: str, mat: Tensor, rows: Rows) -> list[Tensor]:
-    """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to columns at the outputs."""
-    side = _side(call, rows)
-    mat = mat.to(call.precision or mat.dtype)
-    with call.bound() as module:
-        out = side.rule.param_jac_mat_prod(name, module, None, side.gradients(), mat, side.rows)
-    outs = list(out) if isinstance(out, tuple) else [out]
+def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
+    """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
+    call, side = c.call, _side(c)
+    outs = _listed(side.rule.param_jvp(side.c, name, t.to(call.precision or t.dtype)))
     if side.is_folded:
-        count = len(row_numbers(call.copies, rows))
+        count = len(row_numbers(call.copies, c.rows))
         return [o.unsqueeze(1).expand(-1, count, *o.shape[1:]) for o in outs]
     return side.from_outputs(outs)
 
 
-def param(
-    call: Call, method: str, name: str, mats: Columns, rows: Rows, *args: Any, **options: Any
-) -> Any:
-    """Call a method of the rule that takes columns at the outputs and is about a parameter."""
-    if call.is_direct and call.is_at_hand:  # nothing to move: as a rule
-        given = mats[0] if len(mats) == 1 else list(mats)
-        apply = getattr(call.derivatives, method)
-        return apply(name, call.module, None, call.g_out, given, *args, subsampling=rows, **options)
-    side = _side(call, rows)
+def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> Any:
+    """Call a method of the rule that takes cotangents at the outputs and is about a parameter."""
+    if c.call.is_direct:  # nothing to move: as a rule
+        return getattr(c.call.derivatives, method)(c, name, _argument(v), *arguments)
+    side = _side(c)
     if side.is_folded:
-        return _param_of_copies(call, method, name, mats, **options)
-    with call.bound() as module:
-        given = side.at_outputs(mats)
-        function = getattr(side.rule, method)
-        options["subsampling"] = side.rows
-        return function(name, module, None, side.gradients(), given, *args, **options)
+        return _param_of_copies(c, method, name, v)
+    return getattr(side.rule, method)(side.c, name, side.at_outputs(v), *arguments)
 
 
-def _param_of_copies(call: Call, method: str, name: str, mats: Columns, **options: Any) -> Tensor:
+def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
     """Do that for a call without samples: every sample has columns of its own."""
-    folded = [None if m is None else m.flatten(0, 1) for m in mats]
-    like = next(m for m in mats if m is not None)
-    rule: Any = call.derivatives
-    with call.bound() as module:
-        product = rule.param_mjp(name, module, None, None, _argument(folded), sum_batch=True)
+    like = next(m for m in v if m is not None)
+    rule: Any = c.call.derivatives
+    product = rule.param_vjp_sum(c.at(None), name, _argument(_flat(v)))
     each = product.unflatten(0, like.shape[:2])
-    if method == "param_mjp":
-        return each.sum(1) if options.get("sum_batch", True) else each
-    if method != "kronecker_rows":
+    if method == "param_vjp":
+        return each
+    if method == "param_vjp_sum":
+        return each.sum(1)
+    if method != "kron_rows":
         raise NotImplementedError(
-            f"{method} for the parameter '{name}' of {call!r}, whose input has no samples: write "
+            f"{method} for the parameter '{name}' of {c.call!r}, whose input has no samples: write "
             "the operation with modules such as torch.nn.Linear."
         )
     return each.reshape(*like.shape[:2], 1, -1)
 
 
 def second(
-    call: Call,
-    inputs: Columns,
-    params: Mapping[str, Tensor],
-    rows: Rows,
-    sum_batch: bool = False,
+    c: Context, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool = False
 ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-    """Apply the second derivative of ``⟨g_out, y⟩``.
+    """Apply the second derivative of ``⟨g, y⟩``.
 
     Args:
-        call: The call.
-        inputs: Columns at the inputs, None for zero.
+        c: The call; g are the gradients at its outputs.
+        inputs: Tangents at the inputs, None for zero.
         params: ``[V, *p]`` for parameters that vary as well.
-        rows: Rows that the columns hold.
         sum_batch: Sum what is at the parameters over the samples.
 
     Returns:
-        Columns at the inputs, and ``[V, R, *p]`` for each of ``params``, or ``[V, *p]`` if summed.
+        Cotangents at the inputs, and ``[V, R, *p]`` for each of ``params``; ``[V, *p]`` if summed.
     """
-    side = _side(call, rows)
-    params = {name: mat.to(call.precision or mat.dtype) for name, mat in params.items()}
+    side = _side(c)
+    params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
     if isinstance(side, _Border) and side.is_folded:
         return side.second_of_copies(inputs, params, sum_batch)
-    with call.bound() as module:
-        grads = side.gradients()
-        given = side.at_inputs(inputs)
-        if params:
-            backs, products = side.rule.mixed_residual(
-                module, grads, given, params, side.rows, sum_batch
-            )
-        else:
-            argument: Any = given if len(given) > 1 else given[0]
-            back = side.rule.residual_mat_prod(module, None, grads, argument, side.rows)
-            backs, products = [back] if isinstance(back, Tensor) else list(back), {}
+    given = side.at_inputs(inputs)
+    if params:
+        backs, products = side.rule.mixed_hvp(side.c, given, params, sum_batch)
+    else:
+        backs, products = _listed(side.rule.hvp(side.c, _argument(given))), {}
     return side.from_inputs(backs), products
 
 
-def second_diagonal(call: Call, rows: Rows) -> Tensor:
-    """Return the second derivative of ``⟨g_out, y⟩`` where it is diagonal: ``[R, *in]``."""
-    rule: Any = call.derivatives
-    grads = gradients(call)
-    with call.bound() as module:
-        if call.is_direct or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
-            diagonal = rule.hessian_diagonal(module, None, grads, rows)
-            return rule.checked_diagonal(module, grads, diagonal, rows)
-        axis = rule.batch_axis_out(module, 0)
-        grads = [g if g is None else g.movedim(0, axis) for g in grads]
-        diagonal = rule.hessian_diagonal(module, None, grads, rows)
-        diagonal = rule.checked_diagonal(module, grads, diagonal, rows)
-        return diagonal.movedim(rule.batch_axis_in(module, 0), 0)
+def second_diagonal(c: Context) -> Tensor:
+    """Return the second derivative of ``⟨g, y⟩`` where it is diagonal: ``[R, *in]``."""
+    call, rule = c.call, c.call.derivatives
+    assert rule is not None
+    diagonal = rule.hessian_diag(c)
+    if call.is_direct or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
+        return diagonal
+    return diagonal.movedim(rule.batch_axis_in(c.module, 0), 0)
+
+
+def _listed(values: Any) -> list[Any]:
+    return [values] if isinstance(values, Tensor) else list(values)
+
+
+def _flat(mats: Columns) -> list[Tensor | None]:
+    return [None if m is None else m.flatten(0, 1) for m in mats]
 
 
 def _repeated(call: Call, mat: Tensor, to_input: bool) -> Tensor:
@@ -245,21 +201,17 @@ class _Side:
     """What the rule of one call sees, if it expects the samples where the engine has them: first.
 
     Attributes:
-        call: The call.
+        c: The call, for the rows that the rule is given.
         rule: Its derivatives.
-        rows: Rows that the columns hold.
         is_folded: Whether the columns of a tensor without samples are more vectors of the rule.
     """
 
     is_folded = False
 
-    def __init__(self, call: Call, rows: Rows):
-        self.call = call
-        self.rule: Any = call.derivatives
-        self.rows = rows
-
-    def gradients(self) -> list[Tensor | None]:
-        return self.call.g_out
+    def __init__(self, c: Context):
+        self.c = c
+        self.call = c.call
+        self.rule: Any = c.call.derivatives
 
     def at_inputs(self, mats: Columns) -> list[Tensor | None]:
         return list(mats)
@@ -280,23 +232,23 @@ class _Side:
         return mat
 
 
-def _side(call: Call, rows: Rows) -> _Side:
-    return _Side(call, rows) if call.is_direct else _Border(call, rows)
+def _side(c: Context) -> _Side:
+    return _Side(c) if c.call.is_direct else _Border(c)
 
 
 class _Border(_Side):
     """Moves the samples of one call between the canonical place and the one the rule expects."""
 
-    def __init__(self, call: Call, rows: Rows):
-        assert call.derivatives is not None
-        super().__init__(call, rows)
-        self.selected = rows
+    def __init__(self, c: Context):
+        super().__init__(c)
+        self.selected = c.rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
-        self.is_folded = call.is_of_copies
+        self.is_folded = self.call.is_of_copies
         # a batch axis that is merged with another one in front of it cannot be selected from, nor
         # one whose samples have other numbers of rows
-        self.whole = self.follows and rows is not None and self._is_merged()
-        self.rows = None if self.whole or self.is_folded else rows
+        self.whole = self.follows and c.rows is not None and self._is_merged()
+        if self.whole or self.is_folded:
+            self.c = c.at(None)
 
     def _is_merged(self) -> bool:
         call = self.call
@@ -311,13 +263,6 @@ class _Border(_Side):
             return self.selected
         first = row_numbers(self.call.num_rows, self.selected)[::total]
         return [n // total * own + i for n in first for i in range(own)]
-
-    def gradients(self) -> list[Tensor | None]:
-        call = self.call
-        if self.follows or self.is_folded:
-            return call.g_out
-        axis = self.rule.batch_axis_out
-        return [self._behind(g, 0, axis(call.module, i)) for i, g in enumerate(gradients(call))]
 
     @staticmethod
     def _behind(mat: Tensor | None, first: int, axis: int) -> Tensor | None:
@@ -383,7 +328,7 @@ class _Border(_Side):
         return not self.follows and i in self.call.unbatched_inputs
 
     def _numbers(self, size: int) -> Tensor:
-        return torch.as_tensor(list(row_numbers(size, self.rows)))
+        return torch.as_tensor(list(self.c.numbers(size)))
 
     def _to(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
         if mat is None:
@@ -412,12 +357,12 @@ class _Border(_Side):
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Apply the second derivative of a call without samples, for each sample's gradient."""
         call, found = self.call, []
-        samples = gradients(call)
-        with call.bound() as module:
-            for i, n in enumerate(row_numbers(call.copies, self.selected)):
-                grads = [None if g is None else g[n] for g in samples]
-                given = [None if m is None else m[:, i] for m in inputs]
-                found.append(self.rule.second_unbatched(module, grads, given, params))
+        samples = call.gradients()
+        for i, n in enumerate(row_numbers(call.copies, self.selected)):
+            at = self.c.reading(*self.c.inputs)
+            at.grad_out = [None if g is None else g[n] for g in samples]
+            given = [None if m is None else m[:, i] for m in inputs]
+            found.append(self.rule.hvp_unbatched(at, given, params))
         backs: list[Tensor | None] = []
         for parts in zip(*(each for each, _ in found), strict=True):
             known = [p for p in parts if p is not None]

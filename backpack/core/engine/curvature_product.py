@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.context import without_autocast
-from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Feed, Plan
 from backpack.core.engine.sweep import loss_scale
 from backpack.core.engine.watch import unwatched
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call, Origin, describe
 from backpack.core.rows import Rows, row_numbers
 
@@ -165,11 +166,11 @@ class CurvatureBlock:
             if call in self.plan.losses:
                 continue
             parts = []
-            with call.bound():
-                if fed:
-                    parts.append(call_products.forward(call, inputs, rows))
-                if name is not None:
-                    parts.append(call_products.param_forward(call, name, mat, rows))
+            c = context_of(call, rows)
+            if fed:
+                parts.append(call_products.forward(c, inputs))
+            if name is not None:
+                parts.append(call_products.param_forward(c, name, mat))
             for origin, *terms in zip(call.origins_out, *parts, strict=True):
                 if origin is not None:
                     tangents[origin] = reduce(operator.add, terms)
@@ -184,21 +185,20 @@ class CurvatureBlock:
             columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
             has_arrived = any(c is not None for c in columns)
             backs: list[Any] = [None] * len(at.inputs)
-            with call.bound():
-                if call in self.plan.losses:
-                    backs = self._loss_product(call, at.inputs, rows)
-                elif at.fed and has_arrived:
-                    backs = call_products.transposed(call, columns, rows)
-                if at.name is not None and has_arrived:
-                    product = call_products.param(
-                        call, "param_mjp", at.name, columns, rows, sum_batch=not per_sample
-                    )
-                    found.append(self._of_samples(product) if per_sample else product)
-                if self.modify is not None and call not in self.plan.losses:
-                    seconds, second = self._second(at, mat, per_sample)
-                    backs = list(map(_sum, backs, seconds))
-                    if second is not None:
-                        found.append(self._of_samples(second) if per_sample else second)
+            c = context_of(call, rows)
+            if call in self.plan.losses:
+                backs = self._loss_product(c, at.inputs)
+            elif at.fed and has_arrived:
+                backs = call_products.transposed(c, columns)
+            if at.name is not None and has_arrived:
+                method = "param_vjp" if per_sample else "param_vjp_sum"
+                product = call_products.param(c, method, at.name, columns)
+                found.append(self._of_samples(product) if per_sample else product)
+            if self.modify is not None and call not in self.plan.losses:
+                seconds, second = self._second(c, at, mat, per_sample)
+                backs = list(map(_sum, backs, seconds))
+                if second is not None:
+                    found.append(self._of_samples(second) if per_sample else second)
             for feed in at.fed:
                 back = backs[feed.slot]
                 if back is not None:
@@ -211,21 +211,20 @@ class CurvatureBlock:
         return reduce(operator.add, found)
 
     def _second(
-        self, at: Reached, mat: Tensor, per_sample: bool
+        self, c: Context, at: Reached, mat: Tensor, per_sample: bool
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
         call, name, inputs = at.call, at.name, at.inputs
         derivatives = call.derivatives
         none: list[Tensor | None] = [None] * len(inputs)
         assert derivatives is not None
-        with call.bound() as module:
-            curved = not derivatives.hessian_is_zero(module)
-            diagonal = curved and derivatives.hessian_is_diagonal(module)
-            affine = derivatives.is_linear_in_params(module)
+        curved = derivatives.is_curved(call)
+        diagonal = curved and derivatives.hessian_is_diagonal(call.module)
+        affine = derivatives.is_linear_in_params(call.module)
         if self.modify is not identity:
             if not (at.fed and curved):
                 return none, None
-            return self._modified(call, inputs, diagonal, at.rows), None
+            return self._modified(c, inputs, diagonal), None
         if name is not None and (
             (at.fed and len(self.plan.uses[self.parameter]) > 1) or not affine
         ):
@@ -235,27 +234,25 @@ class CurvatureBlock:
                     "which is reused or enters nonlinearly, in a network that mixes samples (batch "
                     "normalisation in training mode)."
                 )
-            backs, products = call_products.second(
-                call, inputs, {name: mat}, at.rows, sum_batch=not per_sample
-            )
+            backs, products = call_products.second(c, inputs, {name: mat}, not per_sample)
             return backs, products[name]
         if at.fed and curved:
-            return call_products.second(call, inputs, {}, at.rows)[0], None
+            return call_products.second(c, inputs, {})[0], None
         return none, None
 
     def _modified(
-        self, call: Call, inputs: list[Tensor | None], diagonal: bool, rows: Rows
+        self, c: Context, inputs: list[Tensor | None], diagonal: bool
     ) -> list[Tensor | None]:
         """Apply the positive part (say) of the second derivative, for each sample."""
         assert self.modify is not None
         if diagonal:
             (tangent,) = inputs
-            residual = call_products.second_diagonal(call, rows)
+            residual = call_products.second_diagonal(c)
             return [None if tangent is None else self.modify(residual) * tangent]
         like = next(t for t in inputs if t is not None)
         count = like.shape[1]
-        varying = [i for i, o in enumerate(call.origins_in) if o in self.plan.producers]
-        shapes = {i: call_products.shape_in(call, i, count) for i in varying}
+        varying = [i for i, o in enumerate(c.call.origins_in) if o in self.plan.producers]
+        shapes = {i: call_products.shape_in(c.call, i, count) for i in varying}
         sizes = [prod(shapes[i][1:]) for i in varying]
 
         def apart(columns: Tensor) -> list[Tensor | None]:  # [V, R, D] at each input
@@ -273,24 +270,18 @@ class CurvatureBlock:
 
         units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = units.unsqueeze(1).expand(-1, count, -1)
-        dense = together(call_products.second(call, apart(columns), {}, rows)[0], sum(sizes))
+        dense = together(call_products.second(c, apart(columns), {})[0], sum(sizes))
         values, vectors = torch.linalg.eigh(dense.movedim(0, -1))  # [R, D, D], one for each row
         positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
         return apart(torch.einsum("ncd,vnd->vnc", positive, together(inputs, len(like))))
 
-    def _loss_product(
-        self, call: Call, tangents: list[Tensor | None], rows: Rows
-    ) -> list[Tensor | None]:
+    def _loss_product(self, c: Context, tangents: list[Tensor | None]) -> list[Tensor | None]:
         """Apply the Hessian of a loss, or the matrix of its GGN, to tangents at its inputs."""
-        derivatives = call.derivatives
-        assert isinstance(derivatives, BaseLossDerivatives)
-        make = derivatives.make_ggn_mat_prod
-        if self.modify is identity:
-            make = derivatives.make_hessian_mat_prod
-        with call.bound() as module:
-            product = make(module, None, None)(tangents, rows)
-        parts = [product] if isinstance(product, Tensor) else product
-        return [None if part is None else self._counted(call, part) for part in parts]
+        hessian = LossHessian(c.call, c.rows)
+        one = hessian.is_of_one_prediction
+        found = hessian.product(tangents[0] if one else tangents, self.modify is not identity)
+        parts = [found] if isinstance(found, Tensor) else found
+        return [None if part is None else self._counted(c.call, part) for part in parts]
 
     def _counted(self, call: Call, product: Tensor) -> Tensor:
         """Scale the product like the loss; where samples mix, leave out those that do not count."""

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.engine.lazy import lazy
+from backpack.core.record.context import context_of
 from backpack.core.record.tape import (
     RESHAPES,
     Call,
@@ -144,8 +145,7 @@ class Plan:
         found = {}
         for loss in self.losses:
             assert isinstance(loss.derivatives, BaseLossDerivatives)
-            with loss.bound() as module:
-                found[loss] = loss.derivatives.predictions(module)
+            found[loss] = loss.derivatives.predictions(context_of(loss))
         return found
 
     @lazy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 
 
-# Called with each parameter, extension and value.
-class Use(NamedTuple):
+@dataclass
+class Use:
     """One use of a parameter in a reached call, and the columns at the call's outputs.
 
     Attributes:
@@ -30,6 +32,7 @@ class Use(NamedTuple):
         factor: Columns at the first output that has any.
         rows: Rows of the call that the columns hold.
         mats: Columns at each output, None for zero. Default: that of the only output.
+        context: What the rule sees of the call, if that is known.
     """
 
     call: Call
@@ -37,16 +40,24 @@ class Use(NamedTuple):
     factor: Factor
     rows: Rows
     mats: Sequence[Tensor | None] = ()
+    context: Context | None = None
 
     def of(self, name: str) -> Use:
         """Return the use of another parameter of the call, with the same columns."""
-        return Use(self.call, name, self.factor, self.rows, self.mats)
+        return Use(self.call, name, self.factor, self.rows, self.mats, self.context)
 
     @property
     def derivatives(self) -> BaseDerivatives:
         """Derivatives of the module."""
         assert self.call.derivatives is not None
         return self.call.derivatives
+
+    @property
+    def c(self) -> Context:
+        """What the rule sees of the call."""
+        if self.context is None:
+            self.context = context_of(self.call, self.rows)
+        return self.context
 
     @property
     def is_of_copies(self) -> bool:
@@ -56,24 +67,17 @@ class Use(NamedTuple):
     @property
     def has_kronecker_factors(self) -> bool:
         """Whether the derivatives know Kronecker factors, not just the block."""
-        if self.is_of_copies:
-            return False
-        with self.call.bound() as module:
-            return self.derivatives.has_kronecker_factors(self.name, module)
+        return not self.is_of_copies and self.derivatives.has_kronecker_factors(self.c, self.name)
 
-    def apply(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+    def apply(self, method: str, *arguments: Any) -> Any:
         """Call a method of the derivatives for this use."""
-        mats = self.mats or [self.factor.mat]
         return call_products.param(
-            self.call, method, self.name, mats, self.rows, *arguments, **keywords
+            self.c, method, self.name, self.mats or [self.factor.mat], *arguments
         )
 
     def input_factors(self, approximation: str | None = None) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples."""
-        with self.call.bound() as module:
-            factors = self.derivatives.kronecker_input_factors(
-                self.name, module, self.rows, approximation
-            )
+        factors = self.derivatives.kron_inputs(self.c, self.name, approximation)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
@@ -201,8 +205,7 @@ class Products:
         if name not in self._values and name in reductions.NAMES and self.direct:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
             (use,) = self.uses
-            weights = use.factor.weights
-            self._values |= use.apply("param_mjp_reduced", wanted, weights=weights)
+            self._values |= use.apply("reduced", wanted, use.factor.weights)
         if name not in self._values:
             self._values[name] = getattr(self, f"_{name}")()
         return self._values[name]
@@ -256,9 +259,9 @@ class Products:
         for use in self.uses:
             rows, groups = use.factor.mat.shape[1], use.factor.groups
             if groups == 1 and rows > 1:
-                value = use.apply("param_mjp", sum_batch=True).unsqueeze(1)
+                value = use.apply("param_vjp_sum").unsqueeze(1)
             else:
-                value = use.apply("param_mjp", sum_batch=False)
+                value = use.apply("param_vjp")
                 if groups != rows:
                     value = value.unflatten(1, (groups, -1)).sum(2)
             values.append((value, use))
@@ -270,7 +273,7 @@ class Products:
     def _gradient(self) -> Tensor:
         if "individual" in self._values or "individual" in self.wanted:
             return self["individual"].sum((0, 1))
-        sums = [use.apply("param_mjp", sum_batch=True).sum(0) for use in self.uses]
+        sums = [use.apply("param_vjp_sum").sum(0) for use in self.uses]
         return reduce(add, sums)
 
     def _batch_square(self) -> Tensor:
@@ -335,7 +338,7 @@ class Products:
         return self._shared("gram_expand", self._sum_of_grams)
 
     def _sum_of_grams(self) -> Tensor:
-        each = [use.apply("kronecker_rows", approximation="expand") for use in self.uses]
+        each = [use.apply("kron_rows", "expand") for use in self.uses]
         return reduce(add, map(_gram_of_rows, each))
 
     def _gram(self) -> Any:
@@ -349,7 +352,7 @@ class Products:
     def _gram_of_sums(self) -> Tensor:
         values = []
         for use in self.uses:
-            value = use.apply("kronecker_rows")
+            value = use.apply("kron_rows")
             groups = use.factor.groups
             # A network that mixes samples has the factors of a Kronecker product treat the rows of
             # a column as samples; a full block sums them first, and is exact.
@@ -363,9 +366,9 @@ class Products:
         """Compute a quantity that all parameters of a call have in common, or recall it."""
         use, *others = self.uses
         in_common = use.derivatives.kronecker_rows_are_shared and self.terms is None
-        shared = use.call.shared
-        if others or shared is None or not in_common or use.is_of_copies:
+        if others or not in_common or use.is_of_copies or use.c.memo is None:
             return compute()
+        shared = use.c.memo
         if name not in shared:
             shared[name] = compute()
         elif len(use.call.trained) == 2:  # nobody else will ask

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     Columns,
@@ -34,6 +35,7 @@ from backpack.core.engine.sweep import (
     root_of_scale,
     sample_counts,
 )
+from backpack.core.record.context import context_of
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension, Save
@@ -84,7 +86,7 @@ def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
         if rule is not None:
 
             def factor(rows: Rows, ext: Any = ext, rule: Any = rule) -> Any:
-                with call.bound(whole=True) as module:
+                with context_of(call, whole=True).shown() as module:
                     back = rule.backpropagate(ext, module, *call_gradients(call), None)
                 parts = tuple(back) if isinstance(back, (list, tuple)) else (back,)
                 check_passed_on(ext, rule, call, parts, rows)
@@ -92,12 +94,6 @@ def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
 
             return factor
     return None
-
-
-def loss_rule(call: Call) -> BaseLossDerivatives:
-    """Return the derivatives of a loss."""
-    assert isinstance(call.derivatives, BaseLossDerivatives)
-    return call.derivatives
 
 
 def scaled(columns: Columns, scale: Tensor | None) -> Columns:
@@ -153,12 +149,7 @@ class ExactFactor(Propagation):
         thin = sweep.sliced and "individual" not in sweep.wanted and sweep.is_long
 
         def factor(rows: Rows) -> tuple[Columns, None]:
-            with call.bound() as module:
-                rule = loss_rule(call)
-                columns = (rule.thin_factor if thin else rule.sqrt_hessian)(
-                    module, None, None, rows
-                )
-            return scaled(columns, scale), None
+            return scaled(LossHessian(call, rows).root(thin), scale), None
 
         return LossSource(call, user_loss_rule(call, sweep.exts) or factor)
 
@@ -188,8 +179,7 @@ class SampledFactor(Propagation):
         rule = user_loss_rule(call, sweep.exts)
         if rule is not None:
             return LossSource(call, rule, sampled=True)
-        with call.bound() as module:
-            drawn = loss_rule(call).sqrt_hessian_sampled(module, None, None, self.mc_samples)
+        drawn = LossHessian(call).drawn_root(self.mc_samples)
         drawn = drawn if scale is None else drawn * scale
 
         def factor(rows: Rows) -> tuple[Columns, None]:
@@ -203,14 +193,13 @@ def is_curved(call: Call) -> bool:
     assert call.derivatives is not None
     if not any(shape.numel() for shape in call.shape_out):
         return False
-    with call.bound() as module:
-        return not call.derivatives.hessian_is_zero(module)
+    return call.derivatives.is_curved(call)
 
 
 def couples_samples(call: Call) -> bool:
     """Whether a loss is no sum over the samples."""
-    with call.bound() as module:
-        return loss_rule(call).couples_samples(module)
+    assert isinstance(call.derivatives, BaseLossDerivatives)
+    return call.derivatives.couples_samples(context_of(call))
 
 
 def refuse_coupled(plan: Plan, ext: Extension) -> None:
@@ -278,12 +267,10 @@ class HessianFactors(Propagation):
 
     @staticmethod
     def _loss_source(call: Call, sweep: Sweep) -> Source:
-        scale, rule = loss_scale(call), loss_rule(call)
-        options = {"thin": False} if rule.is_ours and not sweep.is_long else {}
+        scale = loss_scale(call)
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
-            with call.bound() as module:
-                columns, weights = rule.hessian_factor(module, None, None, rows, **options)
+            columns, weights = LossHessian(call, rows).signed_root(thin=sweep.is_long)
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
@@ -342,8 +329,7 @@ class BatchAveraged(Propagation):
         for p, matrix in sweep.run().items():
             products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
             products.set_values({"gram": matrix})
-            with products.uses[0].call.bound():
-                products.extract(exts, save)
+            products.extract(exts, save)
 
 
 @dataclass(frozen=True)
@@ -370,11 +356,9 @@ class Blocks(Propagation):
                 )
         for call in plan.losses:  # an error now rather than at the first product
             rows = plan.rows(call, None if plan.mixing else subsampling)
-            with call.bound() as module:
-                if self.modify is identity:
-                    loss_rule(call).check_call(module)
-                else:
-                    loss_rule(call).check_convex(module, rows)
+            hessian = LossHessian(call, rows)
+            if self.modify is not identity:
+                hessian.need_convex()
         if self.modify is identity and subsampling is not None:
             for ext in exts:
                 refuse_coupled(plan, ext)
@@ -413,7 +397,7 @@ class UserRules(Propagation):
     ) -> None:
         quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
         if rule is not None:
-            with call.bound(whole=True) as module:
+            with context_of(call, whole=True).shown() as module:
                 gradients = call_gradients(call)
                 counts = sample_counts(call, subsampling, plan.base)
                 back = rule.run(ext, module, *gradients, quantity, save, call.goes_on, counts)
@@ -443,7 +427,8 @@ class UserRules(Propagation):
             value = None if origin is None else ext.saved_quantities.retrieve_quantity(origin)
             shape = plan.shape(Producer(call, slot), subsampling)
             if isinstance(value, Tensor) and _are_columns(value, shape):
-                value = call_products.shown(call, slot, value, plan.rows(call, subsampling))
+                c = context_of(call, plan.rows(call, subsampling), whole=True)
+                value = call_products.shown(c, slot, value)
             found.append(value)
         return found[0] if all(value is None for value in found[1:]) else tuple(found)
 
@@ -462,7 +447,7 @@ class UserRules(Propagation):
             count = len(row_numbers(plan.num_rows(call), rows))
             shape = call_products.shape_in(call, i, count)
             if value.dim() == 1 + len(shape) and value.shape[1:].numel() == prod(shape):
-                value = call_products.read_back(call, i, value, rows)
+                value = call_products.read_back(context_of(call, rows), i, value)
         shape = plan.shape(producer, subsampling)
         return value.reshape(-1, *shape) if _are_columns(value, shape) else value
 

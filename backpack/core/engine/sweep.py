@@ -27,7 +27,8 @@ from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import REDUCTIONS, Products, Reduction, Use, add
-from backpack.core.record.tape import Call, Origin, Sharing, describe, flatten_outputs
+from backpack.core.record.context import Context, context_of
+from backpack.core.record.tape import Call, Origin, describe, flatten_outputs
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
 
@@ -139,7 +140,7 @@ class ResidualSource:
 
     def diagonal(self, rows: Rows) -> Tensor:
         """Return r, ``[rows, *in]``."""
-        return call_products.second_diagonal(self.call, rows)
+        return call_products.second_diagonal(context_of(self.call, rows))
 
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns."""
@@ -222,7 +223,7 @@ class State:
 
         def cut_use(use: Use) -> Use:
             mats = [cut(mat) for mat in use.mats]
-            return use._replace(factor=cut_factor(use.factor), rows=rows(use.call), mats=mats)
+            return Use(use.call, use.name, cut_factor(use.factor), rows(use.call), mats)
 
         arrived = {origin: cut_factor(factor) for origin, factor in self.arrived.items()}
         pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
@@ -622,7 +623,8 @@ class Sweep:
                 diagonal = _narrow(values, 0, part.samples, samples)
                 rows = self.plan.rows(call, self._samples(part))
                 use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
-                square = use.apply("squared_param_mjp", sum_batch=not each).squeeze(0)
+                method = "squared_param_vjp" if each else "squared_param_vjp_sum"
+                square = use.apply(method).squeeze(0)
                 if each:
                     whole["batch_square"].add(square, part)
                 if "square" in self.wanted:
@@ -669,28 +671,32 @@ class Sweep:
         goes_on = call in self.plan.going_on
         if not (goes_on or call.trained):
             return
-        with call.bound():
-            use = Use(call, "", factor, rows, mats)
-            if call is not self.done and not self._collect_columns(use, state.part):
+        c = context_of(call, rows)
+        if call is not self.done:
+            use = Use(call, "", factor, rows, mats, c)
+            if not self._collect_columns(use, state.part):
                 self._hand_over(state, use, receive)
-            if not goes_on:
-                return
-            if len(mats) == 1 and not arrived and not state.pending:
-                factor = self._reduced(state, factor)
-                mats = [factor.mat]
-            backs = self._transposed(call, mats, rows)
+            del use
+        if not goes_on:
+            return
+        if len(mats) == 1 and not arrived and not state.pending:
+            factor = self._reduced(state, factor)
+            mats = [factor.mat]
+        backs = self._transposed(c, mats)
         backs_held = [None if m is None else factor.holding(m) for m in backs]
         deliver(self.plan, call, backs_held, arrived, travelling)
 
     def _hand_over(self, state: State, use: Use, receive: Receive) -> None:
         """Hand over the products of a call's parameters; keep those with other uses to come."""
-        with Sharing(use.call):
-            for name, p in use.call.trained.items():
-                own = use.of(name)
-                if len(self.plan.uses[p]) == 1:
-                    receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
-                else:
-                    state.pending.setdefault(p, []).append(own)
+        use.c.memo = {} if len(use.call.trained) > 1 else None
+        for name, p in use.call.trained.items():
+            own = use.of(name)
+            if len(self.plan.uses[p]) == 1:
+                receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
+            else:
+                own.context = None  # made again when the others have come
+                state.pending.setdefault(p, []).append(own)
+        use.c.memo = None
 
     def _reduced(self, state: State, factor: Factor) -> Factor:
         """Replace all that has arrived by fewer columns for the same matrices, if that pays."""
@@ -719,23 +725,19 @@ class Sweep:
             and not torch.is_grad_enabled()
         )
 
-    def _transposed(
-        self, call: Call, mats: Sequence[Tensor | None], rows: Rows
-    ) -> list[Tensor | None]:
+    def _transposed(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
-        known = [m for m in mats if m is not None]
+        known, call = [m for m in mats if m is not None], c.call
         alike = known[0].shape[1] > 1 and not any(m.stride(1) for m in known)
-        assert call.derivatives is not None
-        if alike and call.is_plain and not call.mixes_samples:
-            with call.bound() as module:
-                alike = call.derivatives.jacobian_is_constant(module)
-            if alike:
-                first = take_rows(row_numbers(self.plan.num_rows(call), rows), slice(0, 1))
-                one = [None if m is None else m[:, :1] for m in mats]
-                backs = call_products.transposed(call, one, first)
-                count = known[0].shape[1]
-                return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
-        return call_products.transposed(call, mats, rows)
+        rule: Any = call.derivatives
+        alike = alike and call.is_plain and not call.mixes_samples
+        if alike and rule.jacobian_is_constant(c):
+            first = take_rows(row_numbers(self.plan.num_rows(call), c.rows), slice(0, 1))
+            one = [None if m is None else m[:, :1] for m in mats]
+            backs = call_products.transposed(c.at(first), one)
+            count = known[0].shape[1]
+            return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
+        return call_products.transposed(c, mats)
 
     def _run_user_rules(
         self,
@@ -749,13 +751,13 @@ class Sweep:
         for ext in self.exts:
             rule = ext.rule_for(call.module)
             if rule is not None:
-                rows = self.plan.rows(call, samples)
+                c = context_of(call, self.plan.rows(call, samples), whole=True)
                 shown = [
-                    None if mat is None else call_products.shown(call, i, mat, rows)
+                    None if mat is None else call_products.shown(c, i, mat)
                     for i, mat in enumerate(mats)
                 ]
                 given = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
-                with call.bound(whole=True) as module:
+                with c.shown() as module:
                     back = rule.run(
                         ext,
                         module,
@@ -768,10 +770,10 @@ class Sweep:
                 parts = back if isinstance(back, tuple) else (back,)
                 if call not in self.plan.going_on:
                     return True
-                check_passed_on(ext, rule, call, parts, rows)
+                check_passed_on(ext, rule, call, parts, c.rows)
                 try:
                     backs = [
-                        None if m is None else call_products.read_back(call, i, m, rows)
+                        None if m is None else call_products.read_back(c, i, m)
                         for i, m in enumerate(parts)
                     ]
                     factors = [None if m is None else factor.holding(m) for m in backs]
@@ -849,11 +851,11 @@ def separate_samples(plan: Plan) -> None:
                         "the loss cannot be told apart (not through a module that combines it with "
                         "data). Combine it with data in a module, such as SumModule."
                     )
-        grads = call_products.gradients(call)
+        grads = call.gradients()
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
             continue
         mats = [None if g is None else g.unsqueeze(0) for g in grads]
-        backs = call_products.transposed(call, mats, None)
+        backs = call_products.transposed(context_of(call), mats)
         factors = [
             Factor(back, back.shape[1], adds_up=True)
             if back is not None and origin in apart
@@ -1000,7 +1002,7 @@ class InputGradients(Sequence[Any]):
         grad = call.g_out[0]
         known = call.derivatives is not None and call.is_plain and len(call.outputs) == 1
         if known and call.shape_out[0] and grad is not None:
-            grads = call_products.transposed(call, [grad.unsqueeze(0)], None)
+            grads = call_products.transposed(context_of(call), [grad.unsqueeze(0)])
             return tuple(
                 g.squeeze(0) if g is not None and i in needed else None for i, g in enumerate(grads)
             )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial, reduce
 from inspect import signature
 from itertools import chain, count
-from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -364,9 +363,8 @@ class Call:
         steps: How many calls in a row compute it again.
         before: What changed parameters were before the backward pass at hand.
         copies: Number of samples for which a call without samples (of parameters) stands.
-        shared: What was computed of the columns at hand for one parameter that others need, too.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
-        saved: What the derivatives keep, such as a dropout mask (``module._backpack_saved``).
+        saved: What the derivatives keep, such as a dropout mask.
         read: Parameters and buffers that the module (and its children) had, by name.
         addresses: Where their parameters were in memory.
         params: Own parameters that require a gradient, by name.
@@ -375,7 +373,6 @@ class Call:
         g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
         was_first: Whether no hook has seen the output before, and could have changed it.
         precision: What derivatives are computed in, if the network is of several precisions.
-        folded: Whether the rule sees ``[N, R/N, *]`` where R rows belong to N samples.
         is_live: Whether it is among the live calls: not released, and no copy.
         is_usual: Whether it is known that the rows of all tensors are the samples.
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
@@ -391,7 +388,6 @@ class Call:
         "computed",
         "copies",
         "derivatives",
-        "folded",
         "g_out",
         "g_samples",
         "index",
@@ -425,7 +421,6 @@ class Call:
         "saved",
         "shape_in",
         "shape_out",
-        "shared",
         "steps",
         "structure",
         "trained",
@@ -522,7 +517,6 @@ class Call:
         if rule is not None and rule.keeps_something:
             self.saved = _saved(rule, module, tuple(leaves), outputs)
             self.kept = frozenset(self.saved)
-        self.shared: dict[str, Any] | None = None
         self.repeats: int | None = None
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
@@ -531,7 +525,6 @@ class Call:
         self.before: Mapping[Tensor, Kept] = {}
         self.g_samples: list[Tensor | None] | None = None
         self.precision: torch.dtype | None = None
-        self.folded = False
         for i, layout in enumerate(layouts_in):
             if layout is None and isinstance(leaves[i], Tensor):
                 layouts_in[i] = self._layout_in(i, leaves[i], origins_in[i])
@@ -574,8 +567,8 @@ class Call:
         call.inputs, call.outputs = tuple(leaves), outputs
         call.params, call.read = {}, [tensors.copy() for tensors in _tensors(module)]
         call.training, call.precision, call.is_transparent = module.training, None, False
-        call.folded = False
         call.saved, call.kept = {"needed": []}, frozenset()
+        call.before, call.g_samples, call.makers, call.made_with = {}, None, {}, None
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         call.shape_out = tuple(y.shape for y in outputs)
         call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
@@ -821,14 +814,22 @@ class Call:
         With the parameters and buffers, and in the mode (training or evaluation), of the call.
         """
         args, keywords = self.arguments(leaves)
+        with self.as_it_was(), disable():
+            return self.module.forward(*args, **keywords)
+
+    @contextmanager
+    def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
+        """Let the module have the parameters, the buffers and the mode of the call.
+
+        Args:
+            precision: What to compute in. Default: that of the call.
+        """
         mode = self.module.training
         if mode != self.training:
             self.module.training = self.training
-        is_bound = vars(self.module).get("_backpack_call") is self
-        replaced = [] if is_bound else self.lend_tensors(self.module)
+        replaced = self.lend_tensors(self.module, precision)
         try:
-            with disable():
-                return self.module.forward(*args, **keywords)
+            yield
         finally:
             put(replaced)
             if mode != self.training:
@@ -857,7 +858,7 @@ class Call:
         rule = self.derivatives
         if is_shown and self.made_with is not None:
             return True
-        if travels and any(o is not None for o in self.origins_in):
+        if travels and {*self.origins_in} - {None}:
             return True
         is_linear = rule is None or not self.params or rule.is_linear_in_params(self.module)
         return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
@@ -1129,44 +1130,19 @@ class Call:
             return False
         return self.rows_per_sample > 1 and self.derivatives.folds_rows(self.module)
 
-    @property
-    def is_at_hand(self) -> bool:
-        """Whether the module has the tensors of this call."""
-        return vars(self.module).get("_backpack_call") is self
-
     def fold(self, x: Any) -> Any:
         """Give the rows of each sample an axis of their own, ``[R, *] -> [N, R/N, *]``."""
         if isinstance(x, Tensor) and x.dim() and len(x) == self.num_rows:
             return x.unflatten(0, (-1, self.rows_per_sample))
         return x
 
-    def bound(
-        self, check: bool = True, whole: bool = False, now: bool = False, folds: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Give the module ``input0, input1, …`` and ``output`` of this call, unless it has them.
+    def seen(self, whole: bool, folded: bool) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        """Return inputs and outputs as the derivatives see them: samples where they expect them.
 
         Args:
-            check: Refuse tensors that were changed in place.
-            whole: For code of users, which may read what our derivatives do not.
-            now: Leave parameters that were changed during the backward pass as they are.
-            folds: Give the rows of a sample an axis of their own, if there are several.
-
-        Returns:
-            A context manager, whose value is the module.
-
-        Raises:
-            RuntimeError: If the call was released or a stored tensor was changed in place.
+            whole: With those that were not kept.
+            folded: With an axis for the rows of each sample.
         """
-        if self.is_at_hand and not (whole and (self.makers or self.made_with is not None)):
-            return nullcontext(self.module)
-        if not self.outputs:
-            self.check_released()
-        if check:
-            self.check_unchanged()
-        return _Bound(self, whole, now, folds and self.is_foldable)
-
-    def seen(self, whole: bool = False) -> tuple[Sequence[Any], Any]:
-        """Return inputs and output as the derivatives see them: samples where they expect them."""
         differentiable = torch.is_grad_enabled()
         inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
         outputs: Sequence[Tensor] = self.outputs
@@ -1180,9 +1156,55 @@ class Call:
             outputs = [_cast(y, self.precision) for y in outputs]
         if not self.is_plain and self.derivatives is not None:
             inputs, outputs = self.derivatives.seen(self, inputs, outputs)
-        if self.folded:
+        if folded:
             inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
-        return inputs, outputs[0] if len(outputs) == 1 else outputs
+        return inputs, outputs
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Return the parameters and buffers that the call has read, as the derivatives see them.
+
+        Those of children have qualified names.
+        """
+        if self.module._modules:
+            names = [name + "." if name else "" for name, _ in self.module.named_modules()]
+            if 2 * len(names) != len(self.read):
+                raise RuntimeError(self._changed("its children are others"))
+            found = {
+                names[i // 2] + name: t
+                for i, read in enumerate(self.read)
+                for name, t in read.items()
+            }
+        else:
+            params, buffers = self.read
+            found = params | buffers if buffers else params
+        if self.before:
+            found = {name: self._before(t) for name, t in found.items()}
+        if self.precision is not None:
+            found = {name: _cast(t, self.precision) for name, t in found.items()}
+        return found
+
+    def gradients(self, folded: bool = False) -> Sequence[Tensor | None]:
+        """Return the gradients with respect to the outputs in canonical form.
+
+        Args:
+            folded: With an axis for the rows of each sample.
+        """
+        if self.g_samples is not None:
+            return self.g_samples
+        if self.is_direct and not folded:
+            return self.g_out
+        grads = [
+            g if g is None or place is None else place.to_canonical(g)
+            for g, place in ((g, self.place_out(i)) for i, g in enumerate(self.g_out))
+        ]
+        return list(map(self.fold, grads)) if folded else grads
+
+    def gradients_seen(self, folded: bool) -> Sequence[Tensor | None]:
+        """Return the gradients as the derivatives see them."""
+        rule: Any = self.derivatives
+        if rule is None or (self.is_direct and not folded):
+            return self.g_out
+        return rule.seen_gradients(self, folded)
 
     def check_batched(self) -> None:
         """Refuse input without a batch axis.
@@ -1269,109 +1291,6 @@ def _tensors(module: Module) -> list[dict[str, Any]]:
     if not module._modules:
         return [module._parameters, module._buffers]
     return [ts for child in module.modules() for ts in (child._parameters, child._buffers)]
-
-
-class _Bound:
-    """Lends the tensors of a call to its module; see :meth:`Call.bound`.
-
-    While another thread works with the module, such as a loss that two models share, a copy of it
-    gets them.
-    """
-
-    __slots__ = (
-        "call",
-        "folds",
-        "is_first",
-        "lent",
-        "module",
-        "now",
-        "replaced",
-        "tensors",
-        "whole",
-    )
-
-    def __init__(self, call: Call, whole: bool, now: bool, folds: bool):
-        """Remember the call."""
-        self.call = call
-        self.whole = whole
-        self.now = now
-        self.folds = folds
-
-    def __enter__(self) -> Any:
-        """Set the attributes, parameters and buffers."""
-        call, self.module = self.call, self.call.module
-        own, thread = vars(self.module), get_ident()
-        self.is_first = "_backpack_thread" not in own
-        if own.setdefault("_backpack_thread", thread) != thread:
-            self.is_first = False
-            self.module = _copied(self.module)
-            own = vars(self.module)
-        try:
-            call.folded = call.folded or self.folds
-            inputs, output = call.seen(self.whole)
-            self.tensors = call.lend_tensors(self.module, call.precision, self.now)
-        except BaseException:
-            self._let_go()
-            raise
-        lent = {
-            "output": output,
-            "_backpack_saved": call.saved,
-            "_backpack_call": call,
-        }
-        if own["training"] is not call.training:
-            lent["training"] = call.training
-        for i, x in enumerate(inputs):
-            lent[f"input{i}"] = x
-        for child in own["_modules"]:  # a child may be called "output"
-            lent.pop(child, None)
-        self.lent = lent
-        taken = lent.keys() & own.keys()
-        self.replaced = {name: own[name] for name in taken} if taken else {}
-        own.update(lent)
-        return self.module
-
-    def __exit__(self, *exception: object) -> None:
-        """Restore what was there."""
-        own = vars(self.module)
-        if self.tensors:
-            put(self.tensors)
-        for name in self.lent.keys() - self.replaced.keys():
-            own.pop(name, None)
-        own.update(self.replaced)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Let other threads have the module."""
-        if self.folds:
-            self.call.folded = False
-        if self.is_first:
-            vars(self.module).pop("_backpack_thread", None)
-
-
-def _copied(module: Module) -> Module:
-    """Copy a module, but not its tensors and children."""
-    copy = object.__new__(type(module))
-    tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
-    vars(copy).update({**vars(module), **tensors})
-    return copy
-
-
-class Sharing:
-    """Context manager: parameters of a call share what is computed of one stack of columns."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Call):
-        """Remember the call."""
-        self.call = call
-
-    def __enter__(self) -> None:
-        """Start with nothing, if there are others to share with."""
-        self.call.shared = {} if len(self.call.trained) > 1 else None
-
-    def __exit__(self, *exception: object) -> None:
-        """Forget it."""
-        self.call.shared = None
 
 
 def stand_in(tensor: Tensor) -> Tensor:
@@ -1588,28 +1507,6 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
 
 def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-# Attributes that modules have while they have the tensors of a call, one or the other.
-AT_HAND = frozenset({"input0", "_backpack_call"})
-
-
-def bound(module: Module) -> AbstractContextManager[Any]:
-    """Give ``module`` the tensors of the call at hand, else those of its latest recorded call.
-
-    Raises:
-        RuntimeError: If no forward pass of the module is recorded.
-    """
-    if not AT_HAND.isdisjoint(vars(module)):
-        return nullcontext(module)
-    calls = live_calls(module)
-    if not calls:
-        raise RuntimeError(
-            f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
-            "something that requires a gradient, and keep the output. A backward pass frees what "
-            "was recorded, unless it retains the graph."
-        )
-    return calls[-1].bound()
 
 
 def flatten_outputs(output: Any) -> tuple[Tensor, ...]:

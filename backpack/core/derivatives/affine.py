@@ -10,51 +10,49 @@ position, x and s may come without the axis T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Any, ClassVar
+from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack.core import memory
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.rows import Rows
-from backpack.core.types import Grads
-from backpack.utils.subsampling import subsample
 
 
-def jac_mat_prod(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
+def jvp(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
     """Apply the Jacobian, ``y = mat x``: ``[V, O, I]`` or ``[V, O]`` to ``[V, N, T, O]``."""
     if x is None:
         return mat[:, None, None].expand(-1, num_n, num_t, -1)
     return (x.flatten(0, -2) @ mat.mT).unflatten(1, (num_n, num_t))
 
 
-def mjp(s: Tensor, x: Tensor | None, sum_batch: bool) -> Tensor:
-    """Apply the transposed Jacobian, ``sum_t s_t x_tᵀ`` or ``sum_t s_t``.
+def vjp(s: Tensor, x: Tensor | None) -> Tensor:
+    """Apply the transposed Jacobian for each sample, ``sum_t s_t x_tᵀ`` or ``sum_t s_t``.
 
     Args:
         s: ``[V, N, T, O]``.
         x: ``[N, T, I]``, or None.
-        sum_batch: Sum over the samples.
 
     Returns:
-        ``[V, *p]`` if summed over the samples, else ``[V, N, *p]``.
+        ``[V, N, *p]``.
     """
     if s.dim() == 3:
-        if sum_batch:
-            return s.sum(1) if x is None else s.mT @ x
         return s if x is None else _outer(s, x)
     if x is None:
-        return s.sum((1, 2) if sum_batch else 2)
-    if sum_batch:
-        if not s.is_contiguous():  # merge n and t as they are in memory: nothing is copied
-            s, x = s.transpose(1, 2), x.transpose(0, 1)
-        return s.flatten(1, 2).mT @ x.flatten(0, 1)
-    if x.shape[1] == 1:
-        return memory.product(s.mT, x)  # [V, N, O, 1] * [N, 1, I]
-    return s.mT @ x
+        return s.sum(2)
+    return memory.product(s.mT, x) if x.shape[1] == 1 else s.mT @ x
+
+
+def vjp_sum(s: Tensor, x: Tensor | None) -> Tensor:
+    """Sum :func:`vjp` over the samples: ``[V, *p]``."""
+    if s.dim() == 3:
+        return s.sum(1) if x is None else s.mT @ x
+    if x is None:
+        return s.sum((1, 2))
+    if not s.is_contiguous():  # merge n and t as they are in memory: nothing is copied
+        s, x = s.transpose(1, 2), x.transpose(0, 1)
+    return s.flatten(1, 2).mT @ x.flatten(0, 1)
 
 
 def reduced(
@@ -91,7 +89,7 @@ def reduced(
     values = {}
     if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(num_v, num_o, num_t, num_i):
         if "gradient" in wanted:
-            values["gradient"] = reductions.over_columns(mjp(s, x, sum_batch=True))
+            values["gradient"] = reductions.over_columns(vjp_sum(s, x))
         if "square_norm" in wanted:
             values["square_norm"] = square_norm(s, x, shared)
         return values
@@ -236,86 +234,3 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     count = num_n * num_t if approximation == "expand" else num_n
     rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
     return reductions.gram(rows, count)
-
-
-class SharedWeightDerivatives(BaseDerivatives):
-    """Products with the parameters of modules that apply them at several positions of a sample.
-
-    A subclass says what a parameter is multiplied with (:meth:`reads`) and what arrives at its
-    product (:meth:`pairs`). A parameter may have parts with inputs of their own.
-
-    Attributes:
-        has_one_part: Whether a parameter is what is multiplied, nothing to put together.
-    """
-
-    has_one_part: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Note what follows from the methods that a subclass overrides."""
-        super().__init_subclass__(**options)
-        cls.has_one_part = cls.put_together is SharedWeightDerivatives.put_together
-
-    def reads(self, param_str: str, module: Any, rows: Rows) -> list[Tensor | None]:
-        """Return x of each part: ``[N, T, I]`` (``[N, I]``), None for a bias."""
-        raise NotImplementedError
-
-    def pairs(
-        self, param_str: str, module: Any, mat: Any, rows: Rows
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return s and x of each part: ``[V, N, T, O]`` (``[V, N, O]``), and x."""
-        raise NotImplementedError
-
-    def shared_by(self, param_str: str, module: Any) -> dict[str, Any] | None:
-        """Return what was computed of s for other parameters, to which more is added."""
-        call = vars(module).get("_backpack_call")
-        return call.shared if call is not None and self.kronecker_rows_are_shared else None
-
-    def put_together(self, param_str: str, module: Any, parts: Sequence[Tensor]) -> Tensor:
-        """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each part."""
-        (whole,) = parts
-        return whole
-
-    def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Rows,
-    ) -> Any:
-        out = subsample(module.output, subsampling=subsampling)
-        (x,) = self.reads(param_str, module, subsampling)
-        return jac_mat_prod(mat, x, len(out), out.shape[1:-1].numel()).reshape(-1, *out.shape)
-
-    def _param_jac_t_mat_prod(
-        self,
-        param_str: str,
-        module: Any,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Any,
-        sum_batch: bool,
-        subsampling: Rows,
-    ) -> Tensor:
-        pairs = self.pairs(param_str, module, mat, subsampling)
-        return self.put_together(param_str, module, [mjp(s, x, sum_batch) for s, x in pairs])
-
-    def _param_mjp_reduced(
-        self,
-        param_str: str,
-        module: Any,
-        g_out: Grads,
-        mat: Any,
-        wanted: Set[str],
-        subsampling: Rows,
-        weights: Tensor | None,
-    ) -> dict[str, Tensor]:
-        pairs = self.pairs(param_str, module, mat, subsampling)
-        shared = self.shared_by(param_str, module)
-        found = [reduced(s, x, wanted, weights, shared) for s, x in pairs]
-        if self.has_one_part and len(found) == 1:
-            return found[0]
-        return reductions.put_together(
-            found, lambda parts: self.put_together(param_str, module, parts)
-        )

@@ -1,0 +1,281 @@
+"""What a rule sees of one call, and how code of users sees it through the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.record.tape import Call, describe, live_calls, put
+from backpack.core.rows import Rows, row_numbers
+from backpack.utils.subsampling import subsample
+
+# Attributes that modules have while they show a call to code of users.
+SHOWN = "_backpack_context"
+
+
+class Context:
+    """One call as its rule sees it: samples where the rule expects them, in one precision.
+
+    Attributes:
+        call: The call.
+        module: Its module, for hyperparameters.
+        inputs: Arguments, flattened: ``[N, *in]`` if they have samples.
+        outputs: What it returned, flattened: ``[N, *out]``.
+        rows: Rows of the batch that cotangents and tangents hold; None for all.
+        is_folded: Whether the rows of each sample have an axis of their own.
+        counts_chosen_rows: Whether the rows are those of a loss that reads chosen ones, as it reads
+            them; see :mod:`backpack.core.derivatives.loss_hessian`.
+        memo: What parameters share of the cotangents at hand; None if there is one parameter.
+    """
+
+    __slots__ = (
+        "_grad_out",
+        "_params",
+        "call",
+        "counts_chosen_rows",
+        "inputs",
+        "is_folded",
+        "memo",
+        "module",
+        "outputs",
+        "rows",
+    )
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        rows: Rows = None,
+        is_folded: bool = False,
+    ):
+        """Store what is given."""
+        self.call = call
+        self.module: Any = call.module
+        self.inputs = inputs
+        self.outputs = outputs
+        self.rows = rows
+        self.is_folded = is_folded
+        self.counts_chosen_rows = False
+        self.memo: dict[str, Any] | None = None
+        self._grad_out: Sequence[Tensor | None] | None = None
+        self._params: Mapping[str, Any] | None = None
+
+    def at(self, rows: Rows) -> Context:
+        """Return the context of other rows."""
+        return self if rows is self.rows else self._copy(self.inputs, rows)
+
+    def reading(self, *inputs: Any) -> Context:
+        """Return the context with other inputs."""
+        return self._copy(inputs, self.rows)
+
+    def counting(self, rows: Rows) -> Context:
+        """Return the context of rows that are counted as a loss reads them."""
+        other = self._copy(self.inputs, rows)
+        other.counts_chosen_rows = True
+        return other
+
+    def _copy(self, inputs: Sequence[Any], rows: Rows) -> Context:
+        other = Context(self.call, inputs, self.outputs, rows, self.is_folded)
+        other.counts_chosen_rows = self.counts_chosen_rows
+        other._grad_out, other._params, other.module = self._grad_out, self._params, self.module
+        return other
+
+    def inside(self, module: Module, prefix: str, inputs: Sequence[Any]) -> Context:
+        """Return the context of a child whose call this one stands for, with other inputs."""
+        other = self._copy(inputs, self.rows)
+        names = [name for name in self.params if name.startswith(prefix)]
+        other.module = module
+        other._params = {name.removeprefix(prefix): self.params[name] for name in names}
+        return other
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Parameters and buffers that the call has read, those of children by qualified names."""
+        if self._params is None:
+            self._params = self.call.tensors()
+        return self._params
+
+    @property
+    def grad_out(self) -> Sequence[Tensor | None]:
+        """Gradients of the loss with respect to the outputs: ``[N, *out]``, None for zero."""
+        if self._grad_out is None:
+            self._grad_out = self.call.gradients_seen(self.is_folded)
+        return self._grad_out
+
+    @grad_out.setter
+    def grad_out(self, grads: Sequence[Tensor | None]) -> None:
+        self._grad_out = grads
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What the rule has kept from the forward pass, and what it memoises."""
+        return self.call.saved
+
+    @property
+    def input(self) -> Tensor:
+        """The first input, of all samples."""
+        return self.inputs[0]
+
+    @property
+    def output(self) -> Tensor:
+        """The first output, of all samples."""
+        return self.outputs[0]
+
+    @property
+    def x(self) -> Tensor:
+        """The first input, of the selected rows: ``[N, *in]``."""
+        return self.inputs[0] if self.rows is None else self.select(self.inputs[0])
+
+    @property
+    def y(self) -> Tensor:
+        """The first output, of the selected rows: ``[N, *out]``."""
+        return self.outputs[0] if self.rows is None else self.select(self.outputs[0])
+
+    def select(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """Return the selected rows of a tensor."""
+        return subsample(tensor, dim=axis, subsampling=self.rows)
+
+    def numbers(self, size: int) -> Sequence[int]:
+        """Return the numbers of the selected rows of a batch of this size."""
+        return row_numbers(size, self.rows)
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether the only tensor among the inputs is the first: others are options."""
+        return [i for i, x in enumerate(self.inputs) if isinstance(x, Tensor)] == [0]
+
+    def shown(self, now: bool = False) -> Shown:
+        """Show the call through its module, to code of users; see :class:`Shown`."""
+        return Shown(self, now)
+
+
+def context_of(
+    call: Call, rows: Rows = None, check: bool = True, whole: bool = False, folds: bool = False
+) -> Context:
+    """Return what the rule of a call sees.
+
+    Args:
+        call: The call.
+        rows: Rows of the batch that cotangents and tangents hold. Default: all.
+        check: Refuse tensors that were changed in place.
+        whole: For code of users, which may read what our rules do not.
+        folds: Give the rows of a sample an axis of their own, if there are several.
+
+    Raises:
+        RuntimeError: If the call was released or a stored tensor was changed in place.
+    """
+    if not call.outputs:
+        call.check_released()
+    if check:
+        call.check_unchanged()
+    as_stored = call.is_usual and call.precision is None and not whole
+    if as_stored and not torch.is_grad_enabled():
+        return Context(call, call.inputs, call.outputs, rows)
+    is_folded = folds and call.is_foldable
+    return Context(call, *call.seen(whole, is_folded), rows, is_folded)
+
+
+class Shown:
+    """Context manager: the module has ``input0, input1, …`` and ``output`` of a call.
+
+    It also has the parameters, the buffers and the mode of the call, if it has others by now. While
+    another thread works with the module, such as a loss that two models share, a copy gets them.
+
+    Args:
+        context: The call.
+        now: Leave parameters that were changed during the backward pass as they are.
+    """
+
+    __slots__ = ("context", "given", "is_first", "module", "now", "replaced", "tensors")
+
+    def __init__(self, context: Context, now: bool = False):
+        """Remember what to show."""
+        self.context = context
+        self.now = now
+
+    def __enter__(self) -> Any:
+        """Set the attributes, parameters and buffers."""
+        c, call = self.context, self.context.call
+        self.module = c.module
+        own, thread = vars(self.module), get_ident()
+        self.is_first = "_backpack_thread" not in own
+        if own.setdefault("_backpack_thread", thread) != thread:
+            self.is_first = False
+            self.module = _copied(self.module)
+            own = vars(self.module)
+        try:
+            lends = c.module is call.module
+            self.tensors = call.lend_tensors(self.module, call.precision, self.now) if lends else []
+        except BaseException:
+            self._let_go()
+            raise
+        output: Any = c.outputs[0] if len(c.outputs) == 1 else c.outputs
+        given: dict[str, Any] = {"output": output, SHOWN: c}
+        if own["training"] is not call.training:
+            given["training"] = call.training
+        for i, x in enumerate(c.inputs):
+            given[f"input{i}"] = x
+        for child in own["_modules"]:  # a child may be called "output"
+            given.pop(child, None)
+        self.given = given
+        taken = given.keys() & own.keys()
+        self.replaced = {name: own[name] for name in taken} if taken else {}
+        own.update(given)
+        return self.module
+
+    def __exit__(self, *exception: object) -> None:
+        """Restore what was there."""
+        own = vars(self.module)
+        if self.tensors:
+            put(self.tensors)
+        for name in self.given.keys() - self.replaced.keys():
+            own.pop(name, None)
+        own.update(self.replaced)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let other threads have the module."""
+        if self.is_first:
+            vars(self.module).pop("_backpack_thread", None)
+
+
+def _copied(module: Module) -> Module:
+    """Copy a module, but not its tensors and children."""
+    copy = object.__new__(type(module))
+    tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
+    vars(copy).update({**vars(module), **tensors})
+    return copy
+
+
+def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -> Context:
+    """Return the call that a module shows, else its latest recorded one.
+
+    Args:
+        module: The module.
+        grads: Gradients of the loss with respect to its outputs, if they are known.
+        rows: Rows of the batch that cotangents and tangents hold.
+
+    Raises:
+        RuntimeError: If no forward pass of the module is recorded.
+    """
+    shown = vars(module).get(SHOWN)
+    if shown is not None:
+        found = shown._copy(shown.inputs, rows)
+    else:
+        calls = live_calls(module)
+        if not calls:
+            raise RuntimeError(
+                f"No forward pass of {describe(module)} is recorded: extend() it, call it with "
+                "something that requires a gradient, and keep the output. A backward pass frees "
+                "what was recorded, unless it retains the graph."
+            )
+        found = context_of(calls[-1], rows)
+    if grads is not None:
+        found.grad_out = list(grads)
+    return found
