@@ -5,6 +5,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 # e.g. BENCHMARK_ARGS="--problems mlp --quantities KFAC", see python -m benchmark --help
 BENCHMARK_ARGS ?=
+# e.g. FAST_PATHS_ARGS="--problems mlp --quantities KFAC", see python -m benchmark.fast_paths --help
+FAST_PATHS_ARGS ?=
 
 BIN := $(VENV)/bin
 # The stamps stand for "installed from this setup.cfg".
@@ -37,6 +39,7 @@ install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, ben
 
 benchmark: $(READY_BENCHMARK) ## Measure everything against the peers (hours), write benchmark/results/
 	$(BIN)/python -m benchmark $(BENCHMARK_ARGS)
+	$(BIN)/python -m benchmark.fast_paths $(FAST_PATHS_ARGS)
 
 benchmark-quick: $(READY_BENCHMARK) ## The same for a selection, in less than five minutes
 	$(BIN)/python -m benchmark --quick $(BENCHMARK_ARGS)

@@ -209,13 +209,9 @@ def _needed_of_module(derivatives: BaseDerivatives, ext: BackpropExtension) -> l
     curved = _implements(derivatives, "hessian_is_zero")
     diagonal = _implements(derivatives, "hessian_is_diagonal")
     hessian = isinstance(propagation, HessianFactors) or getattr(propagation, "modify", None)
-    # a dense second derivative is applied to tangents
-    forward = isinstance(propagation, Blocks) or bool(hessian and curved and not diagonal)
     needed = [[f"{name}_vjp", "param_vjp", "affine"] for name in params]
-    if forward:
-        needed += [[f"{name}_jvp", "param_jvp", "affine_inputs"] for name in params]
     if propagation is not None and _has_input_jacobian(derivatives):
-        needed += [["vjp"], *([["jvp"]] if forward else [])]
+        needed += [["vjp"]]
     if hessian and curved and diagonal:
         needed += [["hessian_diag"]]
     return needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,13 @@ class Library:
 
 
 class Backpack(Library):
-    """This library, or the released one: whichever this process finds."""
+    """This library, or the released one: whichever this process finds.
+
+    Attributes:
+        options: More of what the context manager is given.
+    """
+
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, problem: Problem, device: str):
         import backpack
@@ -132,7 +138,7 @@ class Backpack(Library):
             if not names:
                 loss.backward()
                 return {}
-            with self.backpack.backpack(*extensions):
+            with self.backpack.backpack(*extensions, **self.options):
                 loss.backward()
                 results = {
                     name: self.read(parameters, field)

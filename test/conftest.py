@@ -2,10 +2,29 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
+from backpack.core import fast
 from backpack.core.record import tape
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests of quantities run without fast paths."""
+    parser.addoption(
+        "--without-fast-paths",
+        action="store_true",
+        help="switch all fast paths off: pytest test/test_quantities.py --without-fast-paths",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_paths(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take fast paths, or do not."""
+    is_without = request.config.getoption("--without-fast-paths")
+    with fast.disabled() if is_without else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark import fast_paths
 from benchmark.__main__ import main
 from benchmark.figures import Data, goals
 from benchmark.floor import Floor, Rates, layers_of
@@ -238,3 +239,31 @@ def test_the_report_names_earlier_runs() -> None:
     text = environment(Data(data | {"environment": data["environment"] | {"earlier": runs}}))
     assert text.endswith("not measured again then is of 2026-01-01 (commit aaa).")
     assert "aaa" not in environment(Data(data))
+
+
+def test_what_fast_paths_earn(tmp_path: Path) -> None:
+    out, paths = tmp_path / "fast_paths.json", ["own reductions", "memoised results"]
+    problems = ["--problems", "tiny", "--quantities", "Variance", "KFAC"]
+    rounds = ["--rounds", "2", "--threads", "1", "--out", str(out)]
+    assert fast_paths.main([*problems, "--paths", *paths, *rounds]) == 0
+    figures = contents(out)["figures"]
+    assert {(one["path"], one["quantity"]) for one in figures} == {
+        ("own reductions", "Variance"),
+        ("own reductions", "Variance, gradients summed"),
+    }
+    assert all(len(one["seconds"]) == len(one["without"]) == 2 for one in figures)
+    text = out.with_suffix(".md").read_text()
+    assert text.count("| own reductions |") == 2
+
+
+def test_fast_paths_that_are_needed() -> None:
+    """A step that is not possible without a path is what the path earns."""
+    slow = fast_paths.Figure("path", "mlp", "KFRA", reason="takes longer than 60 s")
+    fast = fast_paths.Figure("path", "mlp", "KFAC", [1.0, 1.0, 1.0, 1.0], [1.2, 1.0, 1.2, 1.2])
+    same = fast_paths.Figure("other", "mlp", "KFAC", [1.0, 1.0, 1.0, 1.0], [1.2, 1.0, 1.0, 1.2])
+    assert slow.is_worthwhile and fast.is_worthwhile and not same.is_worthwhile
+    assert fast_paths.best([fast, slow], "time") is slow and fast.time == 1.2
+    assert fast_paths.best([], "time") is None
+    with pytest.raises(TimeoutError), fast_paths.limit(0.01):
+        while True:
+            pass

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-import oracle
 import pytest
-import torch
-from torch import nn
 
-from backpack import backpack, extend, extensions
+from backpack import extensions
 from backpack.core.record.registry import _CACHE, REGISTRY
 from backpack.extensions import HBP
 
@@ -66,37 +63,6 @@ def test_code_runs(page: str) -> None:
     assert bool(blocks(page)) == (len(names) > 1)
 
 
-def test_write_a_rule() -> None:
-    names = run("write_a_rule.rst")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), names["Scale"](4), nn.Tanh(), nn.Linear(4, 2)).double()
-    nn.init.normal_(model[1].weight)
-    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
-    reference = copy.deepcopy(model)
-    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
-    quantities = {
-        extensions.BatchGrad: oracle.batch_grad,
-        extensions.BatchL2Grad: oracle.batch_l2,
-        extensions.Variance: oracle.variance,
-        extensions.DiagGGNExact: oracle.ggn_diag,
-        extensions.DiagHessian: oracle.hessian_diag,
-    }
-    products = {extensions.GGNMP: oracle.ggn_blocks, extensions.HMP: oracle.hessian_blocks}
-    with backpack(*(ext() for ext in (*quantities, *products)), extensions.KFAC()):
-        loss.backward()
-    for ext, truth in quantities.items():
-        expected = truth(reference, nn.CrossEntropyLoss(), X, y)
-        for p, value in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(getattr(p, ext().savefield), value)
-    for ext, truth in products.items():
-        for p, block in zip(
-            model.parameters(), truth(reference, nn.CrossEntropyLoss(), X, y), strict=True
-        ):
-            units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
-            product = getattr(p, ext().savefield)(units)
-            torch.testing.assert_close(product.reshape(block.shape), block)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_refer_to_what_exists(page: str) -> None:
     """Links to other pages, and names of the library in double backticks."""
@@ -135,6 +101,38 @@ def test_every_example_has_a_group() -> None:
     order = helper("gallery_order").ORDER
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= set(order)
     assert len(order) == len(set(order))
+
+
+def test_the_picture_of_a_step() -> None:
+    """It is drawn from the code: all rooms take part, and every file in it is one."""
+    way = helper("way")
+    seen = way.walk()
+    assert {way.room(file) for file in seen.files} == set(way.COLUMNS)
+    assert all(
+        (way.PACKAGE / file).exists() and way.about(way.PACKAGE / file) for file in seen.files
+    )
+    assert seen.first.keys() == seen.files.keys()
+    assert {caller for caller, _ in seen.first.values()} <= {way.PROGRAM, *seen.files}
+    svg = ElementTree.fromstring(way.picture(seen))
+    assert len(svg.findall(".//rect")) == 1 + len(seen.files)
+    assert len(svg.findall(".//path")) == 1 + len(seen.crossings)
+    assert len({way.short(file, seen.files) for file in seen.files}) == len(seen.files)
+    rooms = way.rooms(seen)
+    for file in (way.PACKAGE / "core").rglob("*.py"):
+        assert file.name == "__init__.py" or f"``{file.name}``" in rooms
+
+
+def test_the_table_of_imports() -> None:
+    """It is made from the contract: what is below may be imported, and all is somewhere."""
+    way = helper("way")
+    text = way.imports(DOCS.parents[1] / "pyproject.toml")
+    rows = re.findall(r"\* - (.+)\n     - (.+)\n", text)[1:]
+    may = {name: allowed for names, allowed in rows for name in names.split(", ")}
+    assert "``core.record``" in may["``core.derivatives``"]
+    assert "``core.derivatives``" not in may["``core.record``"]
+    assert "each other" in may["``optim``"]
+    packages = {path.name for path in way.PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert packages - {"core"} <= {name.strip("`") for name in may}
 
 
 def test_every_extension_is_on_the_page() -> None:

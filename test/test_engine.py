@@ -35,7 +35,6 @@ from backpack.core.engine.sweep import LossSource, slice_bytes
 from backpack.core.record import tape
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
-from backpack.utils.subsampling import subsample
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -1251,8 +1250,8 @@ class TwiceDerivatives(LinearDerivatives):
     def _jac_t_mat_prod(self, *args: Any) -> Tensor:
         return 2 * super()._jac_t_mat_prod(*args)
 
-    def pairs(self, *args: Any) -> list[tuple[Tensor, Tensor | None]]:
-        return [(2 * s, x) for s, x in super().pairs(*args)]
+    def affine(self, *args: Any) -> list[tuple[Tensor, Tensor | None]]:
+        return [(2 * s, x) for s, x in super().affine(*args)]
 
 
 def test_diagonal_at_a_rule_that_derives_from_another() -> None:
@@ -1298,8 +1297,8 @@ class SharperDerivatives(CrossEntropyLossDerivatives):
     def p(self, *args: Any) -> Tensor:
         return self.log_p(*args).exp()
 
-    def log_p(self, module: Any, subsampling: Any) -> Tensor:
-        return (2 * subsample(module.input0, subsampling=subsampling)).log_softmax(1)
+    def log_p(self, c: Any) -> Tensor:
+        return (2 * c.x).log_softmax(1)
 
     def _sqrt_hessian(self, *args: Any) -> Tensor:
         return 2 * super()._sqrt_hessian(*args)
@@ -1307,10 +1306,8 @@ class SharperDerivatives(CrossEntropyLossDerivatives):
     def _thin_factor(self, *args: Any) -> Tensor:
         return 2 * super()._thin_factor(*args)
 
-    def hessian_factor(
-        self, module: Any, g_inp: Any, g_out: Any, subsampling: Any = None
-    ) -> tuple[Tensor, Tensor | None]:
-        columns, weights = super().hessian_factor(module, g_inp, g_out, subsampling)
+    def _hessian_factor(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+        columns, weights = super()._hessian_factor(*args)
         return 2 * columns, weights
 
 

@@ -128,21 +128,36 @@ def test_incomplete_derivatives_are_missing(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
     class HalfDerivatives(BaseDerivatives):
-        """Without products in forward mode, and without a second derivative."""
+        """Without a product that goes on, and without a second derivative that is diagonal."""
 
         params = ("weight", "bias")
 
         def hessian_is_zero(self, module: nn.Module) -> bool:
             return False
 
+        def hessian_is_diagonal(self, module: nn.Module) -> bool:
+            return True
+
+        def vjp(self, *args: Any) -> Any: ...
+        def weight_vjp(self, *args: Any) -> Any: ...
+        def bias_vjp(self, *args: Any) -> Any: ...
+
+    def missing(rule: type[BaseDerivatives]) -> set[type]:
+        monkeypatch.setitem(REGISTRY, Half, rule())
+        return {e for e, cell in support_matrix()[Half].items() if cell is Support.MISSING}
+
+    hessians = {extensions.DiagHessian, extensions.BatchDiagHessian}
+    assert missing(HalfDerivatives) == {*hessians, extensions.HMP, extensions.PCHMP}
+
+    class OldForm(BaseDerivatives):
+        """Without one of the parameters, in the form of earlier versions."""
+
+        params = ("weight", "bias")
+
         def _jac_t_mat_prod(self, *args: Any) -> Any: ...
         def _weight_jac_t_mat_prod(self, *args: Any) -> Any: ...
-        def _bias_jac_t_mat_prod(self, *args: Any) -> Any: ...
 
-    monkeypatch.setitem(REGISTRY, Half, HalfDerivatives())
-    missing = {e for e, cell in support_matrix()[Half].items() if cell is Support.MISSING}
-    in_forward_mode = {extensions.GGNMP, extensions.HMP, extensions.PCHMP}
-    assert missing == in_forward_mode | {extensions.DiagHessian, extensions.BatchDiagHessian}
+    assert missing(OldForm) == {type(ext) for ext in all_extensions()}
 
 
 def command(*options: str) -> str:

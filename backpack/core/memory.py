@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core import fast
 from backpack.core.types import Extension
+
+REUSED_MEMORY = fast.path(
+    "reused memory", "A large result is written over that of the backward pass before."
+)
+HUGE_PAGES = fast.path("huge pages", "Memory of large results is asked for in huge pages.")
 
 # Bytes. Below this size, the allocator has memory at hand that was used before.
 LARGE = 2**22
@@ -39,7 +45,7 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
         if same and tensor.numel() == prod(shape) and _spare.pop(key, None) is not None:
             return tensor.resize_(shape)  # no view, which would keep both alive
     tensor = like.new_empty(shape)
-    if tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
+    if HUGE_PAGES.is_on and tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
         page = mmap.PAGESIZE
         start = -(-tensor.data_ptr() // page) * page
         end = (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -67,7 +73,7 @@ def recycle(p: Parameter, exts: Iterable[Extension]) -> bool:
     Returns:
         Whether some were taken: see :func:`forget`.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not REUSED_MEMORY.is_on:
         return False
     is_holding = False
     for ext in exts:

@@ -72,10 +72,6 @@ class Rule(Protocol):
         """Names of the parameters."""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether this library has the rule, so that what it reads and does is known."""
-
-    @property
     def needs_output(self) -> bool:
         """Whether a formula reads the output, and has a derivative with respect to it."""
 

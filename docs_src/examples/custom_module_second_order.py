@@ -16,12 +16,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
-from torch import einsum, nn
+from torch import nn
 
 from backpack import backpack, extend
-from backpack.core.derivatives import BaseDerivatives, register
+from backpack.core.derivatives import BaseDerivatives, check_rule, register
 from backpack.extensions import HMP, KFAC, BatchGrad, DiagGGNExact, DiagHessian
-from backpack.utils.subsampling import subsample
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # faster for tensors this small
@@ -82,12 +81,11 @@ automatic = {extension: measure(extension) for extension in EXTENSIONS}
 # --------
 #
 # The Jacobian with respect to the input is diagonal, with entries ``1 + weight cos(x)``; that
-# with respect to the weight has entries ``sin(x)``. Each is multiplied with V stacked vectors at
-# once, as is and transposed. The second derivative with respect to the input is diagonal, too:
+# with respect to the weight has entries ``sin(x)``. Transposed, each is multiplied with V stacked
+# cotangents at once. The second derivative with respect to the input is diagonal, too:
 # ``-weight sin(x)``, times the gradient that arrives at the output.
 #
-# ``module.input0`` is the input of the call at hand, and ``subsampling`` says for which samples
-# products are wanted.
+# ``c`` is the call at hand: ``c.x`` is its input for the samples that products are wanted for.
 
 
 @register(Wave)
@@ -102,26 +100,19 @@ class WaveDerivatives(BaseDerivatives):
     def hessian_is_diagonal(self, module):
         return True
 
-    def _slope(self, module, subsampling):
-        return 1 + module.weight * torch.cos(subsample(module.input0, subsampling=subsampling))
+    def vjp(self, c, v):
+        return v * (1 + c.params["weight"] * torch.cos(c.x))  # [V, N, F] -> [V, N, F]
 
-    def _jac_mat_prod(self, module, g_inp, g_out, mat, subsampling):
-        return mat * self._slope(module, subsampling)  # [V, N, F] -> [V, N, F]
+    jvp = vjp  # a diagonal matrix is symmetric
 
-    _jac_t_mat_prod = _jac_mat_prod  # a diagonal matrix is symmetric
+    def weight_vjp(self, c, v):
+        return v * torch.sin(c.x)
 
-    def _weight_jac_mat_prod(self, module, g_inp, g_out, mat, subsampling):
-        sine = torch.sin(subsample(module.input0, subsampling=subsampling))
-        return einsum("vf,nf->vnf", mat, sine)
+    def hessian_diag(self, c):
+        return -c.params["weight"] * torch.sin(c.x) * c.select(c.grad_out[0])
 
-    def _weight_jac_t_mat_prod(self, module, g_inp, g_out, mat, sum_batch, subsampling):
-        sine = torch.sin(subsample(module.input0, subsampling=subsampling))
-        return einsum("vnf,nf->vf" if sum_batch else "vnf,nf->vnf", mat, sine)
 
-    def _hessian_diagonal(self, module, g_inp, g_out, subsampling):
-        x, g = (subsample(t, subsampling=subsampling) for t in (module.input0, g_out[0]))
-        return -module.weight * torch.sin(x) * g
-
+check_rule(Wave(5), torch.randn(4, 5))
 
 # %%
 # With the rule

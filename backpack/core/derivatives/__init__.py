@@ -23,6 +23,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCEWithLogitsLossDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
+from backpack.core.derivatives.check import check_rule
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import (
@@ -179,6 +180,7 @@ __all__ = [
     "UpsampleDerivatives",
     "WeightedLossDerivatives",
     "aliases",
+    "check_rule",
     "derivatives_of",
     "register",
 ]

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.core import memory
+from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
+
+ONE_POSITION = fast.path(
+    "columns at one position", "Squares of a column at one position are products of squares."
+)
+GRAM_NORMS = fast.path("norms by Gram matrices", "Norms of products need no products.")
 
 
 def jvp(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
@@ -25,6 +30,11 @@ def jvp(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
     if x is None:
         return mat[:, None, None].expand(-1, num_n, num_t, -1)
     return (x.flatten(0, -2) @ mat.mT).unflatten(1, (num_n, num_t))
+
+
+def jvp_of_output(t: Tensor, x: Tensor | None, y: Tensor) -> Tensor:
+    """Do that for a module whose output ``y`` ``[N, *, O]`` is the sum of these products."""
+    return jvp(t, x, len(y), y.shape[1:-1].numel()).reshape(-1, *y.shape)
 
 
 def vjp(s: Tensor, x: Tensor | None) -> Tensor:
@@ -105,7 +115,7 @@ def reduced(
 
 def _is_at_one_position(s: Tensor) -> bool:
     """Whether many columns are each zero but at one position, as those of a loss at each are."""
-    if len(s) <= s.shape[2] or torch.is_grad_enabled() or s.is_meta:
+    if not ONE_POSITION.is_on or len(s) <= s.shape[2] or torch.is_grad_enabled() or s.is_meta:
         return False
     # most others are recognised by a few columns
     return all(bool(((p != 0).any(3).sum(2) <= 1).all()) for p in (s[:1], s))
@@ -182,7 +192,7 @@ def _square_norms(mat: Tensor) -> Tensor:
 
 def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
     """Whether :func:`square_norm` takes fewer multiplications than the products themselves."""
-    return num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
+    return GRAM_NORMS.is_on and num_t * (num_v * num_o + num_i) <= num_v * num_o * num_i
 
 
 def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Module, Softmax, Softmax2d, Softmin
 
+from backpack.core import fast
 from backpack.core.derivatives.automatic import FunctionDerivatives
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -70,6 +72,7 @@ class SoftmaxDerivatives(AlongAxisDerivatives):
         """Apply J."""
         return self.jvp(c, v)
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Any) -> Tensor:
         """Return the change of ``y (g - y·g)`` along t; ``f² = 1``."""
         y, g, dim = self._y(c), self._g(c), self.axis(c)
@@ -114,6 +117,7 @@ class LogSoftmaxDerivatives(AlongAxisDerivatives):
         s = self._y(c).exp()
         return v - s * v.sum(self.axis(c), keepdim=True)
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Any) -> Tensor:
         """Return the change of ``g - s (1·g)`` along t."""
         s, g, dim = self._y(c).exp(), self._g(c), self.axis(c)
@@ -146,6 +150,7 @@ class GLUDerivatives(AlongAxisDerivatives):
         a, s, ds = self._pieces(c)
         return torch.cat([s * v, a * ds * v], self.axis(c))
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Any) -> Tensor:
         """Apply ``∂²y/∂a∂b = σ'`` and ``∂²y/∂b² = a σ''`` with ``σ'' = σ' (1 - 2 σ)``."""
         a, s, ds = self._pieces(c)

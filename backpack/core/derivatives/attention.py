@@ -17,9 +17,10 @@ from torch import Size, Tensor
 from torch.nn import Module, MultiheadAttention
 from torch.nn import functional as F
 
+from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.recall import recall
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
@@ -319,6 +320,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
         (y,) = [v] if isinstance(v, Tensor) else v
         return tuple(self._at_inputs(c, self._attention(c).pull(y, None)))
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     @or_automatic(FunctionDerivatives)
     def mixed_hvp(
         self,
@@ -670,6 +672,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     # ------------------------------------------------------------------ second derivative
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     @or_automatic(AutomaticDerivatives)
     def mixed_hvp(
         self,

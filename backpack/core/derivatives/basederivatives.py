@@ -9,7 +9,7 @@ rows ``c.rows`` of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from math import prod
 from typing import Any, ClassVar
@@ -19,14 +19,35 @@ from torch import Size, Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
+from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
-from backpack.core.derivatives.by_autograd import Evaluation, second_products
+from backpack.core.derivatives.by_autograd import Evaluation, second_products, transposed
 from backpack.core.derivatives.interface import Interface
 from backpack.core.record.context import Context
 from backpack.core.record.kernels import Substitute
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
+
+USUAL_LAYOUT = fast.path(
+    "usual layout", "Samples that are the first axis of all tensors are not looked for."
+)
+ONE_JACOBIAN = fast.path(
+    "one Jacobian", "A Jacobian that all samples share is applied once to what they share."
+)
+
+# What second derivatives follow from.
+FIRST_DERIVATIVES = ("vjp", "jvp", "param_vjp", "param_jvp", "affine", "evaluate")
+# What a rule says of its methods, or derives from them. A subclass that overrides one of these
+# methods says it anew: else it is as in the base class. No names: any method.
+FACTS: Mapping[tuple[str, ...], Set[str]] = {
+    ("jacobian_is_constant",): {"vjp"},
+    ("kronecker_rows_are_constant",): {"kron_rows"},
+    ("kronecker_rows_are_shared",): {"affine", "kron_rows", "param_vjp"},
+    ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
+    ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
+    ("repeats_output", "reads_input", "reads_inputs"): set(),
+}
 
 
 class BatchAxis(Enum):
@@ -40,9 +61,13 @@ class BatchAxis(Enum):
 class BaseDerivatives(Interface):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 
-    A subclass implements ``jvp``, ``vjp`` and, for each name in ``params``, ``<name>_jvp`` and
-    ``<name>_vjp``, or ``affine`` where a parameter is multiplied with something. Everything else
-    has a generic body; override it where the module's structure allows a faster one.
+    A subclass implements ``vjp`` and, for each name in ``params``, ``<name>_vjp``, or ``affine``
+    where a parameter is multiplied with something; it says with ``hessian_is_zero`` and
+    ``is_linear_in_params`` what is not affine. Everything else has a generic body; override it
+    where the module's structure allows a faster one, marked with :func:`backpack.core.fast.body`.
+
+    A subclass of another rule inherits what that says of methods (:data:`FACTS`), and its fast
+    bodies, as long as it does not override the methods that these are about.
 
     Attributes:
         params: Names of the parameters.
@@ -55,15 +80,14 @@ class BaseDerivatives(Interface):
         reads_input: Whether a formula reads entries of the inputs, not just their shapes.
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
-        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows. A subclass
-            with rows of its own for one of them sets it to False.
-        is_ours: Whether this library has the rule, so that what it reads and does is known.
+        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
         keeps_something: Whether there is anything to keep from the forward pass.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
         has_usual_layouts: Whether they are along the first axis of all that it returns, then.
         squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
-            squared input squares them. Not inherited, as what derives from a rule may scale.
+            squared input squares them.
         has_one_part: Whether a parameter is what is multiplied, nothing to put together.
+        acts_affinely: Whether ``affine`` says what ``param_vjp`` does.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -76,17 +100,23 @@ class BaseDerivatives(Interface):
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
-    is_ours: ClassVar[bool] = True
     keeps_something: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
     has_usual_layouts: ClassVar[bool] = True
     squares_with_input: ClassVar[bool] = False
     has_one_part: ClassVar[bool] = True
+    acts_affinely: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
-        cls.is_ours = cls.__module__.startswith("backpack.")
+        overridden = _overridden(cls)
+        fast.enroll(cls, overridden)
+        for names, methods in FACTS.items():
+            known = vars(cls).keys() & set(names)
+            if not known and overridden & (methods or overridden):
+                for name in names:
+                    setattr(cls, name, vars(BaseDerivatives)[name])
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         cls.has_samples_first = (
             cls.batch_axis is not BatchAxis.FOLLOWED
@@ -99,7 +129,8 @@ class BaseDerivatives(Interface):
             and cls._layout_out is BaseDerivatives._layout_out
             and cls.sees_samples_first is BaseDerivatives.sees_samples_first
         )
-        cls.squares_with_input = vars(cls).get("squares_with_input", False)
+        if "affine" in vars(cls) or "param_vjp" in vars(cls):
+            cls.acts_affinely = "affine" in vars(cls)
         cls.has_one_part = cls.assemble is BaseDerivatives.assemble
 
     # ------------------------------------------------------------------ facts about the module
@@ -260,7 +291,9 @@ class BaseDerivatives(Interface):
 
         That is the usual case of a module with one output; for all others see :meth:`layouts`.
         """
-        if not self.has_usual_layouts or len(call.shape_out) > 1 or True in call.computed:
+        if not (USUAL_LAYOUT.is_on and self.has_usual_layouts):
+            return None
+        if len(call.shape_out) > 1 or True in call.computed:
             return None
         if len(call.layouts_in) != 1 and (not call.layouts_in or any(call.layouts_in[1:])):
             return None
@@ -416,7 +449,7 @@ class BaseDerivatives(Interface):
     # ------------------------------------------------------------------ Jacobians
 
     def jvp(self, c: Context, t: Any) -> Any:
-        """Apply the Jacobian, ``J t``.
+        """Apply the Jacobian, ``J t``. Generic, by transposing :meth:`vjp`.
 
         Args:
             c: The call at hand.
@@ -425,7 +458,25 @@ class BaseDerivatives(Interface):
         Returns:
             ``[V, *out]``; for several outputs a tuple with one entry for each.
         """
-        raise self._missing("jvp", "_jac_mat_prod", describe(c.module))
+
+        def pull(v: Any) -> Sequence[Tensor | None]:
+            back = self.vjp(c, v)
+            return [back] if isinstance(back, Tensor) else list(back)
+
+        return self._transposed(c, pull, [t] if isinstance(t, Tensor) else list(t))
+
+    def _transposed(
+        self, c: Context, pull: Callable[[Any], Sequence[Tensor | None]], ts: Sequence[Any]
+    ) -> Any:
+        """Apply the transpose of a map from cotangents at the outputs, which is linear in them."""
+        num_v = len(next(t for t in ts if t is not None))
+        shapes = (
+            self.shape_of_rows(y.shape, self.axis_out(c, i), c.rows)
+            for i, y in enumerate(c.outputs)
+        )
+        vs = [c.output.new_zeros(num_v, *shape) for shape in shapes]
+        found = transposed(lambda vs: pull(vs[0] if len(vs) == 1 else vs), vs, ts)
+        return found[0] if len(found) == 1 else tuple(found)
 
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian, ``Jᵀ v``.
@@ -442,7 +493,7 @@ class BaseDerivatives(Interface):
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Average ``Jᵀ mat J`` over the samples: ``[D_out, D_out] -> [D_in, D_in]``."""
         samples = one_by_one(c.input.shape[self.axis_in(c, 0)], c.rows)
-        if self.jacobian_is_constant(c):
+        if self.has_one_jacobian(c):
             samples = samples[:1]
         total: Tensor | int = 0
         for row in samples:  # the Jacobian of each is a dense matrix
@@ -464,6 +515,10 @@ class BaseDerivatives(Interface):
         """Return whether all samples have the same Jacobian."""
         return False
 
+    def has_one_jacobian(self, c: Context) -> bool:
+        """Return whether the Jacobian of one sample is to stand for those of all."""
+        return ONE_JACOBIAN.is_on and self.jacobian_is_constant(c)
+
     # ------------------------------------------------------------------ parameters
 
     def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
@@ -473,14 +528,19 @@ class BaseDerivatives(Interface):
         their own, see :meth:`assemble`.
 
         Returns:
-            s ``[V, N, T, O]`` and x ``[N, T, I]`` for the part ``[O, I]``, without T if there is
-            one position; x is None for ``[O]``. None if the parameter does not act in this way.
+            s ``[V, N, *, O]`` and x ``[N, *, I]`` for the part ``[O, I]``, with any axes of
+            positions; x is None for ``[O]``. None if the parameter does not act in this way.
         """
         return None
 
-    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
-        """Return the x of each of the pairs of :meth:`affine`."""
-        raise NotImplementedError(f"{type(self).__name__} has no affine_inputs.")
+    def affine_inputs(self, c: Context, name: str) -> list[Tensor | None] | None:
+        """Return the x of each of the pairs of :meth:`affine`, which do not depend on ``v``."""
+        each = [
+            y.new_zeros(()).expand(1, *self.shape_of_rows(y.shape, self.axis_out(c, i), c.rows))
+            for i, y in enumerate(c.outputs)
+        ]
+        pairs = self._flat_pairs(c, name, each[0] if len(each) == 1 else each)
+        return None if pairs is None else [x for _, x in pairs]
 
     def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of ``[*, O, I]`` (``[*, O]``) for each pair of :meth:`affine`."""
@@ -512,26 +572,29 @@ class BaseDerivatives(Interface):
 
     def affine_vjp_sum(self, c: Context, v: Any, name: str) -> Tensor:
         """Return what :meth:`affine` makes of :meth:`param_vjp_sum`."""
-        if type(self).affine is BaseDerivatives.affine:
+        if not self.acts_affinely:
             return self.param_vjp(c, name, v).sum(1)
         return self.assemble(c, name, [affine.vjp_sum(s, x) for s, x in self._pairs(c, name, v)])
 
-    def affine_jvp(self, c: Context, t: Tensor, name: str) -> Tensor:
-        """Return what :meth:`affine_inputs` makes of :meth:`param_jvp`."""
-        if type(self).affine_inputs is BaseDerivatives.affine_inputs:
-            raise self._has_no(name, c.module, "jvp", "jac_mat_prod")
-        y, (x,) = c.y, self.affine_inputs(c, name)
-        return affine.jvp(t, x, len(y), y.shape[1:-1].numel()).reshape(-1, *y.shape)
+    def affine_jvp(self, c: Context, t: Tensor, name: str) -> Any:
+        """Return :meth:`param_jvp`, by transposing :meth:`param_vjp_sum`."""
+        return self._transposed(c, lambda v: [self.param_vjp_sum(c, name, v)], [t])
 
     def _pairs(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
-        pairs = self.affine(c, name, v)
+        pairs = self._flat_pairs(c, name, v)
         if pairs is None:
-            raise self._has_no(name, c.module, "vjp", "jac_t_mat_prod")
+            what = f"the parameter '{name}' of {describe(c.module)}"
+            raise self._missing(f"{name}_vjp", f"_{name}_jac_t_mat_prod", what)
         return pairs
 
-    def _has_no(self, name: str, module: Module, method: str, old: str) -> NotImplementedError:
-        what = f"the parameter '{name}' of {describe(module)}"
-        return self._missing(f"{name}_{method}", f"_{name}_{old}", what)
+    def _flat_pairs(
+        self, c: Context, name: str, v: Any
+    ) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Return the pairs of :meth:`affine` with one axis of positions, or without."""
+        pairs = self.affine(c, name, v)
+        if pairs is None or all(s.dim() < 5 for s, _ in pairs):
+            return pairs
+        return [(s.flatten(2, -2), x if x is None else x.flatten(1, -2)) for s, x in pairs]
 
     def _missing(self, method: str, old: str, what: str) -> NotImplementedError:
         return NotImplementedError(
@@ -558,7 +621,8 @@ class BaseDerivatives(Interface):
         Returns:
             What is wanted, by name.
         """
-        pairs = None if hasattr(self, f"{name}_vjp") else self.affine(c, name, v)
+        acts_affinely = self.acts_affinely and not hasattr(self, f"{name}_vjp")
+        pairs = self._flat_pairs(c, name, v) if acts_affinely else None
         if pairs is None:
             return self._reduced_in_slices(c, name, v, wanted, weights)
         memo = c.memo if self.kronecker_rows_are_shared else None
@@ -609,7 +673,8 @@ class BaseDerivatives(Interface):
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Vectors whose outer products make the first Kronecker factor.
 
-        Generic: the flattened ``J_pᵀ v``; its outer products are the exact block.
+        Generic: the s of :meth:`affine`. Where there is none, the flattened ``J_pᵀ v``; its outer
+        products are the exact block.
 
         Args:
             c: The call at hand.
@@ -621,16 +686,38 @@ class BaseDerivatives(Interface):
         Returns:
             ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G).
         """
+        if self._is_one_product(c, name):
+            ((s, _),) = self._pairs(c, name, v)
+            s = s.unsqueeze(2) if s.dim() == 3 else s
+            return affine.position_rows(s, approximation).unsqueeze(2)
         products = self.param_vjp(c, name, v)
         return products.reshape(*products.shape[:2], 1, -1)
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Kronecker factors made of the inputs. Generic: none, the first factor is the block."""
-        return []
+        """Kronecker factors made of the inputs.
+
+        Generic: that of the x of :meth:`affine`. Where there is none, the first factor is the
+        block.
+        """
+        inputs = self.affine_inputs(c, name) if self._is_one_product(c, name) else None
+        return [affine.input_factor(x, approximation) for x in inputs or [] if x is not None]
 
     def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether a parameter has Kronecker factors in the call at hand, not just its block."""
-        return type(self).kron_inputs is not BaseDerivatives.kron_inputs
+        own = type(self).kron_inputs is not BaseDerivatives.kron_inputs
+        return own or self._is_one_product(c, name)
+
+    def _is_one_product(self, c: Context, name: str) -> bool:
+        """Whether a parameter is itself the ``[O, I]`` (or ``[O]``) that :meth:`affine` makes."""
+        if not self.acts_affinely or hasattr(self, f"{name}_vjp"):
+            return False
+        inputs, p = self.affine_inputs(c, name), self.parameter(c, name)
+        if inputs is None or len(inputs) > 1:
+            return False
+        features = [] if inputs[0] is None else [inputs[0].shape[-1]]
+        if self.has_one_part or [*p.shape[1:]] != features:
+            return self.has_one_part
+        return self.assemble(c, name, [p]) is p
 
     # ------------------------------------------------------------------ second derivative
 
@@ -744,3 +831,17 @@ class BaseDerivatives(Interface):
         if rows is None or not shape:
             return shape
         return Size([*shape[:axis], len(row_numbers(shape[axis], rows)), *shape[axis + 1 :]])
+
+
+def _overridden(cls: type) -> set[str]:
+    """Return the names of the methods that a rule class has itself, but for fast bodies.
+
+    ``weight_vjp`` of a parameter is part of ``param_vjp``.
+    """
+    names = {
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("__") and not fast.is_body(value)
+        if callable(value) or isinstance(value, property | staticmethod | classmethod)
+    }
+    return names | {"param_vjp" for name in names if name.endswith("_vjp")}

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, einsum
 from torch.nn import Bilinear, Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core import fast
+from backpack.core.derivatives import affine
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -57,7 +59,12 @@ class BilinearDerivatives(BaseDerivatives):
         products = [einsum("ntoi,vnto->vnti", J, positions(v)) for J in self._slopes(c)]
         return tuple(self._apart(c, product) for product in products)
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Any) -> list[Tensor | None]:
+        """Apply ``∂²⟨g, y⟩/∂x∂z``."""
+        return self._second(c, t)
+
+    def _second(self, c: Context, t: Any) -> list[Tensor | None]:
         """Apply ``∂²⟨g, y⟩/∂x∂z = sum_o g_o W_o``."""
         mixed = einsum("nto,oij->ntij", self._gradient(c), c.params["weight"])
         t_x, t_z = (one if one is None else positions(one) for one in t)
@@ -75,6 +82,7 @@ class BilinearDerivatives(BaseDerivatives):
         """Give ``[V, N, T, I]`` the axes of the positions."""
         return mat.reshape(*mat.shape[:2], *c.output.shape[1:-1], mat.shape[-1])
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def mixed_hvp(
         self,
         c: Context,
@@ -89,7 +97,7 @@ class BilinearDerivatives(BaseDerivatives):
             like.new_zeros(len(like), *tensor.shape) if t is None else positions(t)
             for t, tensor in zip(inputs, (x, z), strict=True)
         )
-        pulled: Any = self.hvp(c, [self._apart(c, t) for t in (t_x, t_z)])
+        pulled: Any = self._second(c, [self._apart(c, t) for t in (t_x, t_z)])
         (d_x, d_z), d_params = pulled, {}
         if "weight" in params:
             mixed = einsum("nto,voij->vntij", g, params["weight"])
@@ -121,6 +129,7 @@ class BilinearDerivatives(BaseDerivatives):
         (whole,) = parts
         return whole.unflatten(-1, c.params["weight"].shape[1:]) if name == "weight" else whole
 
-    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+    def affine_jvp(self, c: Context, t: Tensor, name: str) -> Tensor:
         """Multiply with ``x ⊗ z``."""
-        return self.affine_jvp(c, t.flatten(2), "weight")
+        (u,) = self.affine_inputs(c, name)
+        return affine.jvp_of_output(t.flatten(2) if name == "weight" else t, u, c.y)

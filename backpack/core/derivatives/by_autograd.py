@@ -21,10 +21,12 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
+from backpack.core import fast
 from backpack.core.record.context import Context
 from backpack.core.record.tape import describe, flatten_outputs
 from backpack.core.rows import Rows
 
+VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
 CHUNK_ENTRIES = 2**24
 _quiet = RLock()
@@ -255,6 +257,27 @@ def pull_back(
     return [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
 
 
+def transposed(
+    linear: Callable[[Any], Sequence[Tensor | None]], vs: Sequence[Tensor], ts: Sequence[Any]
+) -> list[Tensor]:
+    """Apply the transpose of a linear map by autograd.
+
+    Args:
+        linear: The map; what it returns may be None for zero.
+        vs: Tensors of the shapes and the precision that it takes.
+        ts: What its transpose is applied to: the shapes that it returns, or None for zero.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), disable():
+        vs = [v.requires_grad_() for v in vs]
+        given = [*zip(linear(vs), ts, strict=False)]
+        pairs = [(b, t) for b, t in given if b is not None and t is not None and b.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(v) for v in vs]
+        options: Any = {"create_graph": create_graph, "materialize_grads": True}
+        return list(_grad([b for b, _ in pairs], vs, [t for _, t in pairs], **options))
+
+
 def _variables(evaluation: Evaluation, keys: Sequence[Any], inputs: Sequence[Any]) -> Values:
     """Return values to differentiate with respect to; attached if the result must have a graph."""
     attached = torch.is_grad_enabled()
@@ -334,7 +357,7 @@ def per_sample_products(
         ]
         return transposed_products(evaluation, own, keys, [numbers[i]])
 
-    if separable and len(numbers) > 1:
+    if VMAP.is_on and separable and len(numbers) > 1:
         try:
             found = _vmapped_products(evaluation, mats, keys, inputs)
         except RuntimeError:  # an operation without a batching rule: one sample at a time
@@ -518,7 +541,7 @@ def second_products(
             size = count
         return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
     inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
-    if separable and count > 1:
+    if VMAP.is_on and separable and count > 1:
         try:
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice

@@ -10,6 +10,7 @@ from torch import Tensor, einsum
 from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d, pad
 
+from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
@@ -32,7 +33,9 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     Letters: n sample, t position, g group, i input channel, o entry of an output patch.
     """
 
+    kronecker_rows_are_constant = True
     squares_with_input = True
+    repeats_output = ChannelBiasDerivatives.repeats_output
 
     def _output_padding(self, c: Context) -> list[int]:
         """Return the output padding of the call at hand (``output_size`` may have changed it)."""
@@ -106,6 +109,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         """Multiply the input with the patches of ``v``, or (low memory) correlate them."""
         return self._multiply(c, v, sum_batch=False)
 
+    @fast.body("One product sums over all samples.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Do that, summed over the samples."""
         return self._multiply(c, v, sum_batch=True)
@@ -146,6 +150,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
             lambda s: PerSampleConvolution.unfolded(s, module, positions), self._pad(c, v)
         )
 
+    @fast.body("Norms are those of Gram matrices.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Size, Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
+from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
@@ -151,7 +152,6 @@ class ChannelBiasDerivatives(BaseDerivatives):
     """A bias for each channel, added at every position."""
 
     params = ("weight", "bias")
-    kronecker_rows_are_constant = True
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
@@ -175,15 +175,12 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Sum over the positions."""
         return sum_positions(v)
 
-    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Sum over the positions and the samples."""
-        return sum_positions(v).sum(1)
-
+    @fast.body("A bias has fewer entries than what arrives.", "bias_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reduce the individual products, see the base class."""
-        if name == "bias" and self.is_ours:  # has fewer entries than what arrives
+        if name == "bias":
             return reductions.of_products(sum_positions(v), wanted, weights)
         return super().reduced(c, name, v, wanted, weights)
 
@@ -195,8 +192,10 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     Letters: n sample, t position, g group, o output channel, i entry of an input patch.
     """
 
+    kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     squares_with_input = True
+    repeats_output = ChannelBiasDerivatives.repeats_output
 
     # ------------------------------------------------------------------ padding
 
@@ -290,8 +289,9 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         """Multiply with the patches of the input, or (low memory) correlate with it."""
         if weight_jac_t_save_memory.active:
             return self._correlate(c, v, sum_batch=False)
-        return self.reduced(c, "weight", v, {"individual"})["individual"]
+        return self._reduced_weight(c, v, {"individual"}, None)["individual"]
 
+    @fast.body("One convolution sums the products of all samples.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Correlate with the input."""
         return self._correlate(c, v, sum_batch=True)
@@ -305,12 +305,19 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         padded = self._pad(c.module, x, explicit=True)
         return PerSampleConvolution.unfolded(padded, c.module, c.output.shape[2:])
 
+    @fast.body("Norms are those of Gram matrices, squares those of fewer columns.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reduce the individual products, made of patches or of convolutions."""
+        """Reduce the individual products, see the base class."""
         if name != "weight":
             return super().reduced(c, name, v, wanted, weights)
+        return self._reduced_weight(c, v, wanted, weights)
+
+    def _reduced_weight(
+        self, c: Context, v: Tensor, wanted: Set[str], weights: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Reduce the individual products, made of patches or of convolutions."""
         x, p, module = c.x, c.params["weight"], c.module
         out_shape, groups = v.shape[3:], module.groups
         flat = reductions.fewer_columns(v.flatten(3), wanted, weights)
@@ -327,7 +334,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
                 norms = affine.square_norm(by_group, unfolded)
                 values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
             if "gradient" in wanted:
-                values["gradient"] = self.weight_vjp_sum(c, v).sum(0)
+                values["gradient"] = self.param_vjp_sum(c, "weight", v).sum(0)
             return values
 
         def by_patches(samples: slice) -> reductions.Multiply:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import CrossEntropyLoss, NLLLoss
 
+from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.recall import recall
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
+
+# What fast bodies of the cross entropy follow from.
+SOFTMAX = ("hessian_root", "log_p", "p", "_scale")
 
 
 @register(CrossEntropyLoss)
@@ -80,9 +84,10 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         columns.diagonal(0, 0, 2).add_(roots.movedim(1, -1))
         return _with_positions_apart(columns)
 
+    @fast.body("The sum of diag(p) - p pᵀ is one product.", *SOFTMAX, "need_convex", "check_call")
     def hessian_sum(self, c: Context) -> Tensor:
         """Return ``sum_n a_n (diag(p_n) - p_n p_nᵀ)``."""
-        if c.input.dim() > 2 or not self.is_ours:
+        if c.input.dim() > 2:
             return super().hessian_sum(c)
         self.check_call(c)
         self.need_convex(c)
@@ -90,6 +95,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         mass = self._scale(c) * p
         return torch.addmm(mass.sum(0).diag(), mass.mT, p, alpha=-1)
 
+    @fast.body("The Cholesky factor has a column less.", *SOFTMAX)
     def thin_hessian_root(self, c: Context) -> Tensor:
         """Return the Cholesky factor, with a column less."""
         return self._cholesky(c, self._scale(c).sqrt())
@@ -124,9 +130,10 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
         return scale.sqrt() * (p - one_hot)
 
+    @fast.body("The root of the GGN is found faster.", *SOFTMAX, "signed_hessian_root")
     def root_is_of_hessian(self, c: Context) -> bool:
         """Return whether the scale is not negative for sure."""
-        return self.is_ours and self._counts_samples(c)
+        return self._counts_samples(c)
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return the Cholesky factor, with the sign of the scale."""
@@ -188,6 +195,9 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     Scores that are no log-probabilities have no such distribution: their GGN is an error.
     """
 
+    hessian_sum = CrossEntropyLossDerivatives.hessian_sum
+    thin_hessian_root = CrossEntropyLossDerivatives.thin_hessian_root
+
     def log_p(self, c: Context) -> Tensor:
         """Return the prediction."""
         return c.x
@@ -213,10 +223,6 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     def ggn_product(self, c: Context, t: Tensor) -> Tensor:
         """Apply ``a (diag(p) - p pᵀ)``."""
         return super().hessian_product(c, t)
-
-    def root_is_of_hessian(self, c: Context) -> bool:
-        """Return False: that is the root of the GGN."""
-        return False
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return zero."""

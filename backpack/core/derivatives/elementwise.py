@@ -34,6 +34,7 @@ from torch.nn import (
 )
 from torch.nn.functional import softplus
 
+from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.reductions import gram
 from backpack.core.record.context import Context
@@ -74,6 +75,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         """Return ``f' v``."""
         return v * self.df(c)
 
+    @fast.body("Diagonal Jacobians average to one matrix of factors.", "vjp")
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Multiply with the average of ``f' f'ᵀ``."""
         df = self.df(c).flatten(1)
@@ -107,10 +109,12 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
         y = c.y
         return (y > 0).to(y.dtype)
 
+    @fast.body("Autograd's kernel takes one pass instead of three.", "df")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply autograd's own kernel: one pass instead of three."""
         return torch.ops.aten.threshold_backward(v, c.y, 0)
 
+    @fast.body("Autograd's kernel takes one pass instead of three.", "df", "vjp")
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Do that, too: the Jacobian is diagonal."""
         return self.vjp(c, t)

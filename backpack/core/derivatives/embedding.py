@@ -9,6 +9,7 @@ import torch
 from torch import Size, Tensor, einsum
 from torch.nn import Embedding, EmbeddingBag, Module
 
+from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
@@ -136,12 +137,14 @@ class EmbeddingDerivatives(BaseDerivatives):
         where = looked_up.sample * size + looked_up.token
         return sum_at(products, where, v.shape[1] * size).unflatten(1, (-1, size))
 
+    @fast.body("What samples look up is summed for each token.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Sum the rows of ``v`` for each token."""
         looked_up = self._lookups(c)
         products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
         return sum_at(products, looked_up.token, c.module.num_embeddings)
 
+    @fast.body("Only the pairs of a sample and a token that occur have entries.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:

@@ -140,7 +140,3 @@ class ParameterModuleDerivatives(BaseDerivatives):
     def parameter_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Return the cotangent."""
         return v
-
-    def parameter_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Sum the cotangent over the samples."""
-        return v.sum(1)

@@ -251,15 +251,24 @@ class Interface:
 
     def _above(self, method: str, *names: str) -> Callable[..., Any]:
         """Return a method of ours, but not the translation of one of these methods of a user."""
-        for base in type(self).__mro__:
-            found = vars(base).get(method)
-            if found is not None and getattr(found, "translates", None) not in names:
-                return found.__get__(self)
+        own = self._next(method, names)
+        if own is not None:
+            return own
         of_parameter = _OURS_OF_PARAMETER.fullmatch(method)
         if of_parameter is None:
             raise NotImplementedError(f"{type(self).__name__} has no {method}.")
         name, kind = of_parameter.groups()
+        each = self._next(f"{name}_vjp", names) if kind == "vjp_sum" else None
+        if each is not None:
+            return lambda c, v: each(c, v).sum(1)
         return partial(getattr(self, f"affine_{kind}"), name=name)
+
+    def _next(self, method: str, names: Sequence[str]) -> Callable[..., Any] | None:
+        for base in type(self).__mro__:
+            found = vars(base).get(method)
+            if found is not None and getattr(found, "translates", None) not in names:
+                return found.__get__(self)
+        return None
 
     # ------------------------------------------------------------------ Jacobians
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Size, Tensor
 from torch.nn import Linear, Module
 
+from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.record.context import Context, at_hand
@@ -60,9 +61,10 @@ class LinearDerivatives(BaseDerivatives):
         """Return whether there is a single position."""
         return len(call.shape_out[0]) == 2
 
+    @fast.body("Kronecker rows of one position are the outputs.", "affine", "kron_rows")
     def kronecker_rows_are_outputs(self, call: Call) -> bool:
-        """Return whether there is a single position (and no rule of a user counts it otherwise)."""
-        return self.is_ours and len(call.shape_out[0]) == 2 and not call.is_unbatched
+        """Return whether there is a single position."""
+        return len(call.shape_out[0]) == 2 and not call.is_unbatched
 
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
@@ -76,14 +78,20 @@ class LinearDerivatives(BaseDerivatives):
         """Return True."""
         return True
 
+    @fast.body("All samples have the Jacobian W.", "vjp", "jacobian_is_constant")
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Return ``Wᵀ mat W``, if there is a single position."""
-        if c.input.dim() > 2 or not self.is_ours:  # a rule of a user gets vectors with samples
+        if c.input.dim() > 2:
             return super().batch_averaged(c, mat)
         right = self.vjp(c, mat.T)  # matᵀ J
         return self.vjp(c, right.T)
 
     # ------------------------------------------------------------------ parameters
+
+    def affine_jvp(self, c: Context, t: Tensor, name: str) -> Tensor:
+        """Return ``t x``: the output is the sum of such products."""
+        (x,) = self.affine_inputs(c, name)
+        return affine.jvp_of_output(t, x, c.y)
 
     def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what a parameter is multiplied with: for the weight the input."""
@@ -99,9 +107,8 @@ class LinearDerivatives(BaseDerivatives):
 
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum or keep the positions: ``[V, N, *, O] -> [V, N', 1, O]``."""
-        if v.dim() > 3:
-            v = affine.position_rows(positions(v), approximation)
-        return v.unsqueeze(2)
+        ((s, _),) = self.affine(c, name, v)
+        return (affine.position_rows(s, approximation) if s.dim() > 3 else s).unsqueeze(2)
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the input, ``[I, I]``, for the weight."""
@@ -118,6 +125,9 @@ class TransposedLinearDerivatives(LinearDerivatives):
 
     kronecker_input_first = True
     squares_with_input = True
+    repeats_output = LinearDerivatives.repeats_output
+    jacobian_is_constant = LinearDerivatives.jacobian_is_constant
+    batch_averaged = LinearDerivatives.batch_averaged
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Return ``Wᵀ t``."""

@@ -40,6 +40,7 @@ from torch.nn import (
 )
 from torch.nn import functional as F
 
+from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
@@ -135,6 +136,8 @@ class LinearMapDerivatives(BaseDerivatives):
 class ReshapeDerivatives(LinearMapDerivatives):
     """The same entries in the same order."""
 
+    reads_input = False
+
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the input, along whichever axis."""
         layout, shape = call.layouts_in[0], call.shape_in[0]
@@ -155,6 +158,8 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
 class ConstantPadDerivatives(LinearMapDerivatives):
     """Padding with a constant: its linear part pads with zeros, and the transpose cuts them off."""
 
+    reads_input = False
+
     def padding(self, module: Any) -> Sequence[int]:
         """Return how many entries are added before and after each axis, last axis first."""
         return module.padding
@@ -163,6 +168,7 @@ class ConstantPadDerivatives(LinearMapDerivatives):
         """Pad with zeros."""
         return F.pad(x, self.padding(c.module))
 
+    @fast.body("What was added is cut off, without autograd.", "linear_map")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Cut off what was added."""
         return F.pad(v, [-width for width in self.padding(c.module)])
@@ -173,6 +179,7 @@ class PadDerivatives(ConstantPadDerivatives):
     """Padding of any mode; the linear part of the constant mode pads with zeros."""
 
     batch_axis = BatchAxis.LEADING
+    reads_input = False
 
     def trailing_axes(self, module: Any) -> int:
         """Return how many axes are padded, counted from the last one."""
@@ -190,6 +197,7 @@ class PadDerivatives(ConstantPadDerivatives):
         padded = F.pad(flat, module.pad, mode=module.mode)
         return padded.reshape(*x.shape[:-axes], *padded.shape[2:])
 
+    @fast.body("What was added is cut off, without autograd.", "linear_map")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Cut off what was added, or (other modes) apply the transpose."""
         constant = c.module.mode == "constant"

@@ -22,7 +22,8 @@ from torch.nn import (
     RMSNorm,
 )
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core import fast
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -127,6 +128,7 @@ class NormalizationDerivatives(BaseDerivatives):
         x_hat = self._x_hat(c)
         return map_vectors(lambda v: self._sum(c, v * x_hat), v)
 
+    @fast.body("All that shares a γ is summed at once.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Multiply with x̂, and sum over the samples and what shares a γ."""
         x_hat = self._x_hat(c)
@@ -136,6 +138,7 @@ class NormalizationDerivatives(BaseDerivatives):
         """Sum over what shares a β."""
         return self._sum(c, v)
 
+    @fast.body("All that shares a β is summed at once.", "param_vjp")
     def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Sum over the samples and what shares a β."""
         return self._sum(c, v, sum_batch=True)
@@ -148,7 +151,12 @@ class NormalizationDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ second derivative
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Tensor) -> Tensor:
+        """Return the change of ``Jᵀ g`` along t."""
+        return self._second(c, t)
+
+    def _second(self, c: Context, t: Tensor) -> Tensor:
         """Return the change of ``Jᵀ g = P γ/s g`` along t."""
         x_hat, s = self._normalized(c)
         (g,) = self._groups(c, _gradient(c).unsqueeze(0))
@@ -161,6 +169,7 @@ class NormalizationDerivatives(BaseDerivatives):
 
         return map_vectors(change, self._groups(c, t)).reshape(t.shape)
 
+    @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def mixed_hvp(
         self,
         c: Context,
@@ -172,7 +181,7 @@ class NormalizationDerivatives(BaseDerivatives):
         (t,), g = inputs, _gradient(c)
         like = next(mat for mat in [*params.values(), t] if mat is not None)
         t = like.new_zeros(len(like), *g.shape) if t is None else t
-        d_x = self.hvp(c, t)
+        d_x = self._second(c, t)
         if "weight" in params:
             d_x = d_x + self._slope(c, g * self._spread(c, params["weight"]))
         changes = {"weight": g * self._slope(c, t), "bias": torch.zeros_like(t)}
@@ -278,9 +287,8 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
     def _project(self, c: Context, x_hat: Tensor, mat: Tensor) -> Tensor:
         return super()._project(c, x_hat, mat) if self.is_curved(c.call) else mat
 
-    def hvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return the change of ``Jᵀ g`` along t."""
-        return super().hvp(c, t) if self.is_curved(c.call) else torch.zeros_like(t)
+    def _second(self, c: Context, t: Tensor) -> Tensor:
+        return super()._second(c, t) if self.is_curved(c.call) else torch.zeros_like(t)
 
 
 # axes of a batch

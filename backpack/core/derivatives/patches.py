@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from backpack.core import fast
+
+CORRELATIONS = fast.path(
+    "patch correlations", "Outer products of patches are sums that pairs of taps share."
+)
 # About how many entries the patches of a slice of samples have, and its input.
 PATCH_ENTRIES = 2**24
 INPUT_ENTRIES = 2**21
@@ -65,7 +70,8 @@ def patch_gram(x: Tensor, kernel: Kernel) -> Tensor:
     """
     channels, taps = x.shape[1], prod(kernel.size)
     count = len(x) * prod(kernel.positions)
-    if taps == 1 or count < channels * taps or channels**2 * count < WORTHWHILE:
+    few = taps == 1 or count < channels * taps or channels**2 * count < WORTHWHILE
+    if few or not CORRELATIONS.is_on:
         return _gram_of_unfolded(x, kernel)
     parts = x.split(max(1, INPUT_ENTRIES // x[0].numel()))
     upper = reduce(torch.add, (Correlations(part, kernel).blocks() for part in parts))

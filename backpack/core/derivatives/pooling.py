@@ -20,6 +20,7 @@ from torch.nn import (
 )
 from torch.nn import functional as F
 
+from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -74,6 +75,7 @@ class SelectionDerivatives(BaseDerivatives):
         zeros = v.new_zeros(num_n, num_v, channels, spatial.numel()).transpose(0, 1)
         return zeros.scatter_add_(3, index, v.flatten(3)).unflatten(3, spatial)
 
+    @fast.body("Entries of a matrix are moved, without the Jacobian.", "vjp")
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Scatter entry (s, t) of ``mat`` to (index(s), index(t)), and average."""
         index = self._flat_indices(c)  # within a channel

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import PReLU
 
+from backpack.core import fast
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
@@ -74,6 +76,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
         """Multiply with ``min(x, 0)``, and sum over what shares a slope."""
         return self._sum_positions(c, v * self._d_weight(c))
 
+    @fast.body("The second derivative is a formula.", "df", *FIRST_DERIVATIVES)
     def mixed_hvp(
         self,
         c: Context,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCell
 
+from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.recall import is_same, recall
@@ -48,6 +49,9 @@ from backpack.core.record.registry import register
 from backpack.core.record.tape import Call, describe, state_of
 from backpack.core.types import Mats
 
+OWN_LSTM_KERNEL = fast.path(
+    "own LSTM kernel", "What runs for an LSTM computes no gradient that nobody asks autograd for."
+)
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
 LSTM_STEP = LSTMStep()
 GRU_STEP = GRUStep()
@@ -353,6 +357,7 @@ class RecurrentDerivatives(BaseDerivatives):
         x = _of_samples(c, read_by(kind, traces[k]))
         return arrived, arrived.slopes.p if kind.endswith("_ih") else arrived.slopes.q, x
 
+    @fast.body("Squares of many columns are those of factors.", "affine", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
@@ -498,7 +503,7 @@ class LSTMDerivatives(SequenceDerivatives):
             FusedLayer(node, call, self, k)
             for node in nodes
             if type(node).__name__ == FusedLayer.name
-            for k, own in enumerate(weights)
+            for k, own in enumerate(weights if OWN_LSTM_KERNEL.is_on else [])
             if {p for p in own if p is not None and p.requires_grad} <= spared & _leaves(node)
         ]
         if sorted(layer.k for layer in found) == [*range(len(weights))]:

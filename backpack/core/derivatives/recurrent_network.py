@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.recurrent_cells import (
     Path,
@@ -55,6 +56,9 @@ from backpack.utils.subsampling import subsample
 
 # More columns than this may be factored: a matrix for each sample and step has to pay off.
 MANY_COLUMNS = 64
+FACTORED = fast.path(
+    "factored recurrences", "Many columns of a recurrent layer travel without the slopes of gates."
+)
 # Steps are multiplied in this many blocks: those that few columns reach cost less.
 GRAM_BLOCKS = 3
 
@@ -459,7 +463,8 @@ def prefers_factors(network: Network, slopes: Slopes, like: Tensor) -> bool:
     num_read += first.weight_ih.shape[1]
     states_per_gate = len(set(network.step.sources)) / network.step.num_gates
     return (
-        not torch.is_grad_enabled()
+        FACTORED.is_on
+        and not torch.is_grad_enabled()
         and not like.is_meta
         and first.weight_hr is None
         and num_v > MANY_COLUMNS

@@ -19,10 +19,19 @@ from math import prod
 import torch
 from torch import Tensor
 
-from backpack.core import memory
+from backpack.core import fast, memory
+
+CACHED_PRODUCTS = fast.path(
+    "slices of products", "Individual products are used up while they are in the cache."
+)
+FEWER_POSITIONS = fast.path(
+    "columns of positions", "Columns at few positions are replaced by one for each position."
+)
 
 # About how many entries a slice of P has: few enough that it stays in the cache of a CPU.
 SLICE_ENTRIES = 2**21
+# How many it has where that does not matter: memory is bounded.
+MOST_ENTRIES = 2**26
 # Rows with more entries than this are added one by one: nothing is written in between.
 LONG_ROW = 2**13
 # From this many entries on, squares are not written before they are added up.
@@ -125,7 +134,8 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
         ``[T, B, O, T]``, or s.
     """
     sees_columns = not wanted <= {"batch_square", "square", "square_norm"} or weights is not None
-    if sees_columns or torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]:
+    is_dearer = torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]
+    if sees_columns or is_dearer or not FEWER_POSITIONS.is_on:
         return s
     stacked = s.permute(1, 2, 0, 3).to(torch.promote_types(s.dtype, torch.float32))
     return torch.linalg.qr(stacked, mode="r").R.to(s.dtype).permute(2, 0, 1, 3)
@@ -133,7 +143,8 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
 
 def slice_size(entries: int) -> int:
     """Return how many samples (or columns) a slice has, if each takes so many entries."""
-    return max(1, SLICE_ENTRIES // max(1, entries))
+    limit = SLICE_ENTRIES if CACHED_PRODUCTS.is_on else MOST_ENTRIES
+    return max(1, limit // max(1, entries))
 
 
 def _slices(count: int, size: int) -> list[slice]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
+from backpack.core import fast
 from backpack.core.derivatives.linear_maps import LinearMapDerivatives, map_rows
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
@@ -34,10 +35,14 @@ TRANSPOSED: Mapping[tuple[str, int], Callable[..., Tensor]] = {
 class UpsampleDerivatives(LinearMapDerivatives):
     """Derivatives of ``torch.nn.Upsample`` of all modes."""
 
+    reads_input = False
+
+    @fast.body("Vectors are resized while they are in the cache.", "linear_map")
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Resize."""
         return map_vectors(lambda t: map_rows(lambda x: self.linear_map(c, x), t), t)
 
+    @fast.body("A kernel of torch is the transpose.", "linear_map")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
         module, dims = c.module, c.input.dim() - 2

@@ -862,7 +862,8 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
     if c.is_folded:
         rows = samples
     c = c.at(rows)
-    c.memo = {} if folds and len(call.trained) > 1 else None
+    if folds:
+        c.share()
     grads = call.gradients(c.is_folded)
     if rows is not None:
         grads = [None if grad is None else subsample(grad, subsampling=rows) for grad in grads]
@@ -871,7 +872,9 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
     whole = c.is_folded or call.is_usual
     groups = first.shape[1] // (1 if whole else call.rows_per_sample)
     # gradients of merged rows add up: there is one loss
-    return Use(call, "", Factor(first, groups, adds_up=True), rows, mats, c)
+    use = Use(call, "", Factor(first, groups, adds_up=True), rows, mats)
+    use.c = c
+    return use
 
 
 def _has_rule(ext: Extension, uses: Sequence[tuple[Call, str]]) -> bool:

@@ -20,7 +20,7 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sweep import loss_scale
-from backpack.core.record.context import Context, context_of
+from backpack.core.record.context import SHARED, Context, context_of
 from backpack.core.record.tape import Call, Origin
 from backpack.core.rows import Rows, one_by_one, row_numbers
 
@@ -132,7 +132,7 @@ class BatchAveragedSweep:
         derivatives = call.derivatives
         assert derivatives is not None
         rows = one_by_one(self.plan.base, self.subsampling)
-        if derivatives.jacobian_is_constant(c) and (
+        if derivatives.has_one_jacobian(c) and (
             derivatives.kronecker_rows_are_constant or not call.trained
         ):
             rows = rows[:1]
@@ -166,7 +166,7 @@ class BatchAveragedSweep:
         """Map parameters to the one of the same call that has the same Kronecker factor."""
         derivatives, trained = call.derivatives, list(call.trained.values())
         alone = all(len(self.plan.uses[p]) == 1 for p in trained)
-        shared = derivatives is not None and derivatives.kronecker_rows_are_shared
+        shared = SHARED.is_on and derivatives is not None and derivatives.kronecker_rows_are_shared
         return dict.fromkeys(trained[1:], trained[0]) if shared and alone and trained else {}
 
     def _block(self, a: Node, b: Node) -> Tensor:

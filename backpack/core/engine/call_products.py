@@ -48,7 +48,8 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
     if call.repeats is not None and v[0] is not None:
         return _padded(call, [*[None] * call.repeats, _repeated(call, v[0], to_input=True)])
     if call.is_direct:  # nothing to move: as a rule
-        return _padded(call, _listed(rule.vjp(c, _argument(v))))
+        back = rule.vjp(c, v[0] if len(v) == 1 else list(v))
+        return _padded(call, [back] if isinstance(back, Tensor) else list(back))
     side = _side(c)
     if side.is_folded:
         like = next(m for m in v if m is not None)
@@ -97,7 +98,8 @@ def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
 def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> Any:
     """Call a method of the rule that takes cotangents at the outputs and is about a parameter."""
     if c.call.is_direct:  # nothing to move: as a rule
-        return getattr(c.call.derivatives, method)(c, name, _argument(v), *arguments)
+        at_outputs = v[0] if len(v) == 1 else list(v)
+        return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
     side = _side(c)
     if side.is_folded:
         return _param_of_copies(c, method, name, v)

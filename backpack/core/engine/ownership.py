@@ -16,7 +16,7 @@ def _users(tensor: Tensor) -> int:
     return _count(storage._cdata)
 
 
-_ALONE = _users(torch.empty(1))
+_ALONE = _users(torch.empty(1))  # the tensor lives while it is counted
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -26,7 +26,9 @@ def owned(tensor: Tensor) -> Tensor:
     unnoticed. One with a graph is copied, because the graph may have stored it.
     """
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if is_plain and not tensor.requires_grad and _users(tensor) == _ALONE:
-        is_expanded = torch._debug_has_internal_overlap(tensor) == 1
-        return tensor.contiguous() if is_expanded else tensor
+    if is_plain and not tensor.requires_grad:
+        storage = tensor.untyped_storage()
+        if _count(storage._cdata) == _ALONE:
+            is_expanded = torch._debug_has_internal_overlap(tensor) == 1
+            return tensor.contiguous() if is_expanded else tensor
     return tensor.clone(memory_format=torch.contiguous_format) if is_plain else tensor.clone()

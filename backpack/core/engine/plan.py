@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from math import gcd
+from math import gcd, prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,8 +51,8 @@ class Feed(NamedTuple):
 
     slot: int
     origin: Origin
-    shape: list[int]
-    shape_there: list[int]
+    shape: Sequence[int]
+    shape_there: Sequence[int]
     is_copied: bool
     is_gathered: bool
 
@@ -174,12 +174,23 @@ class Plan:
         return sum([p.nbytes for p in self.uses])
 
     @lazy
+    def column(self) -> int | None:
+        """Bytes of a column where it is largest; None if rows of samples merge, and columns split.
+
+        Then there are more of them at some calls than at others.
+        """
+        if not all(map(attrgetter("is_usual"), self.calls)):
+            return None
+        shapes = [s for call in self.calls for s in (*call.shape_in, *call.shape_out) if s]
+        return max(map(prod, shapes)) * max([c.outputs[0].element_size() for c in self.calls])
+
+    @lazy
     def after_loss(self) -> set[Call]:
         """The losses themselves, and modules that combine their values."""
         found = set(self.losses)
         for call in self.calls:
             producers = [self.producers.get(o) for o in call.origins_in if o is not None]
-            if any(p and p.call in found for p in producers):
+            if not found.isdisjoint([p.call for p in producers if p is not None]):
                 found.add(call)
         return found
 
@@ -195,7 +206,7 @@ class Plan:
     @lazy
     def mixing(self) -> bool:
         """Whether a module mixes the samples of the batch."""
-        return any(call.mixes_samples for call in self.calls)
+        return any(map(attrgetter("mixes_samples"), self.calls))
 
     @lazy
     def read(self) -> KeptParameters:
@@ -303,11 +314,11 @@ class Plan:
             return slice(start * ratio, stop * ratio)
         return [n * ratio + i for n in samples for i in range(ratio)]
 
-    def shape(self, producer: Producer, samples: Rows) -> list[int]:
+    def shape(self, producer: Producer, samples: Rows) -> Sequence[int]:
         """Canonical shape of a call's output for a selection of samples."""
         call, slot = producer
         if samples is None and call.is_usual:
-            return list(call.shape_out[slot])
+            return call.shape_out[slot]
         total = self.num_rows(call)
         count = len(row_numbers(total, self.rows(call, samples)))
         if slot and total:  # samples may have other numbers of rows than in the first output

@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
+from backpack.core.engine.lazy import lazy
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
+
+OWN_REDUCTIONS = fast.path(
+    "own reductions", "Rules reduce individual products that nobody wants to see."
+)
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Use:
         factor: Columns at the first output that has any.
         rows: Rows of the call that the columns hold.
         mats: Columns at each output, None for zero. Default: that of the only output.
-        context: What the rule sees of the call, if that is known.
+        c: What the rule sees of the call.
     """
 
     call: Call
@@ -40,11 +46,12 @@ class Use:
     factor: Factor
     rows: Rows
     mats: Sequence[Tensor | None] = ()
-    context: Context | None = None
 
     def of(self, name: str) -> Use:
         """Return the use of another parameter of the call, with the same columns."""
-        return Use(self.call, name, self.factor, self.rows, self.mats, self.context)
+        use = Use(self.call, name, self.factor, self.rows, self.mats)
+        use.c = self.c
+        return use
 
     @property
     def derivatives(self) -> BaseDerivatives:
@@ -52,32 +59,27 @@ class Use:
         assert self.call.derivatives is not None
         return self.call.derivatives
 
-    @property
+    @lazy
     def c(self) -> Context:
         """What the rule sees of the call."""
-        if self.context is None:
-            self.context = context_of(self.call, self.rows)
-        return self.context
-
-    @property
-    def is_of_copies(self) -> bool:
-        """Whether the call has no samples, and its rule works on one of the copies for each."""
-        return self.call.is_of_copies
+        return context_of(self.call, self.rows)
 
     @property
     def has_kronecker_factors(self) -> bool:
         """Whether the derivatives know Kronecker factors, not just the block."""
-        return not self.is_of_copies and self.derivatives.has_kronecker_factors(self.c, self.name)
+        if self.call.is_of_copies:
+            return False
+        return self.derivatives.has_kronecker_factors(self.c, self.name)
 
     def apply(self, method: str, *arguments: Any) -> Any:
         """Call a method of the derivatives for this use."""
-        return call_products.param(
-            self.c, method, self.name, self.mats or [self.factor.mat], *arguments
-        )
+        mats = self.mats or [self.factor.mat]
+        return call_products.param(self.c, method, self.name, mats, *arguments)
 
     def input_factors(self, approximation: str | None = None) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples."""
-        factors = self.derivatives.kron_inputs(self.c, self.name, approximation)
+        rule: Any = self.call.derivatives
+        factors = rule.kron_inputs(self.c, self.name, approximation)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
@@ -247,7 +249,8 @@ class Products:
         use = self.uses[0]
         alone = len(self.uses) == 1 and self.terms is None and "individual" not in self._values
         rows_apart = use.factor.groups == use.factor.mat.shape[1]
-        return alone and rows_apart and not (use.call.is_unbatched and use.is_of_copies)
+        alone = alone and OWN_REDUCTIONS.is_on
+        return alone and rows_apart and not (use.call.is_unbatched and use.call.is_of_copies)
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
@@ -298,8 +301,8 @@ class Products:
             return [gram]
         name = "input_factors" if approximation is None else f"input_factors_{approximation}"
         inputs = self.take(name)
-        first = self.uses[0].derivatives.kronecker_input_first
-        return [*inputs, gram] if first else [gram, *inputs]
+        rule: Any = self.uses[0].call.derivatives
+        return [*inputs, gram] if rule.kronecker_input_first else [gram, *inputs]
 
     @property
     def _have_one_structure(self) -> bool:
@@ -365,8 +368,9 @@ class Products:
     def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a quantity that all parameters of a call have in common, or recall it."""
         use, *others = self.uses
-        in_common = use.derivatives.kronecker_rows_are_shared and self.terms is None
-        if others or not in_common or use.is_of_copies or use.c.memo is None:
+        rule: Any = use.call.derivatives
+        in_common = rule.kronecker_rows_are_shared and self.terms is None
+        if others or not in_common or use.call.is_of_copies or use.c.memo is None:
             return compute()
         shared = use.c.memo
         if name not in shared:

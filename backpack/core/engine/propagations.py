@@ -445,8 +445,8 @@ class UserRules(Propagation):
         rows = plan.rows(call, subsampling)
         if not call.is_direct and isinstance(value, Tensor):
             count = len(row_numbers(plan.num_rows(call), rows))
-            shape = call_products.shape_in(call, i, count)
-            if value.dim() == 1 + len(shape) and value.shape[1:].numel() == prod(shape):
+            own = call_products.shape_in(call, i, count)
+            if value.dim() == 1 + len(own) and value.shape[1:].numel() == prod(own):
                 value = call_products.read_back(context_of(call, rows), i, value)
         shape = plan.shape(producer, subsampling)
         return value.reshape(-1, *shape) if _are_columns(value, shape) else value

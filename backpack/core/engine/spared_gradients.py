@@ -29,10 +29,14 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from backpack.context import Configuration, disable
+from backpack.core import fast
 from backpack.core.record import tape
 from backpack.core.record.kernels import Substitute
 from backpack.core.record.tape import Call, Origin, is_output
 
+SPARED = fast.path(
+    "gradients not computed twice", "The gradient is the sum of individual gradients, if asked for."
+)
 # Multiplications of all gradients together from which on it pays to look at the graph.
 WORTHWHILE = 2**24
 # Functions that stand between a parameter and the one that computes with it.
@@ -51,6 +55,8 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
         The parameters of each recorded call. Empty if it does not pay, or was not asked for.
     """
     if not configuration.sum_individual_gradients or torch.is_anomaly_enabled():
+        return {}
+    if not SPARED.is_on:
         return {}
     exts = configuration.exts
     first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]

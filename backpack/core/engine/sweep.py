@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,18 +20,27 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.context import disable
-from backpack.core import memory
+from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
+from backpack.core.engine.lazy import lazy
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import REDUCTIONS, Products, Reduction, Use, add
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call, Origin, describe, flatten_outputs
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
+
+COLLECTED = fast.path(
+    "collected diagonals", "What several sources add up to at a layer's output is squared once."
+)
+FEWER_COLUMNS = fast.path(
+    "fewer columns", "More columns than a sample has entries are replaced by that many."
+)
+CACHED_COLUMNS = fast.path("slices of columns", "Columns travel while they are in the cache.")
 
 # On a CPU, a slice is several times faster if it stays in the caches, and if the allocator keeps
 # its memory (fresh memory costs page faults). Elsewhere, many small operations are slow.
@@ -64,7 +74,7 @@ class slice_bytes:
         """Return the limit on a device, for a network that is large or not."""
         if cls.limit is not None:
             return cls.limit
-        if device.type != "cpu":
+        if device.type != "cpu" or not CACHED_COLUMNS.is_on:
             return BYTES_ELSEWHERE
         limit = min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
         return max(BYTES_PER_CORE, limit // 2) if is_large else limit
@@ -163,7 +173,7 @@ class Part:
     columns: range = range(0)
     of_columns: range = range(0)
 
-    @property
+    @lazy
     def is_whole(self) -> bool:
         """Whether this is no slice but everything."""
         return self.samples == self.of_samples and self.columns == self.of_columns
@@ -200,16 +210,20 @@ class State:
 
     Attributes:
         part: Which samples and columns.
+        samples: The samples whose rows travel.
         arrived: Columns at tensors.
         pending: Uses of parameters that are used several times.
+        terms: How many terms of the loss have columns of their own; None if samples do not mix.
     """
 
     part: Part
+    samples: Rows
     arrived: dict[Origin, Factor] = field(default_factory=dict)
     pending: dict[Parameter, list[Use]] = field(default_factory=dict)
+    terms: int | None = None
 
-    def restricted(self, part: Part, rows: Callable[[Call], Rows]) -> State:
-        """Return a slice; ``rows`` says which rows of a call belong to it."""
+    def restricted(self, part: Part, samples: Rows, rows: Callable[[Call, Rows], Rows]) -> State:
+        """Return a slice; ``rows`` says which rows of a call some samples have."""
 
         def cut(tensor: Any) -> Any:
             if tensor is None:
@@ -223,11 +237,11 @@ class State:
 
         def cut_use(use: Use) -> Use:
             mats = [cut(mat) for mat in use.mats]
-            return Use(use.call, use.name, cut_factor(use.factor), rows(use.call), mats)
+            return Use(use.call, use.name, cut_factor(use.factor), rows(use.call, samples), mats)
 
         arrived = {origin: cut_factor(factor) for origin, factor in self.arrived.items()}
         pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
-        return State(part, arrived, pending)
+        return State(part, samples, arrived, pending)
 
 
 class Gathered:
@@ -307,6 +321,9 @@ class Diagonal(NamedTuple):
 
 
 Receive = Callable[[Products, Part], None]
+_STEP_BETWEEN_ROWS = methodcaller("stride", 1)
+_RULES = attrgetter("rules")
+_IS_UNBATCHED = attrgetter("is_unbatched")
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -366,10 +383,10 @@ class Sweep:
         self.subsampling = subsampling
         self.save = save
         self.left_out = left_out
-        self.wanted = frozenset(name for ext in exts for name in ext.needs)
-        self.savefields = ", ".join(ext.savefield for ext in exts)
+        self.wanted = frozenset().union(*[ext.needs for ext in exts])
+        self.savefields = ", ".join([ext.savefield for ext in exts])
         # user-written rules see the whole batch at once
-        self.sliced = not any(ext.rules for ext in exts)
+        self.sliced = not any(map(_RULES, exts))
         self.mixing = plan.mixing and self.sliced
         self.is_large = plan.bytes >= LARGE_NETWORK
         self.is_long = plan.base * plan.size >= LONG_SWEEP
@@ -377,6 +394,7 @@ class Sweep:
         self.diagonals: dict[Call, Diagonal] = {}
         self.done: Call | None = None  # where the source at hand has left its diagonal
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
+        self.fits = False  # whether all that the source at hand emits is one slice, wherever it is
         self.limit = slice_bytes.on(plan.calls[0].outputs[0].device, self.is_large)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
@@ -399,7 +417,7 @@ class Sweep:
         totals: dict[Parameter, dict[str, Any]] = {}
         only_squares = self.wanted <= {"square", "batch_square"}
         plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
-        self.collects = len(sources) > 1 and only_squares and plain
+        self.collects = COLLECTED.is_on and len(sources) > 1 and only_squares and plain
         for source in sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
@@ -510,11 +528,7 @@ class Sweep:
         parts = state.part.split(samples, columns)
         if parts == [state.part]:
             return [state]
-
-        def rows(part: Part) -> Callable[[Call], Rows]:
-            return lambda other: self.plan.rows(other, self._samples(part))
-
-        return [state.restricted(part, rows(part)) for part in parts]
+        return [state.restricted(part, self._samples(part), self.plan.rows) for part in parts]
 
     def _start(self, source: Source, part: Part) -> list[Factor | None]:
         samples = self._samples(part)
@@ -552,10 +566,14 @@ class Sweep:
                 return
         parts = self._first_parts(source)
         self.is_tight = len(parts) > 1 and self.is_large
+        column, is_one = self.plan.column, len(parts) == 1 and not self.mixing
+        self.fits = is_one and column is not None and len(parts[0].columns) * column <= self.limit
         for part in parts:
-            state = State(part)
+            state = State(part, None if self.plan.mixing else self._samples(part))
+            if self.mixing:
+                state.terms = len(part.samples)
             starts = self._start(source, part)
-            deliver(self.plan, source.call, starts, state.arrived, self._travelling(state))
+            deliver(self.plan, source.call, starts, state.arrived, state.samples)
             self._carry(state, calls, receive)
 
     # ------------------------------------------------------------------ diagonals
@@ -566,7 +584,7 @@ class Sweep:
 
     def _has_squares(self, call: Call) -> bool:
         """Whether ``sum_i d_i (∂y_i/∂p)²`` is at hand for what several sources emit."""
-        if not (self.collects and call.trained and call.derivatives) or call.is_unbatched:
+        if not (call.trained and call.derivatives) or call.is_unbatched:
             return False
         alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
         return call.derivatives.squares_with_input and alone
@@ -575,7 +593,7 @@ class Sweep:
         """Collect the diagonal that a source emits, and return the call it is at the output of."""
         origin = source.call.origins_in[0]
         producer = None if origin is None else self.plan.producers.get(origin)
-        if producer is None or not self._has_squares(producer.call):
+        if not self.collects or producer is None or not self._has_squares(producer.call):
             return None
         if self.plan.num_rows(producer.call) != self.plan.num_rows(source.call):
             return None
@@ -585,9 +603,8 @@ class Sweep:
         self._collect(producer.call, residual.reshape(shape), Part(range(count), range(count)))
         return producer.call
 
-    def _collect_columns(self, use: Use, part: Part) -> bool:
+    def _collect_columns(self, call: Call, factor: Factor, part: Part) -> bool:
         """Collect the squares of columns at a call's output; False if they do not suffice."""
-        call, factor = use.call, use.factor
         if not self._has_squares(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
             return False
         assert call.derivatives is not None
@@ -631,14 +648,10 @@ class Sweep:
                     whole["square"].add(square.sum(0) if each else square, part)
             totals[p] = {n: gathered.total() for n, gathered in whole.items()}
 
-    def _travelling(self, state: State) -> Rows:
-        """Return the samples whose rows travel."""
-        return None if self.plan.mixing else self._samples(state.part)
-
     def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
-            slices = self._slices(state, call)
+            slices = [] if self.fits else self._slices(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
                     if self.is_tight:
@@ -647,11 +660,7 @@ class Sweep:
                 return
             self._through(state, call, receive)
         for p, uses in state.pending.items():
-            receive(Products(p, uses, self.wanted, self._terms(state)), state.part)
-
-    def _terms(self, state: State) -> int | None:
-        """Return how many terms of the loss have columns of their own."""
-        return len(state.part.samples) if self.mixing else None
+            receive(Products(p, uses, self.wanted, state.terms), state.part)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
@@ -660,11 +669,11 @@ class Sweep:
             return
         factor, mats = found
         del found  # columns are freed once they have travelled on
-        travelling, arrived = self._travelling(state), state.arrived
-        rows = None if travelling is None else self.plan.rows(call, travelling)
+        arrived = state.arrived
+        rows = None if state.samples is None else self.plan.rows(call, state.samples)
         ratio = factor.mat.shape[1] // factor.groups
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
-        if not self.sliced and self._run_user_rules(call, factor, mats, arrived, travelling):
+        if not self.sliced and self._run_user_rules(call, factor, mats, state):
             return
         if call.derivatives is None:
             return  # a module without any rule was reported before
@@ -672,11 +681,10 @@ class Sweep:
         if not (goes_on or call.trained):
             return
         c = context_of(call, rows)
-        if call is not self.done:
-            use = Use(call, "", factor, rows, mats, c)
-            if not self._collect_columns(use, state.part):
-                self._hand_over(state, use, receive)
-            del use
+        if call is not self.done and not (
+            self.collects and self._collect_columns(call, factor, state.part)
+        ):
+            self._hand_over(state, c, factor, mats, receive)
         if not goes_on:
             return
         if len(mats) == 1 and not arrived and not state.pending:
@@ -684,19 +692,26 @@ class Sweep:
             mats = [factor.mat]
         backs = self._transposed(c, mats)
         backs_held = [None if m is None else factor.holding(m) for m in backs]
-        deliver(self.plan, call, backs_held, arrived, travelling)
+        deliver(self.plan, call, backs_held, arrived, state.samples)
 
-    def _hand_over(self, state: State, use: Use, receive: Receive) -> None:
+    def _hand_over(
+        self,
+        state: State,
+        c: Context,
+        factor: Factor,
+        mats: Sequence[Tensor | None],
+        receive: Receive,
+    ) -> None:
         """Hand over the products of a call's parameters; keep those with other uses to come."""
-        use.c.memo = {} if len(use.call.trained) > 1 else None
-        for name, p in use.call.trained.items():
-            own = use.of(name)
+        c.share()
+        for name, p in c.call.trained.items():
+            use = Use(c.call, name, factor, c.rows, mats)
             if len(self.plan.uses[p]) == 1:
-                receive(Products(p, [own], self.wanted, self._terms(state)), state.part)
-            else:
-                own.context = None  # made again when the others have come
-                state.pending.setdefault(p, []).append(own)
-        use.c.memo = None
+                use.c = c
+                receive(Products(p, [use], self.wanted, state.terms), state.part)
+            else:  # what the rule sees is made again when the others have come
+                state.pending.setdefault(p, []).append(use)
+        c.memo = None
 
     def _reduced(self, state: State, factor: Factor) -> Factor:
         """Replace all that has arrived by fewer columns for the same matrices, if that pays."""
@@ -714,7 +729,8 @@ class Sweep:
         """
         num_v, rows, *shape = factor.mat.shape
         return (
-            2 * num_v > 3 * prod(shape)
+            FEWER_COLUMNS.is_on
+            and 2 * num_v > 3 * prod(shape)
             and self.sliced
             and not self.mixing
             and "individual" not in self.wanted
@@ -728,10 +744,10 @@ class Sweep:
     def _transposed(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
         known, call = [m for m in mats if m is not None], c.call
-        alike = known[0].shape[1] > 1 and not any(m.stride(1) for m in known)
+        alike = known[0].shape[1] > 1 and not any(map(_STEP_BETWEEN_ROWS, known))
         rule: Any = call.derivatives
         alike = alike and call.is_plain and not call.mixes_samples
-        if alike and rule.jacobian_is_constant(c):
+        if alike and rule.has_one_jacobian(c):
             first = take_rows(row_numbers(self.plan.num_rows(call), c.rows), slice(0, 1))
             one = [None if m is None else m[:, :1] for m in mats]
             backs = call_products.transposed(c.at(first), one)
@@ -744,14 +760,13 @@ class Sweep:
         call: Call,
         factor: Factor,
         mats: Sequence[Tensor | None],
-        arrived: dict[Origin, Factor],
-        samples: Rows,
+        state: State,
     ) -> bool:
         """Run the rule that a user registered for this module; False if there is none."""
         for ext in self.exts:
             rule = ext.rule_for(call.module)
             if rule is not None:
-                c = context_of(call, self.plan.rows(call, samples), whole=True)
+                c = context_of(call, self.plan.rows(call, state.samples), whole=True)
                 shown = [
                     None if mat is None else call_products.shown(c, i, mat)
                     for i, mat in enumerate(mats)
@@ -777,7 +792,7 @@ class Sweep:
                         for i, m in enumerate(parts)
                     ]
                     factors = [None if m is None else factor.holding(m) for m in backs]
-                    deliver(self.plan, call, factors, arrived, samples)
+                    deliver(self.plan, call, factors, state.arrived, state.samples)
                 except (ValueError, RuntimeError, IndexError) as error:
                     raise ValueError(
                         f"{_what_is_passed_on(ext, rule, call, parts)} ({error})"
@@ -815,7 +830,10 @@ def deliver(
             factor = factor.gathered(shape[0])
         output = producer.call.outputs[producer.slot]
         try:
-            factor = factor.reshaped(shape).on(output.device)
+            if factor.mat.shape[1:] != shape:
+                factor = factor.reshaped(shape)
+            if factor.mat.device != output.device:
+                factor = factor.on(output.device)
         except ValueError as error:
             raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
         arrived[origin] = arrived[origin] + factor if origin in arrived else factor
@@ -827,7 +845,7 @@ def separate_samples(plan: Plan) -> None:
     Only calls that combine such a tensor with one that has samples, and calls above them, take
     part.
     """
-    if not any(call.is_unbatched for call in plan.calls):
+    if not any(map(_IS_UNBATCHED, plan.calls)):
         return
     plan.check_one_batch_for_all()
     arrived: dict[Origin, Factor] = {}

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core import fast
 from backpack.core.record.tape import Call, describe, live_calls, put
 from backpack.core.rows import Rows, row_numbers
 from backpack.utils.subsampling import subsample
 
+SHARED = fast.path(
+    "shared by parameters", "What parameters of a call have in common is computed once."
+)
 # Attributes that modules have while they show a call to code of users.
 SHOWN = "_backpack_context"
 
@@ -30,7 +34,7 @@ class Context:
         is_folded: Whether the rows of each sample have an axis of their own.
         counts_chosen_rows: Whether the rows are those of a loss that reads chosen ones, as it reads
             them; see :mod:`backpack.core.derivatives.loss_hessian`.
-        memo: What parameters share of the cotangents at hand; None if there is one parameter.
+        memo: What parameters share of the cotangents at hand; None for nothing.
     """
 
     __slots__ = (
@@ -73,6 +77,10 @@ class Context:
     def reading(self, *inputs: Any) -> Context:
         """Return the context with other inputs."""
         return self._copy(inputs, self.rows)
+
+    def share(self) -> None:
+        """Let the parameters share what is computed of the cotangents at hand."""
+        self.memo = {} if SHARED.is_on and len(self.call.trained) > 1 else None
 
     def counting(self, rows: Rows) -> Context:
         """Return the context of rows that are counted as a loss reads them."""

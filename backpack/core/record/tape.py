@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.context import STATE, active, disable, without_autocast
+from backpack.core import fast
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
     MIXED_DATA,
@@ -70,6 +71,9 @@ RESHAPES = {
     "ViewAsBackward0",
 }
 
+DROPPED_OUTPUTS = fast.path(
+    "outputs computed again", "Large outputs that no formula reads are not kept."
+)
 # Modules that stand for a function: what they compute from nothing has no samples.
 FUNCTIONS = (FunctionModule, ParameterModule)
 TENSORS = frozenset({Tensor, Parameter})
@@ -472,8 +476,7 @@ class Call:
         self.was_first = was_first
         self.mixed_data: str | None = None
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
-        # rules of users may read everything
-        is_droppable = rule is not None and rule.is_ours and outputs[0].numel() >= LARGE
+        is_droppable = rule is not None and outputs[0].numel() >= LARGE and DROPPED_OUTPUTS.is_on
         origins_out, shape_out, detached = [], [], []
         for out in outputs:
             mark = origin(out)
@@ -1301,8 +1304,6 @@ def stand_in(tensor: Tensor) -> Tensor:
 def _saved(
     rule: Rule, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
 ) -> dict[str, Any]:
-    if rule.is_ours:
-        return rule.saved(module, inputs, outputs)
     with disable():  # if it differentiates, that is no backward pass of the user
         return rule.saved(module, inputs, outputs)
 

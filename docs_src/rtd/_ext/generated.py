@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import way
 from figures_of_peers import comparison
 from gallery_order import sort_into_groups
 from matplotlib import pyplot as plt
@@ -136,6 +137,10 @@ def repository_file(name: str) -> Callable[[Path], str]:
 # file -> what makes its contents; `.inc` is included into a page
 FILES: dict[str, Callable[[Path], str]] = {
     "idea.inc.rst": lambda _: idea(),
+    "way.inc.html": lambda _: way.picture(way.walk()),
+    "counts.inc.rst": lambda _: way.counts(way.walk()),
+    "rooms.inc.rst": lambda _: way.rooms(way.walk()),
+    "imports.inc.rst": lambda _: way.imports(ROOT / "pyproject.toml"),
     "support_summary.inc.md": lambda _: support_matrix(summary=True),
     "support.inc.md": lambda _: support_matrix(summary=False),
     "comparison.inc.md": lambda _: comparison(Data(json.loads(RESULTS.read_text("utf-8")))),

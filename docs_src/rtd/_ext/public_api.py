@@ -30,6 +30,7 @@ FOR_RULES = (
     "BaseLossDerivatives",
     "ElementwiseDerivatives",
     "ElementwiseLossDerivatives",
+    "check_rule",
     "register",
 )
 

@@ -1,0 +1,199 @@
+"""Fast paths: other ways to results that the library has without them, only slower. One registry.
+
+A *body* is a method of a rule that says faster what follows from other methods of the rule;
+:func:`body` marks it, and names these methods. Without it, the rule has the generic one of its base
+class, or none. A shortcut of the engine is a :func:`path` with a name; the code asks whether it
+``is_on``. ``with disabled():`` runs the library without all of them, so that tests and benchmarks
+can compare.
+
+A subclass of a rule inherits a body only as long as it overrides none of the methods that the body
+follows from. A subclass that knows better says ``reduced = Base.reduced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Path:
+    """A fast path.
+
+    Attributes:
+        name: Its name, such as ``"ConvNDDerivatives.reduced"`` or ``"reused memory"``.
+        what: What it does, in a sentence.
+        is_on: Whether it is taken.
+    """
+
+    def __init__(self, name: str, what: str):
+        """Take it from now on."""
+        self.name = name
+        self.what = what
+        self.is_on = True
+
+    def set(self, is_on: bool) -> None:
+        """Take it, or do not."""
+        self.is_on = is_on
+
+
+class Body(Path):
+    """A method of a rule class, which is in the class while the path is taken.
+
+    Attributes:
+        owner: The class.
+        method: The name of the method.
+        given: Names of methods that it follows from.
+    """
+
+    def __init__(self, name: str, owner: type, method: str):
+        """Leave the method where it is."""
+        self.owner = owner
+        self.method = method
+        self.function = vars(owner)[method]
+        what, self.given = self.function.fast
+        super().__init__(name, what)
+
+    def set(self, is_on: bool) -> None:
+        """Put the method into the class, or take it out."""
+        if is_on:
+            setattr(self.owner, self.method, self.function)
+        else:
+            delattr(self.owner, self.method)
+        super().set(is_on)
+
+
+PATHS: dict[str, Path] = {}  # by name
+
+
+def path(name: str, what: str) -> Path:
+    """Register a shortcut of the engine.
+
+    Args:
+        name: Its name.
+        what: What it does, in a sentence.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if name in PATHS:
+        raise ValueError(f"There is a fast path '{name}' already.")
+    found = PATHS[name] = Path(name, what)
+    return found
+
+
+def body(what: str, *given: str) -> Callable[[Method], Method]:
+    """Mark a method of a rule as a faster form of what follows from others.
+
+    Args:
+        what: What it does, in a sentence.
+        *given: Names of the methods that it follows from.
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(method: Method) -> Method:
+        method.fast = what, frozenset(given)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def is_body(value: Any) -> bool:
+    """Return whether an attribute of a class is marked as fast."""
+    return hasattr(value, "fast")
+
+
+def enroll(cls: type, overridden: Set[str]) -> None:
+    """Register the bodies of a new class, and replace those that it should not inherit.
+
+    Args:
+        cls: A class of rules.
+        overridden: Names of the methods that it overrides.
+    """
+    for known in [known for known in PATHS.values() if isinstance(known, Body)]:
+        inherits = known.owner in cls.__mro__[1:] and known.method not in vars(cls)
+        if inherits and not known.given.isdisjoint(overridden):
+            setattr(cls, known.method, _generic(cls, known.method))
+    for method in [name for name, value in vars(cls).items() if is_body(value)]:
+        name = f"{cls.__qualname__}.{method}"
+        other = PATHS.get(name)
+        if isinstance(other, Body) and other.owner.__module__ != cls.__module__:
+            name = f"{cls.__module__}.{name}"
+        PATHS[name] = Body(name, cls, method)
+
+
+def _generic(cls: type, method: str) -> Any:
+    """Return the next method of base classes that is not fast; None if there is none."""
+    found = (vars(base)[method] for base in cls.__mro__[1:] if method in vars(base))
+    return next((value for value in found if not is_body(value)), None)
+
+
+@contextmanager
+def disabled(*names: str) -> Iterator[None]:
+    """Run without fast paths, in all threads: for tests and benchmarks, between backward passes.
+
+    Args:
+        *names: Names of some. Default: all.
+
+    Raises:
+        KeyError: If there is none of that name.
+    """
+    chosen = [PATHS[name] for name in names] if names else [*PATHS.values()]
+    taken = [each for each in chosen if each.is_on]
+    for each in taken:
+        each.set(False)
+    try:
+        yield
+    finally:
+        for each in taken:
+            each.set(True)
+
+
+class _Noticed(Path):
+    """A shortcut of the engine that notes when it is asked for."""
+
+    names: ClassVar[set[str]] = set()
+
+    @property
+    def is_on(self) -> bool:  # type: ignore[override]
+        """Take it."""
+        self.names.add(self.name)
+        return True
+
+
+@contextmanager
+def noticed() -> Iterator[set[str]]:
+    """Collect the names of the paths that are taken (of the engine: that might be), in all threads.
+
+    Yields:
+        The names, so far.
+    """
+    names = _Noticed.names = set()
+    paths = [each for each in PATHS.values() if each.is_on]
+    for each in paths:
+        if isinstance(each, Body):
+            setattr(each.owner, each.method, _noticing(each, names))
+        else:
+            each.__class__ = _Noticed
+    try:
+        yield names
+    finally:
+        for each in paths:
+            if isinstance(each, Body):
+                each.set(True)
+            else:
+                each.__class__ = Path
+
+
+def _noticing(body: Body, names: set[str]) -> Any:
+    @wraps(body.function)
+    def method(*args: Any, **options: Any) -> Any:
+        names.add(body.name)
+        return body.function(*args, **options)
+
+    return method

@@ -1,0 +1,284 @@
+"""What each fast path of this library earns: ``python -m benchmark.fast_paths``.
+
+A step without the path is timed next to one with it, in one process and in turn, for the quantities
+that take the path (or ask whether they may). What earns less than :data:`WORTHWHILE` on all
+problems is not worth its code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from backpack.core import fast
+from benchmark.libraries import Backpack
+from benchmark.measure import MEMORY_SHARE, total_memory
+from benchmark.problems import ALL, Problem
+from benchmark.quantities import EXACT, FIRST, HESSIAN, QUANTITIES
+from benchmark.report import table
+from benchmark.worker import Memory
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PROBLEMS = ("mlp", "sigmoid-mlp", "3c3d", "lstm", "transformer")
+QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", *EXACT, *HESSIAN)
+# What a path has to earn somewhere.
+WORTHWHILE = 1.05
+# Paths that are taken where the gradient is the sum of individual gradients.
+SUMMED = ", gradients summed"
+
+Step = Callable[[], Any]
+
+
+@dataclass
+class Figure:
+    """A path, where it is taken.
+
+    Args:
+        seconds: Of each round, a step with it.
+        without: Of each round, a step without it.
+        bytes: Memory of a step with it, beyond what is there before.
+        bytes_without: Memory of a step without it.
+        reason: Why there are no figures.
+    """
+
+    path: str
+    problem: str
+    quantity: str
+    seconds: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    bytes: int = 0
+    bytes_without: int = 0
+    reason: str = ""
+
+    @property
+    def time(self) -> float | None:
+        """Time without it ÷ time with it: the median over the rounds."""
+        return statistics.median(self._ratios) if self.seconds else None
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether it earns enough, in three of four rounds; or nothing can be done without it."""
+        ratios = sorted(self._ratios)
+        return bool(self.reason) or (bool(ratios) and ratios[len(ratios) // 4] >= WORTHWHILE)
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [b / a for b, a in zip(self.without, self.seconds, strict=True)]
+
+    @property
+    def memory(self) -> float | None:
+        """Memory without it ÷ memory with it."""
+        return self.bytes_without / self.bytes if self.bytes and self.bytes_without else None
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Stop what takes too long."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Steps:
+    """The steps of one problem."""
+
+    def __init__(self, problem: Problem, rounds: int, step_limit: float, clock: Any):
+        self.problem = problem
+        self.rounds = rounds
+        self.step_limit = step_limit
+        self.clock = clock
+        self.memory = Memory("cpu")
+        self.loaded = Backpack(problem, "cpu")
+
+    def seconds(self, step: Step, path: str | None = None) -> float:
+        """Time a step, without a path."""
+        with nullcontext() if path is None else fast.disabled(path), limit(self.step_limit):
+            start = self.clock()
+            step()
+            stop = self.clock()
+        self.loaded.between_steps()
+        return stop - start
+
+    def bytes(self, step: Step, path: str | None = None) -> int:
+        """Return the memory of a step, without a path."""
+        with nullcontext() if path is None else fast.disabled(path), limit(self.step_limit):
+            _, peak = self.memory(step)
+        self.loaded.between_steps()
+        return peak
+
+    def figures(self, quantity: str, paths: Iterable[str] | None) -> Iterator[Figure]:
+        """Measure the paths that a quantity takes."""
+        self.loaded.options = {"sum_individual_gradients": True} if SUMMED in quantity else {}
+        step = self.loaded.prepare(QUANTITIES[quantity.removesuffix(SUMMED)])
+        self.seconds(step)
+        with fast.noticed() as names:
+            self.seconds(step)
+        peak = self.bytes(step)
+        for name in sorted(names if paths is None else names.intersection(paths)):
+            found = Figure(name, self.problem.name, quantity, bytes=peak)
+            try:
+                self.seconds(step, name)  # to warm up
+                found.bytes_without = self.bytes(step, name)
+                for _ in range(self.rounds):
+                    found.seconds.append(self.seconds(step))
+                    found.without.append(self.seconds(step, name))
+            except TimeoutError:
+                found.reason = f"takes longer than {self.step_limit:.0f} s"
+            except (MemoryError, RuntimeError) as error:
+                found.reason = str(error).splitlines()[0][:80]
+            if found.reason:
+                found.seconds, found.without = [], []
+                self.loaded.release()
+            yield found
+        self.loaded.release()
+
+
+def measure(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Figure]:
+    """Measure problems and quantities."""
+    found = []
+    clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+    for name in args.problems:
+        steps = Steps(ALL[name], args.rounds, args.step_limit, clock)
+        chosen = [q for q in args.quantities if q in ALL[name].quantities]
+        for quantity in [*chosen, *(q + SUMMED for q in chosen if q in FIRST)]:
+            try:
+                for figure in steps.figures(quantity, args.paths):
+                    found.append(figure)
+                    show(figure)
+            except (NotImplementedError, TimeoutError, ValueError):
+                steps.loaded.release()
+    return found
+
+
+def text(figure: Figure | None, value: float | None) -> str:
+    """Return a cell of a table: the figure and where it is from."""
+    if figure is None:
+        return ""
+    if value is None:
+        return figure.reason or "–"
+    return f"{value:.2f} {figure.quantity}"
+
+
+def best(figures: Iterable[Figure], kind: str) -> Figure | None:
+    """Return the figure of which most is earned; one that cannot be done without the path."""
+    known = list(figures)
+    stopped = [one for one in known if one.reason]
+    measured = [one for one in known if getattr(one, kind) is not None]
+    if stopped:
+        return stopped[0]
+    return max(measured, key=lambda one: getattr(one, kind), default=None)
+
+
+def rows(figures: list[Figure], kind: str) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table: what each path earns most on each problem."""
+    problems = list(dict.fromkeys(one.problem for one in figures))
+    lines = []
+    for path in fast.PATHS:
+        own = [one for one in figures if one.path == path]
+        cells = [best([one for one in own if one.problem == name], kind) for name in problems]
+        values = [text(c, None if c is None else getattr(c, kind)) for c in cells]
+        verdict = "yes" if any(one.is_worthwhile for one in own) else "no" if own else ""
+        lines.append([path, *values, *([verdict] if kind == "time" else [])])
+    return ["path", *problems, *(["worth it"] if kind == "time" else [])], lines
+
+
+HEAD = """\
+# What fast paths earn
+
+Made by `python -m benchmark.fast_paths`: {environment}.
+
+Figures are those without the path divided by those with it, for the quantity of a problem for which
+this is most; a reason stands where a step without the path is not possible, nothing where no
+quantity takes the path. A path is worth it if some step takes {worthwhile:.0%} more time without
+it, in three of four rounds.
+"""
+
+
+def write(figures: list[Figure], out: Path, args: argparse.Namespace) -> None:
+    """Write the figures, and a report next to them."""
+    facts = {
+        "threads": torch.get_num_threads(),
+        "rounds": args.rounds,
+        "clock": args.clock,
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"environment": facts, "figures": [asdict(one) for one in figures]}
+    out.write_text(json.dumps(contents, indent=1) + "\n")
+    environment = ", ".join(f"{name} {value}" for name, value in facts.items())
+    parts = [HEAD.format(environment=environment, worthwhile=WORTHWHILE - 1)]
+    for kind in ("time", "memory"):
+        parts += [f"## {kind.capitalize()}\n", table(*rows(figures, kind))]
+    sentences = [f"- {path.name}: {path.what}" for path in fast.PATHS.values()]
+    parts += ["## The paths\n", "\n".join(sentences) + "\n"]
+    out.with_suffix(".md").write_text("\n".join(parts))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.fast_paths", description=__doc__)
+    add = parser.add_argument
+    add("--problems", nargs="+", choices=[*ALL], default=PROBLEMS, metavar="NAME")
+    add("--quantities", nargs="+", choices=[*QUANTITIES], default=QUANTITY_NAMES, metavar="NAME")
+    add("--paths", nargs="+", choices=[*fast.PATHS], metavar="NAME", help="default: all")
+    add("--rounds", type=int, default=7)
+    add("--threads", type=int, default=2)
+    add("--clock", default="wall", choices=["wall", "cpu"], help="cpu: time of the process")
+    add("--step-limit", type=float, default=60.0, help="seconds after which a step is given up")
+    add("--out", type=Path, default=RESULTS / "fast_paths.json", help="the JSON file")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write."""
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(one: Figure) -> None:
+        values = {kind: getattr(one, kind) for kind in ("time", "memory")}
+        ratios = [f"{kind} {value:.2f}" for kind, value in values.items() if value is not None]
+        what = one.reason or ", ".join(ratios)
+        console.print(f"{one.problem:16}{one.quantity:36}{one.path:48}{what}")
+
+    figures = measure(args, show)
+    for kind in ("time", "memory"):
+        header, lines = rows(figures, kind)
+        shown = Table(title=f"{kind} without ÷ with, most")
+        for i, name in enumerate(header):
+            shown.add_column(name, no_wrap=not i)
+        for line in lines:
+            shown.add_row(*line)
+        console.print(shown)
+    write(figures, args.out, args)
+    return 0
+
+
+if __name__ == "__main__":
+    most = int(MEMORY_SHARE * total_memory("cpu"))
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    sys.exit(main())

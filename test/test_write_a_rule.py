@@ -1,0 +1,470 @@
+"""The rules that the documentation shows, and the check that it recommends for them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from math import prod
+from typing import Any
+
+import oracle
+import pytest
+import test_docs
+import torch
+from torch import Tensor, einsum, nn
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives import (
+    BaseDerivatives,
+    BaseLossDerivatives,
+    ElementwiseLossDerivatives,
+    check_rule,
+    register,
+)
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.interface import _translations
+from backpack.core.record.context import Context
+from backpack.core.record.registry import _CACHE, REGISTRY, derivatives_of
+from backpack.utils.kroneckers import kfacs_to_mat
+from backpack.utils.subsampling import subsample
+
+TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
+N, F, C = 5, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def names() -> Iterator[dict[str, Any]]:
+    """Run the page in float64; forget what it registers afterwards."""
+    registered = dict(REGISTRY)
+    found = test_docs.run("write_a_rule.rst")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield found
+    torch.set_default_dtype(torch.float32)
+    REGISTRY.clear()
+    REGISTRY.update(registered)
+    _CACHE.clear()
+
+
+class OfTwo(nn.Module):
+    """Gives both inputs of a module something to differentiate."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(F, 3), nn.Tanh()), nn.Linear(F, 2)
+        self.module = module
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(4, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.module(self.first(x), self.second(x)))
+
+
+def chain(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(F, 3), nn.Tanh(), module, nn.Flatten(), nn.Linear(prod(shape[:-1]) * 3, C)
+    )
+
+
+# name of the module on the page, its arguments, the axes of a sample
+EXAMPLES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
+    "low rank": ("LowRank", (3, 3, 2), (F,)),
+    "low rank at positions": ("LowRank", (3, 3, 2), (2, F)),
+    "low rank on a grid": ("LowRank", (3, 3, 2), (2, 2, F)),
+    "gate": ("Gate", (3,), (F,)),
+    "gate at positions": ("Gate", (3,), (2, F)),
+    "two inputs": ("TwoInputs", (3, 2, 4), (F,)),
+    "norm": ("RMSNorm", (3,), (F,)),
+    "norm at positions": ("RMSNorm", (3,), (2, F)),
+}
+each_example = pytest.mark.parametrize("example", EXAMPLES)
+
+
+def build(names: dict[str, Any], example: str) -> tuple[nn.Module, Tensor, Tensor]:
+    name, arguments, shape = EXAMPLES[example]
+    torch.manual_seed(1)
+    module = names[name](*arguments)
+    assert type(derivatives_of(module)).__module__ == "page"
+    model = OfTwo(module) if name == "TwoInputs" else chain(module, shape)
+    for p in model.parameters():  # gains of 1 would hide a missing factor
+        p.data.add_(0.3 * torch.randn_like(p))
+    return model, torch.randn(N, *shape), torch.randint(C, (N,))
+
+
+def run(model: nn.Module, X: Tensor, y: Tensor, *exts: Any) -> list[Any]:
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    with backpack(*exts):
+        loss.backward()
+    return list(model.parameters())
+
+
+def block(p: Any, field: str) -> Tensor:
+    units = torch.eye(p.numel()).reshape(-1, *p.shape)
+    return getattr(p, field)(units).flatten(1)
+
+
+TENSORS: dict[Callable[..., Any], Callable[..., list[Tensor]]] = {
+    extensions.BatchGrad: oracle.batch_grad,
+    extensions.BatchL2Grad: oracle.batch_l2,
+    extensions.SumGradSquared: oracle.sum_grad_squared,
+    extensions.Variance: oracle.variance,
+    extensions.DiagGGNExact: oracle.ggn_diag,
+    extensions.BatchDiagGGNExact: oracle.batch_ggn_diag,
+    extensions.DiagHessian: oracle.hessian_diag,
+    extensions.BatchDiagHessian: oracle.batch_hessian_diag,
+}
+
+
+@each_example
+def test_every_quantity_is_right(names: dict[str, Any], example: str) -> None:
+    model, X, y = build(names, example)
+    reference = copy.deepcopy(model)
+    products = [extensions.GGNMP(), extensions.HMP(), extensions.PCHMP()]
+    factors = [extensions.KFLR(), extensions.KFAC(mc_samples=2), extensions.SqrtGGNExact()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = run(model, X, y, *(ext() for ext in TENSORS), *products, *factors)
+    arguments = reference, nn.CrossEntropyLoss(), X, y
+    for ext, truth in TENSORS.items():
+        for p, expected in zip(params, truth(*arguments), strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), expected, **TOLERANCE)
+    ggn, hessian = oracle.ggn_blocks(*arguments), oracle.hessian_blocks(*arguments)
+    for p, of_ggn, of_hessian in zip(params, ggn, hessian, strict=True):
+        torch.testing.assert_close(block(p, "ggnmp"), of_ggn, **TOLERANCE)
+        torch.testing.assert_close(block(p, "hmp"), of_hessian, **TOLERANCE)
+        root = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
+        torch.testing.assert_close(root.T @ root, of_ggn, **TOLERANCE)
+        for field in ("kflr", "kfac"):
+            assert kfacs_to_mat(getattr(p, field)).isfinite().all()
+        if len(p.kflr) == 1 and p.dim() > 1:  # the block, not its factors
+            torch.testing.assert_close(p.kflr[0], of_ggn, **TOLERANCE)
+    if isinstance(model, nn.Sequential):
+        for p, expected in zip(params, oracle.pch_blocks(*arguments, modify="clip"), strict=True):
+            torch.testing.assert_close(block(p, "pchmp"), expected, **TOLERANCE)
+
+
+@each_example
+def test_as_without_a_rule(names: dict[str, Any], example: str) -> None:
+    """What is differentiated automatically gives the same."""
+    model, X, y = build(names, example)
+    plain = copy.deepcopy(model)
+    exts = [*(ext() for ext in TENSORS), extensions.GGNMP(), extensions.HMP(), extensions.PCHMP()]
+    params = run(model, X, y, *exts)
+    del REGISTRY[names[EXAMPLES[example][0]]]
+    _CACHE.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is
+        others = run(plain, X, y, *exts)
+    for p, other in zip(params, others, strict=True):
+        for ext in TENSORS:
+            field = ext().savefield
+            torch.testing.assert_close(getattr(p, field), getattr(other, field), **TOLERANCE)
+        for field in ("ggnmp", "hmp", "pchmp"):
+            torch.testing.assert_close(block(p, field), block(other, field), **TOLERANCE)
+
+
+@each_example
+def test_subsampling(names: dict[str, Any], example: str) -> None:
+    """Rules know which samples there are."""
+    model, X, y = build(names, example)
+    rows = [3, 0]
+    exts = [extensions.BatchGrad, extensions.BatchDiagGGNExact, extensions.SqrtGGNExact]
+    whole = [[getattr(p, ext().savefield).clone() for p in run(model, X, y, ext())] for ext in exts]
+    for ext, expected in zip(exts, whole, strict=True):
+        for p, value in zip(run(model, X, y, ext(subsampling=rows)), expected, strict=True):
+            axis = 1 if ext is extensions.SqrtGGNExact else 0
+            found = getattr(p, ext().savefield)
+            torch.testing.assert_close(found, value.index_select(axis, torch.tensor(rows)))
+
+
+@pytest.mark.parametrize(
+    "example, parameter, count",
+    [("low rank", "U", 2), ("low rank", "V", 1), ("gate", "weight", 2), ("norm", "weight", 1)],
+)
+def test_kronecker_factors_of_one_sample(
+    names: dict[str, Any], example: str, parameter: str, count: int
+) -> None:
+    """Their product is the block, if one sample is multiplied with a parameter once."""
+    model, X, y = build(names, example)
+    expected = oracle.ggn_blocks(copy.deepcopy(model), nn.CrossEntropyLoss(), X[:1], y[:1])
+    params = dict(zip(model.parameters(), expected, strict=True))
+    run(model, X[:1], y[:1], extensions.KFLR())
+    p = model[2].get_parameter(parameter)  # type: ignore[operator, index]
+    assert len(p.kflr) == count
+    torch.testing.assert_close(kfacs_to_mat(p.kflr), params[p], **TOLERANCE)
+
+
+@each_example
+def test_averaged_matrix(names: dict[str, Any], example: str) -> None:
+    """KFRA of a single sample propagates its GGN."""
+    model, X, y = build(names, example)
+    if not isinstance(model, nn.Sequential):
+        pytest.skip("KFRA's oracle is for chains")
+    reference = copy.deepcopy(model)
+    run(model, X[:1], y[:1], extensions.KFRA())
+    expected = oracle.kfra(reference, nn.CrossEntropyLoss(), X[:1], y[:1])
+    for i, p in enumerate(model.parameters()):
+        assert all(factor.isfinite().all() for factor in p.kfra)
+        if p is model[0].weight or p is model[4].weight:
+            for mine, factor in zip(p.kfra, expected[i], strict=True):
+                torch.testing.assert_close(mine, factor, **TOLERANCE)
+
+
+# ------------------------------------------------------------------ the check
+
+CALLS: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
+    "LowRank": ((F, 3, 2), ((N, 2, F),)),
+    "Gate": ((F,), ((N, 2, F),)),
+    "TwoInputs": ((3, 2, 4), ((N, 3), (N, 2))),
+    "RMSNorm": ((F,), ((N, 2, F),)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_right_rule_passes(names: dict[str, Any], name: str) -> None:
+    arguments, shapes = CALLS[name]
+    check_rule(names[name](*arguments), *map(torch.randn, shapes))
+    check_rule(names[name](*arguments).float(), *(torch.randn(s).float() for s in shapes))
+
+
+def half(self: Any, c: Any, v: Tensor) -> Tensor:
+    return v @ c.params["U"]
+
+
+def without_gain(self: Any, c: Any, v: Tensor) -> Tensor:
+    x, s = self.normalized(c)
+    return (v - x * (v * x).mean(-1, keepdim=True)) / s
+
+
+def all_rows(self: Any, c: Any, v: Tensor) -> Tensor:
+    each = v * self.normalized(c.at(None))[0]
+    return each.reshape(*v.shape[:2], -1, v.shape[-1]).sum(2)
+
+
+def first_rows(self: Any, c: Any, v: Tensor) -> Any:
+    x, z = (x[: v.shape[1]] for x in c.inputs)
+    weight = c.params["weight"]
+    return einsum("vno,oij,nj->vni", v, weight, z), einsum("vno,oij,ni->vnj", v, weight, x)
+
+
+def each_position(self: Any, c: Any, v: Tensor) -> Tensor:
+    return v * self.normalized(c)[0]
+
+
+def last_position(self: Any, c: Any, v: Tensor) -> Tensor:
+    return (v * self.normalized(c)[0])[:, :, -1]
+
+
+def other_factor(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    return [(v, c.x @ c.params["V"]) if name == "U" else (2 * v @ c.params["U"], c.x)]
+
+
+def not_transposed(self: Any, c: Any, name: str, parts: Any) -> Tensor:
+    return parts[0]
+
+
+def doubled(self: Any, c: Any, t: Any) -> Any:
+    return 2 * t
+
+
+def of_first(self: Any, c: Any, t: Any) -> Any:
+    return self.vjp(c, t)[0] if t is not None else None
+
+
+def yes(self: Any, module: Any) -> bool:
+    return True
+
+
+WRONG = {
+    "transposed": (
+        "LowRank",
+        {"vjp": half},
+        r"vjp .*\[2, 5, 2, 2\]",
+    ),
+    "factor of a pair": ("LowRank", {"affine": other_factor}, "affine of 'V' .*deviate"),
+    "a part transposed": (
+        "LowRank",
+        {"assemble": not_transposed},
+        r"affine of .V.*\[2, 5, 2, 4\]",
+    ),
+    "missing gain": ("RMSNorm", {"vjp": without_gain}, "vjp .*all samples.*deviate"),
+    "forgotten rows": (
+        "RMSNorm",
+        {"weight_vjp": all_rows},
+        r"weight_vjp .*\[4, 0\]. raises",
+    ),
+    "first rows": ("TwoInputs", {"vjp": first_rows}, r"vjp .samples \[4, 0\].*deviate"),
+    "one gradient": ("TwoInputs", {"vjp": of_first}, "vjp .*raises"),
+    "forgotten sum": ("RMSNorm", {"weight_vjp": each_position}, r"weight_vjp.*\[2, 5, 2, 4\]"),
+    "one position": ("RMSNorm", {"weight_vjp": last_position}, "weight_vjp.*deviate"),
+    "no return": ("RMSNorm", {"weight_vjp": lambda self, c, v: None}, "weight_vjp.*None"),
+    "own jvp": ("Gate", {"jvp": doubled}, r"jvp .*deviate"),
+    "own weight_jvp": (
+        "Gate",
+        {"weight_jvp": doubled},
+        r"weight_jvp .*expected \[2, 5, 2, 4\]",
+    ),
+    "own product": ("RMSNorm", {"hvp": doubled}, "hvp .*deviate"),
+    "own diagonal": ("Gate", {"hessian_is_diagonal": yes}, "hessian_diag .*raises"),
+    "claims to be linear": ("RMSNorm", {"hessian_is_zero": yes}, "hessian_is_zero"),
+    "claims to be linear in W": ("Gate", {"is_linear_in_params": yes}, "is_linear_in_params"),
+    "unknown parameter": ("LowRank", {"params": ("U",)}, "params lacks .'V'"),
+    "no vjp": ("LowRank", {"vjp": BaseDerivatives.vjp}, "vjp .*raises .*needs a method 'vjp'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_rule_is_found_by_name(names: dict[str, Any], case: str) -> None:
+    name, methods, message = WRONG[case]
+    module = names[name]
+    register(module)(type("Wrong", (type(REGISTRY[module]),), methods))
+    arguments, shapes = CALLS[name]
+    with pytest.raises(AssertionError, match=rf"Wrong\.{message}"):
+        check_rule(module(*arguments), *map(torch.randn, shapes))
+
+
+class Cubed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+class Quartic(nn.Module):
+    """A loss."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f - y).pow(4).mean()
+
+
+@pytest.mark.parametrize("factor, message", [(1, None), (2, "hessian_diag .*deviate")])
+def test_check_of_an_activation(factor: int, message: str | None) -> None:
+    class Rule(ElementwiseDerivatives):
+        def df(self, c: Any) -> Tensor:
+            return 3 * c.x.square()
+
+        def d2f(self, c: Any) -> Tensor:
+            return factor * 6 * c.x
+
+    register(Cubed)(Rule)
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        check_rule(Cubed(), torch.randn(N, 2, F))
+
+
+@pytest.mark.parametrize("factor, message", [(1, None), (2, "hessian_product .*deviate")])
+def test_check_of_a_loss(factor: int, message: str | None) -> None:
+    class Rule(ElementwiseLossDerivatives):
+        def second(self, c: Any) -> Tensor:
+            return factor * 12 * (c.x - c.select(c.inputs[1])).square()
+
+    register(Quartic)(Rule)
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        check_rule(Quartic(), torch.randn(N, F), torch.randn(N, F))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_of_a_rule_in_the_form_of_earlier_versions(wrong: bool) -> None:
+    class Rule(BaseDerivatives):
+        def hessian_is_zero(self, module: Any) -> bool:
+            return False
+
+        def _jac_t_mat_prod(
+            self, module: Any, g_inp: Any, g_out: Any, mat: Any, subsampling: Any
+        ) -> Tensor:
+            x = module.input0 if wrong else subsample(module.input0, subsampling=subsampling)
+            return mat[:, : len(x)] * 3 * x[: mat.shape[1]].square()
+
+    register(Cubed)(Rule)
+    expected = pytest.raises(AssertionError, match=r"Rule\._jac_t_mat_prod .samples \[4, 0\]")
+    with expected if wrong else nullcontext():
+        check_rule(Cubed(), torch.randn(N, F))
+
+
+def test_what_cannot_be_checked() -> None:
+    with pytest.raises(ValueError, match=r"No rule is registered for .*Cubed"):
+        check_rule(Cubed(), torch.randn(N, F))
+    with pytest.raises(ValueError, match="several samples"):
+        check_rule(nn.Tanh(), torch.randn(1, F))
+
+
+def test_the_check_leaves_the_module_alone() -> None:
+    module = extend(nn.Linear(F, 2))
+    before = copy.deepcopy(module.state_dict())
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    check_rule(module, torch.randn(N, F, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(1), drawn)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+
+
+QUERIES = (torch.randn(3, 2, 4),) * 3
+BUILT_IN: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
+    "Linear": (nn.Linear(F, 3), (torch.randn(N, 2, F),)),
+    "Conv2d": (nn.Conv2d(2, 4, 2, groups=2), (torch.randn(N, 2, 3, 3),)),
+    "BatchNorm1d": (nn.BatchNorm1d(F), (torch.randn(N, F),)),
+    "Bilinear": (nn.Bilinear(3, 2, 4), (torch.randn(N, 3), torch.randn(N, 2))),
+    "Embedding": (nn.Embedding(5, 3), (torch.tensor([[1, 2], [2, 0], [4, 4]]),)),
+    "GRU": (nn.GRU(3, 2, batch_first=True), (torch.randn(N, 3, 3),)),
+    "MultiheadAttention": (
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        (torch.randn(3, 2, 4),) * 3,
+    ),
+    "CrossEntropyLoss": (nn.CrossEntropyLoss(), (torch.randn(3, C), torch.tensor([0, 2, 1]))),
+    "NLLLoss": (nn.NLLLoss(), (torch.randn(3, C), torch.tensor([0, 2, 1]))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_rules_pass(name: str) -> None:
+    module, inputs = BUILT_IN[name]
+    check_rule(module, *inputs)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_mixed_samples_are_noticed() -> None:
+    class Rule(BaseDerivatives):
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return v - v.mean(1, keepdim=True)
+
+    register(Centred)(Rule)
+    with pytest.raises(AssertionError, match=r"Rule\.mixes_samples"):
+        check_rule(Centred(), torch.randn(N, F))
+    register(Centred)(type("Mixing", (Rule,), {"mixes_samples": yes}))
+    check_rule(Centred(), torch.randn(N, F))
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_rules_are_short() -> None:
+    rules = [
+        code.partition("\n\n\n")[0]
+        for code in test_docs.blocks("write_a_rule.rst")
+        if code.startswith("@register")
+    ]
+    assert len(rules) == 4
+    for rule in rules:
+        assert len([line for line in rule.splitlines() if line.strip()]) <= 15
+
+
+def test_names_on_the_page_exist() -> None:
+    page = (test_docs.DOCS / "write_a_rule.rst").read_text(encoding="utf-8")
+    assert all(hasattr(Context, name) for name in re.findall(r"``c\.(\w+)", page))
+    named = {*re.findall(r"^   \* - (?:loss: )?``(\w+)\(", page, re.MULTILINE)}
+    assert len(named) > 8
+    assert all(hasattr(BaseLossDerivatives, name) for name in named)
+    renamed = re.findall(r"^``(_\S+)`` +``(\S+)``", page, re.MULTILINE)
+    assert len(renamed) == 8
+    for before, now in renamed:
+        name = before.replace("<name>", "gain")
+        translated = [method for method, _ in _translations(name, lambda module: None)]
+        assert now.replace("<name>", "gain") in translated
