@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# where `make test-oldest` installs the oldest version of torch
+OLDEST_VENV ?= .venv-oldest
 # e.g. BENCHMARK_ARGS="--problems mlp --quantities KFAC", see python -m benchmark --help
 BENCHMARK_ARGS ?=
 # e.g. FAST_PATHS_ARGS="--problems mlp --quantities KFAC", see python -m benchmark.fast_paths --help
@@ -17,7 +19,7 @@ READY_BENCHMARK := $(VENV)/.ready-benchmark
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test docs install-dev lint format clean benchmark benchmark-quick benchmark-guard
+.PHONY: help demo test test-oldest docs install-dev lint format clean benchmark benchmark-quick benchmark-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +30,12 @@ demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictu
 test: $(READY) ## Run all tests, slow ones included, and the examples in README.md and docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 		--doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) test README.md backpack
+
+test-oldest: $(OLDEST_VENV)/.ready ## Run a part of the tests with the oldest version of torch that works
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(PYTEST_ARGS) test/test_results.py \
+		test/test_threads.py test/test_engine.py
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(PYTEST_ARGS) \
+		test/test_quantities.py -k lstm
 
 docs: $(READY_DOCS) ## Build the site in docs_src/_build/html; run all examples and doctests
 	for builder in html doctest; do \
@@ -68,6 +76,11 @@ $(BIN)/python:
 
 $(READY): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[test,examples]"
+	@touch $@
+
+$(OLDEST_VENV)/.ready: setup.cfg
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install "torch==2.6.*" -e ".[test-oldest]"
 	@touch $@
 
 $(READY_DEV): setup.cfg | $(BIN)/python

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from operator import methodcaller
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from warnings import warn
 
 from torch.nn import DataParallel, Module
@@ -40,6 +40,7 @@ from backpack.convert.tracing import ConversionError
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks, spared_gradients
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.results import clear, quantities
 from backpack.core.engine.watch import WatchBackward
@@ -47,16 +48,38 @@ from backpack.core.record import tape
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
+from backpack.distributed import check_group, reduce
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.results import results_of, summary
+from backpack.utils.options import ShowsOptions
 
-__all__ = ["CTX", "backpack", "clear", "disable", "extend", "memory_cleanup", "quantities"]
+__version__ = "1.8.0.dev0"
+
+__all__ = [
+    "CTX",
+    "backpack",
+    "clear",
+    "disable",
+    "extend",
+    "memory_cleanup",
+    "quantities",
+    "results_of",
+    "summary",
+]
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T", bound=Module)
+
+Combining.reduce = staticmethod(reduce)
 
 
 def _is_loss(call: tape.Call | None) -> bool:
     return call is not None and isinstance(call.derivatives, BaseLossDerivatives)
 
 
-class backpack:
+class backpack(ShowsOptions):
     """Context manager: ``backward()`` inside also runs these extensions.
 
     Args:
@@ -68,10 +91,17 @@ class backpack:
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
             See :mod:`backpack.core.engine.spared_gradients` for what takes part.
+        process_group: Over which processes quantities are averaged, as ``p.grad`` is: see
+            :doc:`/several_processes`. ``"module"``: those of the ``DistributedDataParallel`` that
+            the model is in, if it averages gradients. A group of ``torch.distributed``: that one.
+            None: no others.
+        accumulate: Add to the results of earlier passes of such contexts, as ``p.grad`` does, until
+            ``backpack.clear(model)`` or a context without it: results are those of the sum of the
+            losses.
 
     Raises:
-        ValueError: If an argument is not an instance of an extension, or two that differ have the
-            same savefield.
+        ValueError: If an argument is not an instance of an extension, two that differ have the
+            same savefield, or ``process_group`` is none of these.
         NotImplementedError: If an extension has several ``needs``, but no ``extract``.
     """
 
@@ -84,6 +114,8 @@ class backpack:
         debug: bool = False,
         retain_graph: bool = False,
         sum_individual_gradients: bool = False,
+        process_group: ProcessGroup | Literal["module"] | None = "module",
+        accumulate: bool = False,
     ):
         """Check the extensions."""
         for ext in exts:
@@ -96,10 +128,13 @@ class backpack:
             )
             raise ValueError(f"backpack expects instances of extensions, got {ext!r}.{hint}")
         checks.check_extensions(exts)
+        check_group(process_group)
         self.exts = exts
         self.debug = debug
         self.extension_hook = extension_hook
         self.retain_graph = retain_graph
+        self.process_group = process_group
+        self.accumulate = accumulate
         self._sum_individual_gradients = sum_individual_gradients
         self._is_unused = bool(exts)
         self._entered: dict[Scope, Configuration] = {}  # by threads and tasks, and not left yet
@@ -124,7 +159,9 @@ class backpack:
             self.extension_hook,
             self.retain_graph,
             self._sum_individual_gradients,
-            scope,
+            self.process_group,
+            self.accumulate,
+            scope=scope,
         )
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
@@ -172,6 +209,18 @@ class backpack:
         checks.note_latest(inner)
         if kind is None:
             checks.warn_of_nothing(inner)
+
+
+@overload
+def extend(
+    module: T, debug: bool = False, use_converter: Literal[False, "record"] = False
+) -> T: ...
+
+
+@overload
+def extend(
+    module: Module, debug: bool = False, use_converter: bool | Literal["trace", "record"] = False
+) -> Module: ...
 
 
 def extend(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import Module
 
+from backpack.core.features import set_variable, variable_of_caller
 from backpack.core.types import Extension
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Configuration:
     extension_hook: ExtensionHook | None = None
     retain_graph: bool = False
     sum_individual_gradients: bool = False
+    process_group: Any = "module"  # of torch.distributed; None: each process on its own
+    accumulate: bool = False
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
 
@@ -119,24 +123,18 @@ def active(configuration: Configuration) -> Configuration:
 
 def update(**values: Any) -> None:
     """Change entries of the state."""
-    STATE.set(STATE.get()._replace(**values))
+    set_variable(STATE, STATE.get()._replace(**values))
 
 
 def configure(configuration: Configuration) -> None:
     """Change the configuration, as each step does."""
     _, *others = STATE.get()
-    STATE.set(State(configuration, *others))
+    set_variable(STATE, State(configuration, *others))
 
 
-def state_of_caller() -> State:
-    """Return the state in which ``backward()`` was called, in any of its hooks.
-
-    Autograd runs the nodes of an accelerator in threads of its own. It takes the context variables
-    of the caller along.
-    """
-    if torch._C._is_key_in_tls("context"):
-        return torch._C._get_obj_in_tls("context").get(STATE, DEFAULT)
-    return STATE.get()
+# Returns the state in which ``backward()`` was called, in any of its hooks: autograd runs the nodes
+# of an accelerator in threads of its own.
+state_of_caller: Callable[[], State] = partial(variable_of_caller, STATE, DEFAULT)
 
 
 class _Active:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.engine.results import has_other_gradient
+from backpack.core.engine.results import has_other_gradient, num_processes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -276,7 +276,13 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
     Raises:
         RuntimeError: If the gradient has accumulated over several backward passes, or changed
             since the one that has computed ``batch_l2``.
+        NotImplementedError: If the gradient is averaged over several processes.
     """
+    if any(num_processes(p, "batch_l2") > 1 for p in params):
+        raise NotImplementedError(
+            "gradient_snr needs the norms of all individual gradients that are in grad, but "
+            "batch_l2 has those of one process alone, and grad is averaged over several."
+        )
     if any(
         getattr(p.batch_l2, "_backpack_accumulated", False)  # type: ignore[attr-defined]
         or has_other_gradient(p, "batch_l2")

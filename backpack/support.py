@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack import extensions
-from backpack.convert.recording import OPEN
+from backpack import _parts, extensions
+from backpack.convert.recording import OPEN, is_open
 from backpack.core.derivatives import (
     REGISTRY,
     AutomaticDerivatives,
@@ -40,7 +40,7 @@ from backpack.core.engine.propagations import (
     SampledFactor,
     identity,
 )
-from backpack.core.record.registry import FALLBACKS
+from backpack.core.record.registry import FALLBACKS, derivatives_of, is_leaf, own_parameters
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
@@ -271,6 +271,59 @@ def report(markdown: bool = False, summary: bool = False) -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def report_of(model: Module) -> str:
+    """Write what every extension finds in the modules of a model, as text for 80 columns.
+
+    Args:
+        model: Any module. It is not run: functions in its forward passes are not looked at.
+
+    Returns:
+        A row for each class of modules, with explanations below, and where modules without a rule
+        are.
+    """
+    exts = all_extensions()
+    rows: dict[tuple[str, tuple[Support, ...]], list[str]] = {}
+    remarks = []
+    for name, module in _parts(model, "", set()):
+        derivatives = _of_instance(module)
+        own = [key for key, p in own_parameters(module).items() if p is not None]
+        if derivatives is not None or is_open(module):
+            mixing = derivatives is not None and derivatives.mixes_samples(module)
+            cells = tuple(_cell(derivatives, ext, mixing) for ext in exts)
+            rows.setdefault((type(module).__name__, cells), []).append(name or "the model")
+        elif own:
+            remarks.append(
+                f"{name or 'The model'} ({type(module).__name__}) uses parameters of its own in "
+                f"functions ({', '.join(own)}): call extend(model, use_converter=True)."
+            )
+    table = [
+        [f"{name} x{len(places)}", *(SYMBOLS[cell] for cell in cells)]
+        for (name, cells), places in rows.items()
+    ]
+    notes = [
+        f"{SYMBOLS[cell]} {cell.value}: {text}."
+        for cell, text in EXPLANATIONS.items()
+        if any(cell in cells for _, cells in rows)
+    ]
+    automatic = [
+        f"{', '.join(places)} ({name})"
+        for (name, cells), places in rows.items()
+        if Support.AUTOMATIC in cells
+    ]
+    if automatic:
+        notes.append(f"Automatic, where a rule would be faster: {'; '.join(automatic)}.")
+    lines = _plain_table([type(ext).__name__ for ext in exts], [table])
+    return "\n".join([*lines, "", *(fill(note, 80) for note in [*notes, *remarks])])
+
+
+def _of_instance(module: Module) -> Any:
+    """Return the derivatives of a module; None if it is a container, or if it is recorded."""
+    if is_open(module):
+        return None
+    registered = derivatives_of(module)
+    return FALLBACKS["module"] if registered is None and is_leaf(module) else registered
+
+
 def _mixes(module_class: type[Module]) -> bool:
     """Whether modules of this class can mix the samples of a batch."""
     derivatives = _rows()[module_class]
@@ -295,14 +348,20 @@ def _full(matrix: Matrix, families: list[list[type[Module]]], markdown: bool) ->
     ]
     if markdown:
         return _markdown_table(["", *exts], [row for family in rows for row in family])
+    return _plain_table(exts, rows)
+
+
+def _plain_table(exts: list[str], families: list[list[list[str]]]) -> list[str]:
+    """Write numbered extensions, and below them rows of a name and symbols, for 80 columns."""
+    width = 80 - 3 * len(exts)  # of the names
     columns = wrap("  ".join(f"{i}\N{NO-BREAK SPACE}{name}" for i, name in enumerate(exts, 1)), 80)
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in columns]
-    for family in [[["", *map(str, range(1, len(exts) + 1))]], *rows]:
+    for family in [[["", *map(str, range(1, len(exts) + 1))]], *families]:
         lines.append("")
         for name, *cells in family:
-            wide = len(name) > 22  # a line of its own
+            wide = len(name) > width  # a line of its own
             lines += [name] * wide
-            lines.append(f"{'' if wide else name:<22}" + "".join(f"{c:>3}" for c in cells))
+            lines.append(f"{'' if wide else name:<{width}}" + "".join(f"{c:>3}" for c in cells))
     return lines
 
 

@@ -82,6 +82,24 @@ def test_pages_refer_to_what_exists(page: str) -> None:
             module = getattr(module, part)
 
 
+def test_readme_leads_to_pages() -> None:
+    """Its links to the site are to pages and sections that exist, those to files to files."""
+    root = DOCS.parents[1]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"\]\[(\w+)\]", readme))
+    targets = dict(re.findall(r"^\[(\w+)\]: (.*)$", readme, re.M))
+    assert used == set(targets)
+    for target in targets.values():
+        page, _, section = target.removeprefix("docs_src/_build/html/").partition("#")
+        if page.startswith(("gallery/", "generated/")):
+            continue  # made when the site is built
+        text = (DOCS / page).with_suffix(".rst").read_text(encoding="utf-8")
+        titles = re.findall(r"^(.+)\n[-=]{3,}$", text, re.M)
+        assert not section or section in {t.lower().replace(" ", "-") for t in titles}, target
+    for file in re.findall(r"\]\((?!https?:)([^)]*)\)", readme):
+        assert (root / file).exists()
+
+
 def test_public_symbols_have_docstrings() -> None:
     """That they are on a page is checked when the site is built."""
     public_api = helper("public_api")

@@ -1132,7 +1132,11 @@ class Reshaped(nn.Module):
         return self.linear(self.act(RESHAPES[self.name](self.conv(x))))
 
 
-@pytest.mark.parametrize("name", RESHAPES)
+# torch 2.6 has a node for the slice of all samples in `h[:, None]`
+OLD = () if hasattr(torch.autograd.graph, "contextvars") else ("none index",)
+
+
+@pytest.mark.parametrize("name", [name for name in RESHAPES if name not in OLD])
 def test_reshape_between_modules(name: str) -> None:
     model, X, y = Reshaped(name), torch.randn(N, 1, 3), torch.randint(2, (N,))
     run(model, *some(), extensions.HMP(), batch=(X, y))

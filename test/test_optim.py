@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions
-from backpack.optim import DPSGD, KFAC, DiagGGN, privacy_spent, renyi_divergence
+from backpack.optim import (
+    DPSGD,
+    KFAC,
+    AdaptiveClipping,
+    DiagGGN,
+    DPOptimizer,
+    PoissonBatches,
+    privacy_spent,
+    renyi_divergence,
+)
 from backpack.utils.kroneckers import kfacs_to_mat
 
 X = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -554,6 +563,7 @@ def test_bfloat16(make: Any) -> None:
         p.grad = p.grad_batch.sum(0)
         optimiser = make([p])
         optimiser.noise_multiplier = 0
+        clip(optimiser, [p])
         optimiser.step()
         assert p.dtype == dtype
         models.append(p.detach().double())
@@ -585,6 +595,13 @@ def test_adapting_the_damping_trains(as_number: bool) -> None:
 
 
 # --- DPSGD ----------------------------------------------------------------------------------------
+
+
+def clip(optimiser: Any, ps: Sequence[Any]) -> None:
+    """Let the extension of an optimiser make what it needs of individual gradients."""
+    if isinstance(optimiser, DPOptimizer):
+        for p, name, value in optimiser.extension.finish({p: p.grad_batch for p in ps}):
+            setattr(p, name, value)
 
 
 def private_gradients(model: nn.Module, generator: torch.Generator) -> list[Tensor]:
@@ -621,8 +638,7 @@ def test_dp_sgd_is_sgd_with_private_gradients(reduction: Any) -> None:
         ours.zero_grad()
         with backpack(*ours.extensions):
             loss_function(model(X), Y).backward()
-        norms = sum(p.grad_batch.flatten(1).square().sum(1) for p in model.parameters()).sqrt()  # type: ignore
-        norms = norms * (6 if reduction == "mean" else 1)
+        norms = model[0].weight.clip_norms  # type: ignore[union-attr]
         assert norms.min() < PRIVATE["max_grad_norm"] * 5
         assert norms.max() > PRIVATE["max_grad_norm"]  # some are clipped
         ours.step()
@@ -671,7 +687,9 @@ def test_a_sample_without_gradient_is_not_clipped() -> None:
     p: Any = nn.Parameter(torch.ones(2, dtype=torch.float64))
     p.grad = torch.tensor([0.5, 0.0], dtype=torch.float64)
     p.grad_batch = torch.tensor([[0.5, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    DPSGD([p], lr=1, max_grad_norm=0.1, noise_multiplier=0, expected_batch_size=1).step()
+    optimiser = DPSGD([p], lr=1, max_grad_norm=0.1, noise_multiplier=0, expected_batch_size=1)
+    clip(optimiser, [p])
+    optimiser.step()
     assert_close(p.detach(), torch.tensor([0.9, 1.0], dtype=torch.float64))
 
 
@@ -682,15 +700,145 @@ def test_the_bound_in_low_precision(dtypes: list[torch.dtype]) -> None:
     for p in ps:
         p.grad, p.grad_batch = torch.zeros_like(p), torch.full((1, 4), 1e-4, dtype=p.dtype)
     options: dict[str, Any] = {"noise_multiplier": 0, "expected_batch_size": 1}
-    DPSGD(ps, lr=1, max_grad_norm=1e-5, **options).step()
+    optimiser = DPSGD(ps, lr=1, max_grad_norm=1e-5, **options)
+    clip(optimiser, ps)
+    optimiser.step()
     total = torch.cat([p.detach().double() for p in ps]).norm()
     assert total.item() == pytest.approx(1e-5, rel=0.02)
 
 
 def test_different_numbers_of_samples_are_an_error() -> None:
     ps = [one_parameter((2,), "grad_batch", torch.ones(n, 2)) for n in (3, 4)]
-    with pytest.raises(ValueError, match=r"differ in their numbers.*of shape \(2,\),': 4"):
-        DPSGD(ps, **PRIVATE).step()
+    with pytest.raises(ValueError, match=r"no joint norms: \[3, 2\], \[4, 2\]"):
+        clip(DPSGD(ps, **PRIVATE), ps)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch.optim.AdamW(ps, lr=0.1),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        lambda ps: torch.optim.Adagrad([{"params": ps, "lr": 0.2}]),
+    ],
+)
+def test_any_optimiser_behind(make: Any) -> None:
+    """It sees private gradients, and shares groups and state."""
+    options = {name: value for name, value in PRIVATE.items() if name != "lr"}
+    model = network()
+    reference = copy.deepcopy(model)
+    private = DPOptimizer(
+        make(list(model.parameters())), **options, generator=torch.Generator().manual_seed(3)
+    )
+    plain, generator = make(list(reference.parameters())), torch.Generator().manual_seed(3)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (private, plain)]
+    for _ in range(3):
+        private.step(make_closure(model, private))
+        for p, g in zip(
+            reference.parameters(), private_gradients(reference, generator), strict=True
+        ):
+            p.grad = g
+        plain.step()
+        for schedule in schedules:
+            schedule.step()
+        assert_close(parameters(model), parameters(reference))
+    assert private.param_groups is private.optimizer.param_groups
+    assert private.state is private.optimizer.state
+    with pytest.raises(RuntimeError, match=r"grad_clipped that was used by the step before"):
+        private.step()
+
+
+def test_parts_of_a_batch_add_up() -> None:
+    """A batch in parts is the whole batch, whatever their sizes."""
+    models, steps = (network(), network()), []
+    for model, parts in zip(models, ([6], [1, 3, 2]), strict=True):
+        optimiser = DPSGD(model.parameters(), **PRIVATE, generator=torch.Generator().manual_seed(3))
+        for i, (x, y) in enumerate(zip(X.split(parts), Y.split(parts), strict=True)):
+            optimiser.zero_grad()
+            with backpack(*optimiser.extensions):
+                extend(nn.CrossEntropyLoss())(model(x), y).backward()
+            if i < len(parts) - 1:
+                optimiser.accumulate()
+        optimiser.step()
+        steps.append(parameters(model))
+    assert_close(*steps)
+
+
+def test_a_part_is_not_counted_twice() -> None:
+    model = network()
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with backpack(*optimiser.extensions):
+        extend(nn.CrossEntropyLoss())(model(X), Y).backward()
+    optimiser.accumulate()
+    with pytest.raises(RuntimeError, match="used by the step before"):
+        optimiser.accumulate()
+    optimiser.step()
+
+
+def test_a_step_without_samples_is_noise() -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    before = parameters(model)
+    generator = torch.Generator().manual_seed(0)
+    DPSGD(model.parameters(), **PRIVATE, generator=generator).step_without_samples()
+    generator.manual_seed(0)
+    for p, old in zip(model.parameters(), before, strict=True):
+        noise = torch.empty_like(p).normal_(generator=generator) if p.requires_grad else 0
+        assert_close(p.detach(), old - 0.1 * 0.5 * 0.2 / 5 * noise)
+
+
+def test_only_parameters_of_the_optimiser_are_clipped() -> None:
+    model = network()
+    optimiser = DPSGD(model[0].parameters(), **PRIVATE)
+    optimiser.step(make_closure(model, optimiser))
+    assert not hasattr(model[2].weight, "grad_clipped")
+    individual = network()
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(individual(X), Y).backward()
+    members = [p.grad_batch.flatten(1) for p in individual[0].parameters()]  # type: ignore
+    norms = 6 * torch.cat(members, 1).norm(dim=1)
+    assert_close(model[0].weight.clip_norms, norms)  # type: ignore[union-attr]
+
+
+def test_the_bound_finds_the_quantile() -> None:
+    """Without noise, half of the norms end up below it."""
+    model = network()
+    optimiser = DPSGD(
+        model.parameters(),
+        lr=0,
+        max_grad_norm=100.0,
+        noise_multiplier=0,
+        expected_batch_size=6,
+        adaptive=AdaptiveClipping(0.5, rate=0.2, count_noise=1e-6),
+    )
+    for _ in range(150):
+        optimiser.step(make_closure(model, optimiser))
+    norms = model[0].weight.clip_norms.sort().values  # type: ignore[union-attr]
+    assert 0.9 * norms[2] <= optimiser.max_grad_norm <= 1.1 * norms[3]
+    other = DPSGD(network().parameters(), **PRIVATE)
+    other.load_state_dict(optimiser.state_dict())
+    assert other.max_grad_norm == optimiser.max_grad_norm
+
+
+def test_counting_takes_privacy_from_the_gradients() -> None:
+    noise = AdaptiveClipping(count_noise=2.0).noise_of_gradients(1.5)
+    assert 1 / noise**2 + 1 / 4.0**2 == pytest.approx(1 / 1.5**2)
+    with pytest.raises(ValueError, match="larger than half of that"):
+        DPSGD([nn.Parameter(torch.ones(1))], **PRIVATE, adaptive=AdaptiveClipping(count_noise=0.2))
+    with pytest.raises(ValueError, match="quantile has to be from 0 to 1"):
+        AdaptiveClipping(quantile=2)
+
+
+def test_poisson_batches() -> None:
+    """Each sample is in a batch with the same probability, independently of the others."""
+    batches = PoissonBatches(20, 5, steps=4000, generator=torch.Generator().manual_seed(0))
+    taken = torch.zeros(4000, 20)
+    for row, batch in zip(taken, batches, strict=True):
+        row[batch] = 1
+    assert (taken.mean(0) - 0.25).abs().max() < 0.03
+    assert (torch.cov(taken.T) - 0.1875 * torch.eye(20)).abs().max() < 0.02
+    assert len(batches) == 4000 and len(PoissonBatches(20, 5)) == 4
+    with pytest.raises(ValueError, match="at most num_samples, got 21 and 20"):
+        PoissonBatches(20, 21)
 
 
 # --- Privacy --------------------------------------------------------------------------------------

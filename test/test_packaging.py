@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+import backpack
 
 ROOT = Path(__file__).parents[1]
 # what is built, and what git ignores in it
@@ -107,9 +110,15 @@ def test_wheel_is_the_package_alone(wheel: Path) -> None:
 
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert metadata["Version"] == config["metadata"]["version"]
+    assert metadata["Version"] == backpack.__version__
     requirements = metadata.get_all("Requires-Dist", [])
-    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.11"]
+    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.6"]
+    # an index has no files beside the description
+    description = str(metadata.get_payload())
+    assert "per-sample gradients" in description
+    targets = re.findall(r"\]\(([^)]*)\)|^\[\w+\]: (.*)$", description, re.M)
+    assert all("".join(target).startswith("https://") for target in targets)
+    assert not re.search(r"\]\[\w+\]", description)
     assert set(config["options.extras_require"]) == set(metadata.get_all("Provides-Extra", []))
 
 
@@ -130,3 +139,75 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     assert "Conv1d" in report
     assert "closed form" in report
     run(python, "-I", "-c", "from backpack.monitor import Monitor", cwd=tmp_path)
+
+
+PROGRAM = """\
+import torch
+from torch import nn
+
+from backpack import backpack, extend, results_of
+from backpack.extensions import BatchGrad
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def name(self) -> str:
+        return "model"
+
+model = extend(Model())
+reveal_type(model)
+reveal_type(extend(nn.MSELoss()))
+reveal_type(extend(Model(), use_converter="record"))
+reveal_type(extend(Model(), use_converter=True))
+reveal_type(model.name())
+with backpack(BatchGrad()):
+    model.layer(torch.rand(5, 3)).sum().backward()
+reveal_type(results_of(model.layer.weight).grad_batch)
+reveal_type(results_of(model.layer.weight).kfac)
+reveal_type(results_of(model.layer.weight).of_my_own)
+extend(3)
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_see_an_editable_install(sdist: Path, tmp_path: Path) -> None:
+    """In an environment of its own, as a program that uses the library would be checked."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "sources", filter="data")
+    (folder,) = (tmp_path / "sources").iterdir()
+    environment = tmp_path / "venv"
+    venv.create(environment)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    metadata = folder / "metadata"
+    metadata.mkdir()
+    build = BUILD.replace("(sys.argv[2])", "(sys.argv[2], metadata_directory=None)")
+    run(sys.executable, "-c", build, "build_editable", metadata, cwd=folder)
+    (wheel,) = metadata.glob("*.whl")
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
+    # else the package would be found from the installed library, which torch.pth leads to
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    revealed = re.findall(r'Revealed type is "([^"]*)"', done.stdout)
+    assert [name.removeprefix("builtins.") for name in revealed] == [
+        "program.Model",
+        "torch.nn.modules.loss.MSELoss",
+        "program.Model",
+        "torch.nn.modules.module.Module",
+        "str",
+        "torch._tensor.Tensor",
+        "list[torch._tensor.Tensor]",
+        "Any",
+    ], done.stdout
+    (error,) = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert 'No overload variant of "extend"' in error

@@ -22,7 +22,7 @@ from backpack.core.derivatives import (
     RefusedDerivatives,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.support import Support, all_extensions, support_matrix
+from backpack.support import Support, all_extensions, report_of, support_matrix
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,9 +160,58 @@ def test_incomplete_derivatives_are_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert missing(OldForm) == {type(ext) for ext in all_extensions()}
 
 
-def command(*options: str) -> str:
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Scale(), nn.Linear(3, 3))
+        self.token = nn.Parameter(torch.ones(3))
+        self.encoder = nn.TransformerEncoderLayer(4, 2)
+
+
+def test_report_of_a_model() -> None:
+    report = report_of(Net())
+    table = report.split("\n\n")[2]
+    lines = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    count = len(extensions.__all__)
+    assert lines["Linear"] == ["x4", *["+"] * count]
+    assert lines["Scale"] == ["x1", *["~"] * count]
+    assert lines["*"] == ["*"] * (count - 1)  # below the long name of the encoder
+    assert set(lines["BatchNorm1d"]) == {"x1", "+", "-"}
+    assert set(report_of(Net().eval()).split("BatchNorm1d x1")[1].splitlines()[0]) == {" ", "+"}
+    assert "would be faster: body.2 (Scale)." in report
+    assert "The model (Net) uses parameters of its own in functions (token)" in report
+    assert max(map(len, report.splitlines())) <= 80
+
+
+def test_report_of_one_module() -> None:
+    assert "Linear x1" in report_of(nn.Linear(2, 2))
+
+
+def test_command_of_the_package() -> None:
+    versions = command(module="backpack")
+    for name in ("backpack", "torch", "Python", "devices", torch.__version__):
+        assert name in versions
+    assert "Identity x1" in command("support", "torch.nn:Identity", module="backpack")
+    assert command("support", module="backpack") == command()
+    done = subprocess.run(
+        [sys.executable, "-m", "backpack", "support", "torch.nn:nothing"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert "has no attribute 'nothing'. Give an importable module" in done.stderr
+
+
+def command(*options: str, module: str = "backpack.support") -> str:
     """Run in a process of its own: tests register modules too."""
-    arguments = [sys.executable, "-m", "backpack.support", *options]
+    arguments = [sys.executable, "-m", module, *options]
     return subprocess.run(
         arguments, cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
     ).stdout

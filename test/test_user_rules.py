@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import check_rule
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
@@ -24,6 +25,7 @@ from backpack.core.engine.propagations import (
     HessianFactors,
     Propagation,
 )
+from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, class_derivatives, register
 from backpack.custom_module.permute import Permute
 from backpack.extensions.backprop_extension import (
@@ -1180,3 +1182,57 @@ def test_a_first_module_passes_nothing_on() -> None:
     ext.set_module_extension(Scale, Last())
     params = run(model, ext, batch=(batch[0].requires_grad_(), batch[1]))
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, (batch[0].detach(), batch[1])))
+
+
+class Adapter(nn.Module):
+    """y = W x + B A x, with a layer of its own as a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3, bias=False)
+        self.A, self.B = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.rand(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.A.T @ self.B.T
+
+
+class AdapterDerivatives(BaseDerivatives):
+    """In the short form."""
+
+    params: Any = ("A", "B")
+    includes_children = True
+
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        return v @ c.params["base.weight"] + v @ c.params["B"] @ c.params["A"]
+
+    def affine(self, c: Context, name: str, v: Any) -> Any:
+        if name == "base.weight":
+            return [(v, c.x)]
+        return [(v @ c.params["B"], c.x)] if name == "A" else [(v, c.x @ c.params["A"].T)]
+
+
+class WholeAdapterDerivatives(AdapterDerivatives):
+    """Knows the weight of the child, too."""
+
+    params = ("A", "B", "base.weight")
+
+
+@pytest.mark.parametrize("knows_child", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_rules_of_modules_with_children(is_frozen: bool, knows_child: bool) -> None:
+    """A trained child that the rule includes, but does not know, is told."""
+    register(Adapter)(WholeAdapterDerivatives if knows_child else AdapterDerivatives)
+    model, batch = nn.Sequential(nn.Linear(3, 3), Adapter(), nn.Linear(3, 2)), data()
+    model[1].base.requires_grad_(not is_frozen)  # type: ignore[operator, union-attr]
+    exts = extensions.BatchGrad(), extensions.DiagGGNExact()
+    if not (is_frozen or knows_child):
+        with pytest.raises(AssertionError, match=r"params lacks \['base.weight'\]"):
+            check_rule(Adapter(), batch[0])
+        with pytest.raises(NotImplementedError, match=r"no rule for .*base\.weight of '1'"):
+            run(model, *exts, batch=batch)
+        return
+    check_rule(model[1], batch[0])
+    params = [p for p in run(model, *exts, batch=batch) if p.requires_grad]
+    for p in params:
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))

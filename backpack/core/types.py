@@ -6,7 +6,7 @@ of a call asks :class:`Rule`, and the engine :class:`~.derivatives.basederivativ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,6 +30,10 @@ class Extension(Protocol):
         """Names of what is extracted of every parameter."""
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all that ``extract`` reads: what it needs, and what comes with that."""
+
+    @property
     def shape(self) -> tuple[str, ...] | None:
         """Shape of a result, ``"*p"`` for that of the parameter."""
 
@@ -45,6 +49,10 @@ class Extension(Protocol):
     def overrides_extract(self) -> bool:
         """Whether it says itself what it makes of what it needs."""
 
+    @property
+    def collects(self) -> bool:
+        """Whether it makes results of what all parameters have."""
+
     def expects_backpropagation_quantities(self) -> bool:
         """Return whether something travels back from the loss besides the gradient."""
 
@@ -56,6 +64,11 @@ class Extension(Protocol):
 
     def extract(self, products: Any) -> Any:
         """Turn what was extracted of a parameter into the value to save."""
+
+    def finish(
+        self, collected: MutableMapping[Parameter, Any]
+    ) -> Iterable[tuple[Parameter, str, Any]]:
+        """Make results of what was extracted of all parameters."""
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Merge what arrives at a tensor over several branches."""
@@ -145,4 +158,19 @@ class Rule(Protocol):
         """Return the gradients at a call's outputs with the samples where the rule expects them."""
 
 
-Save = Callable[[Parameter, Extension, Any], None]
+class Save(Protocol):
+    """Takes results, or what they will be made of."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are results that cannot be written at once."""
+
+    @property
+    def write(self) -> Callable[[Parameter, Extension, Any], None]:
+        """Saves a result that is complete."""
+
+    def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
+        """Take the result of an extension at a parameter."""
+
+    def holds(self, products: Any, exts: Sequence[Extension]) -> bool:
+        """Take products, of which results will be made later, or return False."""

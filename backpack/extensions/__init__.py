@@ -7,6 +7,9 @@ from backpack.extensions.curvmatprod.hmp import HMP
 from backpack.extensions.curvmatprod.pchmp import PCHMP
 from backpack.extensions.firstorder.batch_grad import BatchGrad
 from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from backpack.extensions.firstorder.clipped_grad import ClippedGrad
+from backpack.extensions.firstorder.grad_gram import GradGram
+from backpack.extensions.firstorder.projected_grad import ProjectedGrad
 from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 from backpack.extensions.firstorder.variance import Variance
 from backpack.extensions.secondorder.diag_ggn import (
@@ -32,9 +35,12 @@ __all__ = [
     "BatchDiagHessian",
     "BatchGrad",
     "BatchL2Grad",
+    "ClippedGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "GradGram",
+    "ProjectedGrad",
     "SqrtGGNExact",
     "SqrtGGNMC",
     "SumGradSquared",

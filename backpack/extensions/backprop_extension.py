@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import Propagation
@@ -16,13 +16,14 @@ from backpack.core.record import tape
 from backpack.core.record.registry import class_derivatives
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.utils.options import ShowsOptions
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
 
 
-class BackpropExtension:
+class BackpropExtension(ShowsOptions):
     """Computes a quantity for every parameter during a backward pass.
 
     An extension reads as *what is propagated × what is extracted*: ``propagation`` travels from the
@@ -40,6 +41,7 @@ class BackpropExtension:
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
+        collects: Whether it makes results of what all parameters have, see :meth:`finish`.
     """
 
     propagation: Propagation | None = None
@@ -49,11 +51,13 @@ class BackpropExtension:
     belongs_to_gradient: ClassVar[bool] = False
     looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False
+    collects: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
         cls.overrides_extract = cls.extract is not BackpropExtension.extract
+        cls.collects = cls.finish is not BackpropExtension.finish
 
     def __init__(
         self,
@@ -90,10 +94,6 @@ class BackpropExtension:
         self._subsampling = indices
         self.saved_quantities = SavedQuantities()
 
-    def __repr__(self) -> str:
-        """Name the extension and its savefield."""
-        return f"{type(self).__name__}(savefield={self.savefield!r})"
-
     def set_module_extension(
         self, module_cls: type[Module], module_ext: ModuleExtension, overwrite: bool = False
     ) -> None:
@@ -115,6 +115,11 @@ class BackpropExtension:
             )
         self.rules[module_cls] = module_ext
         tape.note_rule(module_cls)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all that ``extract`` reads: what it needs, and what comes with that."""
+        return self.needs
 
     def rule_for(self, module: Module) -> ModuleExtension | None:
         """Return the rule that a user registered for a module, or None."""
@@ -138,6 +143,21 @@ class BackpropExtension:
     def extract(self, products: Products) -> Any:
         """Turn what was extracted of a parameter into the value to save. Default: the first."""
         return products.take(self.needs[0])
+
+    def finish(
+        self, collected: MutableMapping[Parameter, Any]
+    ) -> Iterable[tuple[Parameter, str, Any]]:
+        """Make results of what :meth:`extract` has returned for all parameters.
+
+        If a subclass has this method, nothing is saved before. It runs once for each backward pass.
+
+        Args:
+            collected: The value of each parameter; what is taken out is freed.
+
+        Returns:
+            A parameter, an attribute's name and its value for each result.
+        """
+        return [(p, self.savefield, value) for p, value in collected.items()]
 
     def fail(self, message: str, error: type[Exception] = NotImplementedError) -> None:
         """Raise, warn or do nothing, as ``fail_mode`` says."""

@@ -13,11 +13,13 @@ torch.Size([8, 10])
 
 from backpack.linalg.approximations import DiagonalGGN, DiagonalHessian, KroneckerGGN
 from backpack.linalg.curvature import GGN, EmpiricalFisher, Hessian, MatrixFreeOperator
+from backpack.linalg.ntk import NTK
 from backpack.linalg.operators import DampedOperator, LinearOperator
 from backpack.linalg.structured import DiagonalOperator, KroneckerOperator, SpectralOperator
 
 __all__ = [
     "GGN",
+    "NTK",
     "DampedOperator",
     "DiagonalGGN",
     "DiagonalHessian",

@@ -57,7 +57,7 @@ class DiagonalGGN(DiagonalOperator):
             mc_samples: Number of Monte-Carlo samples; they follow ``torch.manual_seed``. Default:
                 exact.
             use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
-            progress: Show a bar for passes that take more than a second, if ``tqdm`` is installed.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`.
@@ -131,7 +131,7 @@ class KroneckerGGN(KroneckerOperator):
             approximation: For weights that are used at several positions: None, ``"expand"`` or
                 ``"reduce"``, see :class:`~backpack.extensions.HBP`.
             use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
-            progress: Show a bar for passes that take more than a second, if ``tqdm`` is installed.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, or if there is no such method.

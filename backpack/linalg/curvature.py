@@ -74,7 +74,7 @@ class MatrixFreeOperator(LinearOperator):
             data: Batches ``(X, y)``, or ``(X, y, ...)`` with further arguments of the loss: a
                 ``DataLoader``, or a list. It is read once for each product.
             params: Parameters, in the order of the rows. Default: the trainable ones of the model.
-            progress: Show a bar for passes that take more than a second, if ``tqdm`` is installed.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
             vectors_at_once: How many columns of a matrix are multiplied at once: a matter of time
                 and memory. 1 if the backward pass of a module cannot be vectorised.
 

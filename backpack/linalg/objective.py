@@ -160,7 +160,7 @@ class Objective:
         except ImportError:
             return self.data
         # short passes have none; conjugate gradients make many
-        return tqdm(self.data, desc="batches", leave=False, delay=1)
+        return tqdm(self.data, desc="batches", leave=False, delay=1, disable=None)
 
 
 def check_is_function_of_samples(model: Module) -> None:

@@ -15,8 +15,17 @@
 from __future__ import annotations
 
 from backpack.optim.diag_ggn import DiagGGN
-from backpack.optim.dp_sgd import DPSGD
+from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
 from backpack.optim.kfac import KFAC
 from backpack.optim.privacy import privacy_spent, renyi_divergence
 
-__all__ = ["DPSGD", "KFAC", "DiagGGN", "privacy_spent", "renyi_divergence"]
+__all__ = [
+    "DPSGD",
+    "KFAC",
+    "AdaptiveClipping",
+    "DPOptimizer",
+    "DiagGGN",
+    "PoissonBatches",
+    "privacy_spent",
+    "renyi_divergence",
+]

@@ -33,10 +33,12 @@ class ExtensionOptimizer(Optimizer):
         extension: Computes the quantity.
         at_least: Smallest value of options of a group.
         more_than: The same, for those that must be larger than it.
+        works_on_processes: Whether steps are right where the quantity is that of all processes.
     """
 
     at_least: ClassVar[dict[str, float]] = {"lr": 0, "weight_decay": 0}
     more_than: ClassVar[dict[str, float]] = {}
+    works_on_processes: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
         """Store the options; those that a subclass has set before belong to the whole optimiser."""
@@ -80,9 +82,11 @@ class ExtensionOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a parameter has a gradient, but not the quantity that belongs to it.
-            NotImplementedError: On several processes of ``torch.distributed``.
+            NotImplementedError: On several processes of ``torch.distributed``, unless the quantity
+                is that of all of them and all that the step reads is.
         """
-        check_one_process(type(self).__name__)
+        if not self.works_on_processes:
+            check_one_process(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad(), backpack(*self.extensions):
@@ -141,6 +145,12 @@ class ExtensionOptimizer(Optimizer):
                         return f"parameter {group['param_names'][position]!r}"
                     return f"parameter {position} of group {number}, of shape {tuple(p.shape)},"
         raise KeyError(p)
+
+    def __repr__(self) -> str:
+        """Write the options of the whole optimiser, and below those of each group."""
+        names = [name for name in self._options if not name.startswith("_")]
+        whole = "".join(f"{name}: {getattr(self, name)!r}\n" for name in names)
+        return super().__repr__().replace("(\n", f"(\n{whole}", 1)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""

@@ -1,34 +1,260 @@
-"""Stochastic gradient descent with differential privacy."""
+"""Optimisers with differential privacy: clipped and noisy gradients for any of ``torch.optim``."""
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Iterator
+from math import exp
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+from torch.utils.data import Sampler
 
-from backpack.extensions import BatchGrad
+from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer
 
 
-class DPSGD(ExtensionOptimizer):
-    """Gradient descent with clipped individual gradients and Gaussian noise.
+class AdaptiveClipping:
+    """A bound that follows a quantile of the norms, by private counts of samples below it.
 
-    ``g = 1/B (sum_n g_n / max(1, ‖g_n‖ / R) + N(0, σ² R² I))`` takes the place of the gradient. The
-    norm of an individual gradient g_n is that over all parameters which have a gradient. B is the
-    *expected* number of samples in a batch. For the guarantee, every batch takes each sample of the
-    data independently with probability B / (number of samples), see
-    :func:`backpack.optim.privacy_spent`; and nothing mixes the samples of a batch (batch
-    normalisation does). A step is refused if the backward pass, which has to run in the context of
-    ``extensions``, has found something that does, or that cannot be looked at: modules, frozen ones
-    included; functions between modules, and of the data in a converted model; terms of a loss that
-    is not extended. What leaves no trace is not seen: what was done to the data before the model,
-    and by functions in a model that was not converted; modules that are not extended, or run in
-    ``torch.no_grad()``; numbers that were taken out of the graph (``detach()``, ``item()``).
+    After each step ``R ← R exp(-η (b - γ))``, with b the noisy fraction of samples whose norm is at
+    most R. Counting takes a part of the privacy, so that the gradients get more noise, and steps
+    spend together what ``noise_multiplier`` says.
+
+    Source: Andrew, Thakkar, McMahan, Ramaswamy, Differentially private learning with adaptive
+    clipping (NeurIPS 2021), algorithm 1 and theorem 1.
+    """
+
+    def __init__(self, quantile: float = 0.5, rate: float = 0.2, count_noise: float = 10.0):
+        """Store the options.
+
+        Args:
+            quantile: γ, fraction of samples that are not clipped.
+            rate: η, step size for the logarithm of R.
+            count_noise: Standard deviation of the noise of the count; the source suggests 1/20 of
+                the expected number of samples.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        if not 0 <= quantile <= 1 or not rate > 0 or not count_noise > 0:
+            raise ValueError(
+                "quantile has to be from 0 to 1, rate and count_noise larger than 0, got "
+                f"{quantile}, {rate} and {count_noise}."
+            )
+        self.quantile = quantile
+        self.rate = rate
+        self.count_noise = count_noise
+
+    def noise_of_gradients(self, noise_multiplier: float) -> float:
+        """Return the noise multiplier of the gradients, so that both together spend the given one.
+
+        ``1/σ² = 1/σ_g² + 1/(2 σ_b)²``: a count of ±1/2 changes by 1/2.
+
+        Raises:
+            ValueError: If the count alone would spend more.
+        """
+        rest = (2 * self.count_noise) ** 2 - noise_multiplier**2
+        if rest <= 0:
+            raise ValueError(
+                f"Counts with noise {self.count_noise} spend more privacy than noise_multiplier "
+                f"{noise_multiplier} allows: count_noise has to be larger than half of that."
+            )
+        return noise_multiplier * 2 * self.count_noise / rest**0.5
+
+
+class DPOptimizer(ExtensionOptimizer):
+    """Any optimiser of ``torch.optim`` with private gradients: clipped, summed, with noise.
+
+    ``g = 1/B (sum_n g_n / max(1, ‖g_n‖ / R) + N(0, σ² R² I))`` takes the place of ``p.grad``, then
+    the optimiser behind does its step. The norm of an individual gradient g_n is that over all
+    parameters of the optimiser. B is the *expected* number of samples in a batch. For the
+    guarantee, every batch takes each sample of the data independently with probability B / (number
+    of samples), see :class:`PoissonBatches` and :func:`backpack.optim.privacy_spent`; and nothing
+    mixes the samples of a batch (batch normalisation does). A step is refused if the backward pass,
+    which has to run in the context of ``extensions``, has found something that does, or that cannot
+    be looked at: modules, frozen ones included; functions between modules, and of the data in a
+    converted model; terms of a loss that is not extended. What leaves no trace is not seen: what
+    was done to the data before the model, and by functions in a model that was not converted;
+    modules that are not extended, or run in ``torch.no_grad()``; numbers that were taken out of the
+    graph (``detach()``, ``item()``).
+
+    Options of groups, schedulers and ``state_dict`` are those of the optimiser behind.
 
     Source: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, Deep learning with differential
     privacy (CCS 2016), algorithm 1.
+    """
+
+    at_least: ClassVar[dict[str, float]] = {}
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        generator: Generator | None = None,
+        adaptive: AdaptiveClipping | None = None,
+    ):
+        """Store the options.
+
+        Args:
+            optimizer: Does the update. Its step reads ``p.grad`` and takes no closure.
+            max_grad_norm: R, largest norm of an individual gradient.
+            noise_multiplier: σ, standard deviation of the noise in units of R.
+            expected_batch_size: B, number of samples in a batch on average over batches.
+            loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
+                gradients by the number of samples in the batch, which is undone before clipping.
+                It has to be ``"sum"`` if a mean would divide by something that depends on other
+                samples: with class weights or ``ignore_index``.
+            generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
+                No part of ``state_dict``: a new one with the old seed draws the old noise again.
+            adaptive: Let R follow a quantile of the norms. Default: R stays.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        if not max_grad_norm > 0 or not noise_multiplier >= 0 or not expected_batch_size > 0:
+            raise ValueError(
+                "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
+                f"at least 0, got {max_grad_norm}, {expected_batch_size} and {noise_multiplier}."
+            )
+        if adaptive is not None:
+            adaptive.noise_of_gradients(noise_multiplier)
+        self.optimizer = optimizer
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.generator = generator
+        self.adaptive = adaptive
+        self._sums: dict[Tensor, Tensor] = {}
+        self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
+        extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
+        extension.looks_at_loss = True
+        super().__init__(optimizer.param_groups, optimizer.defaults, extension)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    @property
+    def max_grad_norm(self) -> float:
+        """R, largest norm of an individual gradient."""
+        return self.extension.max_norm  # type: ignore[attr-defined]
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.extension.max_norm = value  # type: ignore[attr-defined]
+
+    def _members(self, found: list[Parameter]) -> list[list[Parameter]]:
+        """Return the parameters that are clipped together: all that are trained here."""
+        return [[p for group in self.param_groups for p in group["params"]]]
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the clipped gradients of the last backward pass to those of the next step.
+
+        A batch may so be computed in parts, each with a backward pass in the context of
+        ``extensions``; ``step`` takes the last one by itself. Clipped sums simply add up.
+
+        Raises:
+            RuntimeError: If a parameter has a gradient, but no clipped one that is new.
+            ValueError: If samples were mixed, or nobody can tell.
+        """
+        found = {p: self._quantity(p) for _, p, _ in self._trained()}
+        for p, clipped in found.items():
+            self._refuse_mixed(p, clipped)
+        is_mean = self.extension.loss_reduction == "mean"  # type: ignore[attr-defined]
+        for p, clipped in found.items():
+            total = clipped * len(p.clip_norms) if is_mean else clipped  # type: ignore[attr-defined]
+            self._sums[p] = self._sums[p] + total if p in self._sums else total
+        for p in list(found)[:1]:  # the norms are those of all parameters together
+            norms = p.clip_norms  # type: ignore[attr-defined]
+            self._below += float((norms <= self.max_grad_norm).sum()) - len(norms) / 2
+
+    def step_without_samples(self) -> None:
+        """Do the step of an empty batch, of noise alone, for all parameters that are trained.
+
+        Batches that take each sample with some probability may be empty, and ``backward()`` refuses
+        those. To leave out the step would tell that.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._sums.setdefault(p, torch.zeros_like(p))
+        self.step()
+
+    def _is_new(self, p: Tensor) -> bool:
+        """Whether a parameter has a gradient, and what belongs to it was not used yet."""
+        used = self._used.get(p)
+        value = getattr(p, self.extension.savefield, None)
+        return p.grad is not None and (used is None or used() is not value)
+
+    def _update(self, closure: Closure | None, loss: Any) -> None:
+        members = [p for group in self.param_groups for p in group["params"]]
+        if not self._sums or any(map(self._is_new, members)):
+            self.accumulate()
+        if not self._sums:
+            return
+        noise_multiplier = self.noise_multiplier
+        if self.adaptive is not None:
+            noise_multiplier = self.adaptive.noise_of_gradients(noise_multiplier)
+        for p in members:
+            if p in self._sums:
+                noise = torch.empty_like(p).normal_(generator=self.generator)
+                noise *= noise_multiplier * self.max_grad_norm
+                p.grad = noise.add_(self._sums[p]).div_(self.expected_batch_size)
+        if self.adaptive is not None:
+            self._adapt(self.adaptive, next(iter(self._sums)))
+        self._sums, self._below = {}, 0.0
+        self.optimizer.step()
+
+    def _adapt(self, adaptive: AdaptiveClipping, like: Tensor) -> None:
+        """Move the bound towards the quantile."""
+        noise = torch.empty(1, device=like.device).normal_(generator=self.generator).item()
+        count = self._below + adaptive.count_noise * noise
+        fraction = 0.5 + count / self.expected_batch_size
+        self.max_grad_norm *= exp(-adaptive.rate * (fraction - adaptive.quantile))
+
+    def _refuse_mixed(self, p: Tensor, clipped: Tensor) -> None:
+        name = type(self).__name__
+        mixing = getattr(clipped, "_backpack_mixing", None)
+        if mixing is not None:
+            raise ValueError(
+                f"{name}: the individual gradients of {self._describe(p)} depend on other "
+                f"samples, because the network mixes them in {mixing}: the steps would not be "
+                "private. Use modules that treat samples alone, such as GroupNorm."
+            )
+        undecided = getattr(clipped, "_backpack_undecided", None)
+        if undecided is not None:
+            raise ValueError(
+                f"{name}: whether the individual gradients of {self._describe(p)} depend on "
+                f"other samples cannot be told, because of {undecided}: the steps might not be "
+                "private. For a loss, use a module and extend(lossfunc); make functions in the "
+                "network modules, or use extend(model, use_converter=True)."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the optimiser behind, and the bound."""
+        return {**super().state_dict(), "max_grad_norm": self.max_grad_norm}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned.
+
+        Args:
+            state_dict: The state; may be that of the optimiser behind alone.
+        """
+        super().load_state_dict(state_dict)
+        shared = {"state": self.state, "param_groups": self.param_groups}
+        self.optimizer.__setstate__(shared)
+        self.max_grad_norm = state_dict.get("max_grad_norm", self.max_grad_norm)
+
+
+class DPSGD(DPOptimizer):
+    """Gradient descent with clipped individual gradients and Gaussian noise.
+
+    :class:`DPOptimizer` around ``torch.optim.SGD``: see there for what it does, and for what is
+    refused.
     """
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "momentum": 0}
@@ -45,6 +271,7 @@ class DPSGD(ExtensionOptimizer):
         expected_batch_size: float,
         loss_reduction: Literal["mean", "sum"] = "mean",
         generator: Generator | None = None,
+        adaptive: AdaptiveClipping | None = None,
     ):
         """Store the options. Those up to ``weight_decay`` may differ between groups.
 
@@ -56,83 +283,69 @@ class DPSGD(ExtensionOptimizer):
             max_grad_norm: R, largest norm of an individual gradient.
             noise_multiplier: σ, standard deviation of the noise in units of R.
             expected_batch_size: B, number of samples in a batch on average over batches.
-            loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
-                gradients by the number of samples in the batch, which is undone before clipping.
-                It has to be ``"sum"`` if a mean would divide by something that depends on other
-                samples: with class weights or ``ignore_index``.
-            generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
-                No part of ``state_dict``: a new one with the old seed draws the old noise again.
+            loss_reduction: That of the loss, see :class:`DPOptimizer`.
+            generator: Draws the noise, see :class:`DPOptimizer`.
+            adaptive: Let R follow a quantile of the norms. Default: R stays.
 
         Raises:
             ValueError: If an option is out of range.
         """
-        if not max_grad_norm > 0 or not noise_multiplier >= 0 or not expected_batch_size > 0:
-            raise ValueError(
-                "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
-                f"at least 0, got {max_grad_norm}, {expected_batch_size} and {noise_multiplier}."
-            )
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction is 'mean' or 'sum', got {loss_reduction!r}.")
-        self.max_grad_norm = max_grad_norm
-        self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
-        self.loss_reduction = loss_reduction
-        self.generator = generator
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, BatchGrad())
-        self.extension.looks_at_loss = True
+        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, least in self.at_least.items():
+            if not given[name] >= least:
+                raise ValueError(f"{name} has to be at least {least}, got {given[name]}.")
+        super().__init__(
+            SGD(params, **given),
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            adaptive=adaptive,
+        )
 
-    def _update(self, closure: Closure | None, loss: Any) -> None:
-        individual = {p: self._quantity(p) for _, p, _ in self._trained()}
-        if not individual:
-            return
-        for p, grads in individual.items():
-            mixing = getattr(grads, "_backpack_mixing", None)
-            if mixing is not None:
-                raise ValueError(
-                    f"DPSGD: the individual gradients of {self._describe(p)} depend on other "
-                    f"samples, because the network mixes them in {mixing}: the steps would not be "
-                    "private. Use modules that treat samples alone, such as GroupNorm."
-                )
-            undecided = getattr(grads, "_backpack_undecided", None)
-            if undecided is not None:
-                raise ValueError(
-                    f"DPSGD: whether the individual gradients of {self._describe(p)} depend on "
-                    f"other samples cannot be told, because of {undecided}: the steps might not be "
-                    "private. For a loss, use a module and extend(lossfunc); make functions in the "
-                    "network modules, or use extend(model, use_converter=True)."
-                )
-        weights = self._weights(individual)
-        for group, p, _ in self._trained():
-            noise = torch.empty_like(p).normal_(generator=self.generator)
-            noise *= self.noise_multiplier * self.max_grad_norm
-            gradient = torch.tensordot(weights.to(p.dtype), individual[p], dims=1) + noise
-            gradient /= self.expected_batch_size
-            gradient.add_(p, alpha=group["weight_decay"])
-            if group["momentum"]:
-                velocity = self.state[p].get("velocity")
-                if velocity is not None:
-                    gradient.add_(velocity, alpha=group["momentum"])
-                self.state[p]["velocity"] = gradient
-            p.sub_(group["lr"] * gradient)
 
-    def _weights(self, individual: dict[Tensor, Tensor]) -> Tensor:
-        """Return the factors that undo the mean and clip, ``[N]``.
+class PoissonBatches(Sampler[list[int]]):
+    """Batches that take each sample independently with the same probability.
+
+    A ``batch_sampler`` for ``torch.utils.data.DataLoader``. Their sizes differ, and a batch may be
+    empty: use :meth:`DPOptimizer.step_without_samples` for it.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        expected_batch_size: float,
+        steps: int | None = None,
+        generator: Generator | None = None,
+    ):
+        """Store the options.
+
+        Args:
+            num_samples: Number of samples in the data.
+            expected_batch_size: B; the probability is B / ``num_samples``.
+            steps: Number of batches. Default: as many as take ``num_samples`` on average.
+            generator: Draws the samples. Default: that of torch.
 
         Raises:
-            ValueError: If the parameters have individual gradients of different numbers of samples.
+            ValueError: If a batch would have more samples than there are on average, or none.
         """
-        counts = {self._describe(p): len(grads) for p, grads in individual.items()}
-        num_samples, *others = set(counts.values())
-        if others:
+        if not 0 < expected_batch_size <= num_samples:
             raise ValueError(
-                f"DPSGD: the parameters differ in their numbers of individual gradients: {counts}."
+                "expected_batch_size has to be larger than 0 and at most num_samples, got "
+                f"{expected_batch_size} and {num_samples}."
             )
-        scale = num_samples if self.loss_reduction == "mean" else 1
-        rows = [g.reshape(num_samples, p.numel()) for p, g in individual.items()]
-        # in float16, squares of small entries are zero
-        precision = reduce(torch.promote_types, (r.dtype for r in rows), torch.float32)
-        norms = torch.stack([torch.linalg.vector_norm(r, dim=1, dtype=precision) for r in rows])
-        norms = scale * torch.linalg.vector_norm(norms, dim=0)
-        # a norm of zero is less than any bound: infinity becomes 1
-        return scale * (self.max_grad_norm / norms).clamp(max=1)
+        self.num_samples = num_samples
+        self.sampling_rate = expected_batch_size / num_samples
+        self.steps = round(1 / self.sampling_rate) if steps is None else steps
+        self.generator = generator
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Draw the batches."""
+        for _ in range(self.steps):
+            drawn = torch.rand(self.num_samples, generator=self.generator)
+            yield (drawn < self.sampling_rate).nonzero().flatten().tolist()

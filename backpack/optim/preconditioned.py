@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from backpack.core.engine.checks import check_one_process
+from backpack.core.engine.results import num_processes
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group
 
@@ -45,6 +47,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
     more_than: ClassVar = {"damping": 0}
+    works_on_processes: ClassVar = True
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
         interval = self.adapt_damping_every
+        self._check_processes()
         if interval is not None and closure is None:
             raise ValueError(
                 "adapt_damping_every compares losses before and after the step: give step() a "
@@ -127,6 +131,20 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 loss = closure()
             gain = before - self._objective(loss)
             self._adapt_damping(gain, -scale * slope - scale**2 * square / 2, interval)
+
+    def _check_processes(self) -> None:
+        """Refuse a step that would be another one on each process.
+
+        Raises:
+            NotImplementedError: If the curvature, or a loss that is read, is that of one of them.
+        """
+        name, what = self.extension.savefield, type(self).__name__
+        if self.adapt_damping_every is not None:
+            check_one_process(f"{what} with adapt_damping_every", "Use a fixed damping.")
+        for group, p, _ in self._trained():
+            new = self._is_due(group, self.state.get(p, {})) and hasattr(p, name)
+            if new and num_processes(p, name) == 1:
+                check_one_process(what, "Put the model into a DistributedDataParallel.")
 
     def _average(self, group: Group, p: Tensor, state: dict[str, Any], gradient: Tensor) -> None:
         """Update the averages of the gradient and, if it is its turn, of the curvature."""

@@ -365,7 +365,7 @@ def train(
     generator = torch.Generator().manual_seed(SEED)
     every = max(1, steps // 25)
 
-    progress = tqdm(range(steps + 1), desc=f"{run.name:<17}", bar_format=PROGRESS)
+    progress = tqdm(range(steps + 1), disable=None, desc=f"{run.name:<17}", bar_format=PROGRESS)
     for step in progress:
         if step % every == 0 or step == steps:
             run.steps.append(step)

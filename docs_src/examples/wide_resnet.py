@@ -359,7 +359,7 @@ def train(
     generator = torch.Generator().manual_seed(SEED)
     model.train()
     losses = []
-    progress = tqdm(range(steps), desc="Training", bar_format=PROGRESS)
+    progress = tqdm(range(steps), disable=None, desc="Training", bar_format=PROGRESS)
     for _ in progress:
         x, y = draw(photographs, batch_size, generator)
         optimizer.zero_grad()

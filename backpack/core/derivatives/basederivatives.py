@@ -46,6 +46,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("kronecker_rows_are_shared",): {"affine", "kron_rows", "param_vjp"},
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
+    ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
 }
 
@@ -168,7 +169,9 @@ class BaseDerivatives(Interface):
         return self.params
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
-        """Return the module's own parameters by name."""
+        """Return the parameters by name: those of children, too, if the rule includes them."""
+        if self.includes_children and module._modules:
+            return dict(module.named_parameters())
         return module._parameters
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
@@ -214,6 +217,13 @@ class BaseDerivatives(Interface):
         """
         repeats = self.repeats_output(call)
         return repeats and ("weight" in call.params or call.origins_in[0] is not None)
+
+    def param_vjp_reads_inputs_alone(self, module: Module, name: str) -> bool:
+        """Return whether products of a parameter read cotangents and inputs, no values beside.
+
+        Individual gradients may then be multiplied after the parameter was changed.
+        """
+        return False
 
     def reaches_one_output(self, call: Call) -> bool:
         """Return whether an entry of a parameter reaches one entry of a sample's output alone."""

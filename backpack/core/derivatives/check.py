@@ -50,7 +50,7 @@ def check_rule(module: Module, *inputs: Any) -> None:
         torch.manual_seed(0)
         module = deepcopy(module).double()
         for p in module.parameters():
-            p.requires_grad_().data.add_(0.1 * randn_like(p))
+            p.data.add_(0.1 * randn_like(p))
         leaves = [x.detach().double() if _is_real(x) else x for x in inputs]
         keys, compare = [i for i, x in enumerate(leaves) if _is_real(x)], _of_module
         if isinstance(rule, BaseLossDerivatives):

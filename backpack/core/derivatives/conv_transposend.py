@@ -36,6 +36,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     kronecker_rows_are_constant = True
     squares_with_input = True
     repeats_output = ChannelBiasDerivatives.repeats_output
+    param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
 
     def _output_padding(self, c: Context) -> list[int]:
         """Return the output padding of the call at hand (``output_size`` may have changed it)."""

@@ -161,6 +161,10 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Return True."""
         return True
 
+    def param_vjp_reads_inputs_alone(self, module: Any, name: str) -> bool:
+        """Return whether that is the weight: the bias has few entries."""
+        return name == "weight"
+
     def min_dims(self, module: Any) -> int:
         """Return the number of spatial axes, and batch and channels."""
         return len(module.kernel_size) + 2
@@ -196,6 +200,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     kronecker_rows_are_shared = True
     squares_with_input = True
     repeats_output = ChannelBiasDerivatives.repeats_output
+    param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
 
     # ------------------------------------------------------------------ padding
 

@@ -72,6 +72,10 @@ class EmbeddingDerivatives(BaseDerivatives):
     # the weight is [W, D]: the vocabulary, which the input's factor belongs to, comes first
     kronecker_input_first = True
 
+    def param_vjp_reads_inputs_alone(self, module: Module, name: str) -> bool:
+        """Return True, but for the maximum of a bag, which depends on the weight."""
+        return getattr(module, "mode", None) != "max"
+
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
@@ -46,7 +47,7 @@ class SelectionDerivatives(BaseDerivatives):
         Where hooks decide what autograd keeps (checkpoints, tensors saved elsewhere), to look at
         them is to call those hooks: a checkpoint would run the forward pass a second time.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if hooks_of_saved_tensors(True) is not None:
             return {}
         node: Any = outputs[0].grad_fn
         if "Squeeze" in type(node).__name__:  # one dimension is a special case of two

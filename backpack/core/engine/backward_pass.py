@@ -30,6 +30,8 @@ from backpack.context import (
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, checks, results, spared_gradients
+from backpack.core.engine.combining import NO_GRAPH, Combining
+from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.ownership import owned
 from backpack.core.engine.plan import Plan, set_apart
@@ -151,6 +153,8 @@ class BackwardPass:
         self.deferred: list[Call] = []
         # ids of the values, which would outlive what an extension hook drops
         self.written: list[tuple[Parameter, str, int]] = []
+        # of those that make results of what all parameters have
+        self.collected: dict[Extension, dict[Parameter, Any]] = {}
         self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.threads: set[int] = set()  # in which it has run
@@ -172,6 +176,9 @@ class BackwardPass:
         self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = tape.Users()
         self.originals: dict[Tensor, Any] = {}  # of the copies that rules see
+        self.combining = Combining(configuration, self._save, self.originals)
+        self.error: Exception | None = None  # what others are to be told, before it is raised
+        self.has_run = False
         self.start = tape.now()
         self._keep_parameters(tape.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
@@ -262,9 +269,18 @@ class BackwardPass:
             current._undone_on_error(task, current._complete, call)
 
     @classmethod
-    def _finish(cls, task: int) -> None:
+    def _finish(cls, ending: _Ending) -> None:
+        task = ending.task
         current = cls._running[task]
-        current._undone_on_error(task, current._run)
+        if not current.has_run:
+            current.has_run = True
+            current._undone_on_error(task, current._run)
+            if current.error is not None or current.combining.groups:
+                # behind what others have queued: then gradients are averaged, whatever comes
+                torch.autograd.Variable._execution_engine.queue_callback(ending)
+                return
+        error, current.error = current.error, None
+        current._undone_on_error(task, current._end, error, told=True)
         del cls._running[task]
 
     @classmethod
@@ -274,7 +290,12 @@ class BackwardPass:
         if current is not None:
             current._undo()
 
-    def _undone_on_error(self, task: int, work: Callable[..., None], *arguments: Any) -> None:
+    def _undone_on_error(
+        self, task: int, work: Callable[..., None], *arguments: Any, told: bool = False
+    ) -> None:
+        """Do work; if that fails, undo all, but go on as long as others wait for this process."""
+        if self.error is not None:
+            return
         self.threads.add(get_ident())
         outer = STATE.get().configuration
         is_elsewhere = outer.scope is not self.configuration.scope  # in a thread of autograd
@@ -286,11 +307,14 @@ class BackwardPass:
                     work(*arguments)
             else:
                 work(*arguments)
-        except BaseException:
+        except BaseException as error:
             self._undo()
             memory.forget()
-            BackwardPass._running.pop(task, None)
-            raise
+            if isinstance(error, Exception) and not told and self.combining.others():
+                self.error = error
+            else:
+                BackwardPass._running.pop(task, None)
+                raise
         finally:
             if is_elsewhere:
                 configure(outer)
@@ -353,6 +377,7 @@ class BackwardPass:
                 call.check_parameters(trained_only=not self.second_order)
             if call.params:
                 self._find_trained(call)
+                self.combining.note(call, self.is_nested)
                 if call.derivatives is not None:
                     self.parameters.append(call.params)
             if not self.has_parameters:
@@ -385,7 +410,8 @@ class BackwardPass:
             self._run_alone(call)
         if self.owed:
             self._accumulate(call)
-        if not self.second_order:
+        shows = self.configuration.extension_hook is not None
+        if not (self.second_order or (shows and self.combining.is_waiting)):
             self._done(call)
             self.calls.remove(call)
 
@@ -461,7 +487,7 @@ class BackwardPass:
             marks["_backpack_undecided"] = checks.listed(unknown)
         for p, savefield, identity in self.written if marks or self.accumulated else ():
             value = getattr(p, savefield, None)
-            if id(value) == identity and isinstance(value, Tensor):
+            if id(value) == identity and isinstance(value, Tensor | FactoredGrad):
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
@@ -532,7 +558,9 @@ class BackwardPass:
             call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
             if self.notes_accumulation:
                 for p in call.trained.values():
-                    if p.grad is not None:  # the pass at hand adds to it later
+                    if p.grad is not None and not self.combining.continues(
+                        p
+                    ):  # the pass at hand adds to it later
                         self.accumulated.setdefault(p, p.grad.any())
         if len(call.trained) < len(call.params):
             self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
@@ -570,13 +598,31 @@ class BackwardPass:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
+        self._finish_extensions()
+        if not self.combining.is_waiting:
+            self._note_first_order()
+        if self.second_order:
+            self._run_second_order()
+            self._finish_extensions()
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Write what other processes and passes have a part in, and release the calls.
+
+        Args:
+            error: What has stopped the pass before.
+        """
+        if error is not None or self.combining.is_waiting:
+            if torch.is_grad_enabled() and self.combining.groups:
+                error = error or NotImplementedError(NO_GRAPH)
+            self.combining.finish(error)
+            self._note_first_order()
+        for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
+            self._done(call)
+
+    def _note_first_order(self) -> None:
         self._mark_first_order()
         if self.notes_accumulation:
             self._note_gradients()
-        if self.second_order:
-            self._run_second_order()
-        for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
-            self._done(call)
 
     def _check_parameters(self) -> None:
         """Warn if parameters have gradients, but none of them a module that was reached."""
@@ -602,11 +648,22 @@ class BackwardPass:
         else:
             call.release()
 
-    def _save(self, p: Parameter, ext: Extension, value: Any) -> None:
+    def _finish_extensions(self) -> None:
+        """Save what extensions make of what all parameters have, and free that."""
+        while self.collected:
+            ext, values = self.collected.popitem()
+            for p, savefield, *value in ext.finish(values):
+                self._save(p, ext, value.pop(), savefield)  # nobody else has it: no copy
+
+    def _save(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
         if self.originals:
             p = self.originals.get(p, p)
         if self.untrained and p in self.untrained:
             return
+        if ext.collects and savefield is None:
+            self.collected.setdefault(ext, {})[p] = value
+            return
+        savefield = savefield or ext.savefield
         if isinstance(value, Tensor):
             value = value.to(p.dtype)  # the name that it came with is gone, see owned
             if not value.requires_grad:
@@ -616,9 +673,9 @@ class BackwardPass:
             value = list(value)
             value = [owned(_renamed(value.pop(0), p.dtype)) for _ in range(len(value))]
         if self.configuration.debug:
-            print(f"[backpack] {ext.savefield}: {list(getattr(value, 'shape', []))}")
-        self.written.append((p, ext.savefield, id(value)))
-        results.save(p, ext.savefield, value)
+            print(f"[backpack] {savefield}: {list(getattr(value, 'shape', []))}")
+        self.written.append((p, savefield, id(value)))
+        results.save(p, savefield, value)
 
     # ------------------------------------------------------------------ first order
 
@@ -699,7 +756,7 @@ class BackwardPass:
                 )
             with context_of(call, whole=True).shown() as module:
                 counts = sample_counts(call, ext.get_subsampling())
-                rule.run(ext, module, *call_gradients(call), None, self._save, counts=counts)
+                rule.run(ext, module, *call_gradients(call), None, self.combining, counts=counts)
 
     def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
         for call, name in uses:
@@ -711,7 +768,7 @@ class BackwardPass:
         return True
 
     def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[Extension]) -> None:
-        is_holding = memory.recycle(p, exts)
+        is_holding = not self.combining.accumulates and memory.recycle(p, exts)
         wanted = self.wanted
         if exts is not self.first_order:
             wanted = {name for ext in exts for name in ext.needs}
@@ -720,7 +777,7 @@ class BackwardPass:
             self.gradients[p] = products["gradient"]
         else:
             products = Products(p, uses, wanted)
-        products.extract(exts, self._save)
+        products.extract(exts, self.combining)
         if is_holding:
             memory.forget()
 
@@ -744,9 +801,9 @@ class BackwardPass:
             for ext in exts:
                 propagation.check(ext)
             plan.check_subsampling(subsampling, exts)
-            for p in plan.uses:
+            for p in () if self.combining.accumulates else plan.uses:
                 memory.recycle(p, exts)
-            propagation.run(plan, exts, subsampling, self._save)
+            propagation.run(plan, exts, subsampling, self.combining)
             memory.forget()
 
     def _check_support(self, plan: Plan) -> None:
@@ -808,7 +865,7 @@ class _Ending:
         self.task = task
 
     def __call__(self) -> None:
-        BackwardPass._finish(self.task)
+        BackwardPass._finish(self)
 
     def __del__(self) -> None:
         BackwardPass.abandon(self.task)

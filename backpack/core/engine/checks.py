@@ -13,13 +13,13 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
-from backpack.core.engine.products import REDUCTIONS
+from backpack.core.engine.products import OF_GRADIENT, REDUCTIONS
 from backpack.core.engine.propagations import Blocks
 from backpack.core.record import tape
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
-EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers
+EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | OF_GRADIENT
 # How many names a message lists.
 MOST_NAMES = 8
 EXTEND_FIRST = (
@@ -159,8 +159,12 @@ def sharded_modules() -> set[Module]:
     return {module for root in roots for module in root.modules()}
 
 
-def check_one_process(what: str) -> None:
+def check_one_process(what: str, advice: str = "Run it in one process.") -> None:
     """Refuse to run on several processes what would be different on each.
+
+    Args:
+        what: What that is.
+        advice: What to do instead.
 
     Raises:
         NotImplementedError: If there are several.
@@ -172,5 +176,5 @@ def check_one_process(what: str) -> None:
         raise NotImplementedError(
             f"{what} does not work on several processes yet ({count} of torch.distributed are "
             "running): each would see its own part of the batch alone, so results (and weights) "
-            "would drift apart. Run it in one process."
+            f"would drift apart. {advice}"
         )

@@ -93,6 +93,14 @@ class CurvatureBlock:
         self.read = plan.read
         self.names = dict(reversed(plan.uses[parameter]))
 
+    def __repr__(self) -> str:
+        """Name the matrix, and the shape of what it is multiplied with."""
+        matrices: dict[Modify, str] = {None: "GGN", identity: "Hessian"}
+        of = matrices.get(self.modify, "positive-curvature Hessian")
+        shape = ", ".join(map(str, ("V", *self.parameter.shape)))
+        samples = "" if self.subsampling is None else f", samples {list(self.subsampling)}"
+        return f"<product with a block of the {of}: [{shape}] -> [{shape}]{samples}>"
+
     def __call__(self, mat: Tensor) -> Tensor:
         """Apply the block.
 

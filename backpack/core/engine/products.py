@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import methodcaller
@@ -15,11 +15,12 @@ from torch.nn import Parameter
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.engine import call_products
+from backpack.core.engine import call_products, factored
+from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.lazy import lazy
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.tape import Call
+from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 
@@ -136,10 +137,16 @@ class Reduction(NamedTuple):
         sample_axis: Where the samples are, None if they are summed.
         column_axis: Where the columns are, None if they are summed. Else, samples that merge get
             columns of their own.
+        degree: Power of the columns that the values carry.
+        is_average: Whether they are averages over samples, and no sums.
+        is_symmetric: Whether they are symmetric matrices (or, if a list of values, all of them).
     """
 
     sample_axis: int | None = None
     column_axis: int | None = None
+    degree: int = 2
+    is_average: bool = False
+    is_symmetric: bool = False
 
     def joined(self, one: Any, other: Any) -> Any:
         """Join the values of two sources of columns.
@@ -163,14 +170,29 @@ class Reduction(NamedTuple):
 
 # Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
 REDUCTIONS = {
-    "individual": Reduction(sample_axis=1, column_axis=0),  # [V, N, *p]  Jᵀ s
-    "gradient": Reduction(),  # [*p]  sum_vn Jᵀ s
+    "individual": Reduction(sample_axis=1, column_axis=0, degree=1),  # [V, N, *p]  Jᵀ s
+    "gradient": Reduction(degree=1),  # [*p]  sum_vn Jᵀ s
     "batch_square": Reduction(sample_axis=0),  # [N, *p]  sum_v (Jᵀ s)²
     "square": Reduction(),  # [*p]  sum_vn (Jᵀ s)²
     "square_norm": Reduction(sample_axis=0),  # [N]  sum_v |Jᵀ s|²
-    "gram": Reduction(),  # [O, O]  sum_vn of the outer products of Kronecker rows
-    "gram_expand": Reduction(),  # the same, with every position a row of its own
+    # [O, O]  sum_vn of the outer products of Kronecker rows
+    "gram": Reduction(is_symmetric=True),
+    "gram_expand": Reduction(is_symmetric=True),  # the same, with every position a row of its own
 }
+# What comes with a Gram matrix: the Kronecker factors of the inputs, by approximation.
+INPUT_FACTORS = {
+    None: "input_factors",
+    "expand": "input_factors_expand",
+    "reduce": "input_factors_reduce",
+}
+# How values are put together for parts of a batch.
+OVER_PARTS = REDUCTIONS | dict.fromkeys(
+    INPUT_FACTORS.values(), Reduction(degree=0, is_average=True, is_symmetric=True)
+)
+
+
+# What follows from the gradient alone: a factored form of [N, *p], see FactoredGrad.
+OF_GRADIENT = frozenset({"factored"})
 
 
 class Products:
@@ -199,11 +221,35 @@ class Products:
         self.uses = uses
         self.wanted = wanted
         self.terms = terms
+        rule = uses[0].call.derivatives
+        self.input_first = rule is not None and rule.kronecker_input_first
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
+        self._sources: Sequence[factored.Source] = []
+        if "factored" in self.wanted:
+            self._find_sources()
 
-    def __getitem__(self, name: str) -> Tensor:
+    def _find_sources(self) -> None:
+        """Find what individual gradients are made of, unless that is more than they are."""
+        count = self.num_samples
+        found = [
+            factored.source(use.c, use.name, use.mats or [use.factor.mat], count)
+            for use in self.uses
+        ]
+        known = [one for one in found if one is not None]
+        entries = sum(one.entries for one in known)
+        if len(known) < len(found) or entries >= count * self.parameter.numel():
+            self.wanted = {*self.wanted, "individual"}
+        elif "individual" not in self.wanted:
+            self._sources = known
+
+    def __getitem__(self, name: str) -> Any:
         """Compute a quantity (or recall it)."""
+        if name not in self._values and not self.uses:
+            raise LookupError(
+                f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
+                "all that 'extract' reads there."
+            )
         if name not in self._values and name in reductions.NAMES and self.direct:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
             (use,) = self.uses
@@ -229,16 +275,38 @@ class Products:
             exts: The extensions.
             save: Called with the parameter, each extension and its value.
         """
+        if save.is_waiting and save.holds(self, exts):
+            return
         values = list(map(methodcaller("extract", self), exts))
         self._values.clear()
+        write = save.write
         for ext in exts:
-            save(self.parameter, ext, values.pop(0))
+            write(self.parameter, ext, values.pop(0))
 
     def set_values(self, values: Mapping[str, Any]) -> None:
         """Set quantities that were put together from slices."""
         self._values |= values
 
-    @property
+    def settle(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return quantities, and forget where they come from."""
+        values = {name: self[name] for name in names}
+        _ = self.num_samples
+        self._values.clear()
+        self.uses = []
+        return values
+
+    def resume(self, values: Mapping[str, Any], num_samples: int) -> None:
+        """Take up quantities after :meth:`settle`, of this number of samples."""
+        self._values, self._taken = dict(values), set()
+        self.num_samples = num_samples
+
+    def count_of(self, name: str) -> int:
+        """Return how many samples (or positions of them) a quantity is the average of."""
+        if name != INPUT_FACTORS["expand"]:
+            return self.num_samples
+        return sum(use.apply("kron_rows", "expand").shape[1] for use in self.uses)
+
+    @lazy
     def num_samples(self) -> int:
         """Number of samples N that are looked at."""
         return min(use.factor.groups for use in self.uses)
@@ -273,6 +341,14 @@ class Products:
             products = products.reshape(-1, self.terms, *products.shape[2:])
         return products
 
+    def _factored(self) -> FactoredGrad:
+        p, sources = self.parameter, self._sources
+        is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
+        norms = self["square_norm"] if is_precise and (self.direct or not sources) else None
+        values = sources or [factored.Dense(self["individual"].squeeze(0))]
+        label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
+        return FactoredGrad(values, (self.num_samples, *p.shape), p.dtype, label, norms)
+
     def _gradient(self) -> Tensor:
         if "individual" in self._values or "individual" in self.wanted:
             return self["individual"].sum((0, 1))
@@ -297,12 +373,8 @@ class Products:
         gram = self.take("gram_expand" if approximation == "expand" else "gram")
         if isinstance(gram, list):
             return axis_factors(gram)
-        if not self._have_one_structure:
-            return [gram]
-        name = "input_factors" if approximation is None else f"input_factors_{approximation}"
-        inputs = self.take(name)
-        rule: Any = self.uses[0].call.derivatives
-        return [*inputs, gram] if rule.kronecker_input_first else [gram, *inputs]
+        inputs = self.take(INPUT_FACTORS[approximation])
+        return [*inputs, gram] if self.input_first else [gram, *inputs]
 
     @property
     def _have_one_structure(self) -> bool:
@@ -391,6 +463,8 @@ class Products:
         Raises:
             NotImplementedError: If the inputs of several uses are to be summed before the product.
         """
+        if self._has_axis_factors or not self._have_one_structure:
+            return []
         each = [use.input_factors(approximation) for use in self.uses]
         if approximation == "expand":
             each = [[f / len(each) for f in factors] for factors in each]

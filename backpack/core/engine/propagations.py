@@ -50,9 +50,11 @@ class Propagation:
 
     Attributes:
         offers: Names of what can be extracted.
+        adds_up: Whether that of a batch follows from that of its parts.
     """
 
     offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
+    adds_up: ClassVar[bool] = True
 
     def reads_gradients(self) -> bool:
         """Return whether it depends on gradients other than those of the losses."""
@@ -315,6 +317,7 @@ class BatchAveraged(Propagation):
     """One matrix for the whole batch, averaged over the samples after every module."""
 
     offers = frozenset({"gram"})
+    adds_up = False
 
     def reads_gradients(self) -> bool:
         """Return False."""

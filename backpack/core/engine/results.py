@@ -33,14 +33,18 @@ class Attributes(dict[str, Any]):
     Attributes:
         results: Names of results, in the order in which they were saved first, each with the
             gradient that it belongs to, if that was noted.
+        accumulated: What the results are made of that accumulate over backward passes.
+        processes: For how many processes the results were averaged, if for several.
     """
 
-    __slots__ = ("results",)
+    __slots__ = ("accumulated", "processes", "results")
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
         self.results: dict[str, Beside | None] = {}
+        self.accumulated: dict[str, Any] = {}
+        self.processes: dict[str, int] = {}
 
     def others(self) -> dict[str, Any]:
         """Return the attributes that are no results."""
@@ -54,6 +58,7 @@ class Attributes(dict[str, Any]):
         """Copy everything."""
         result = Attributes(copy.deepcopy(dict(self), memo))
         result.results = self.results.copy()
+        result.processes = self.processes.copy()
         return result
 
 
@@ -62,7 +67,35 @@ def save(p: Parameter, name: str, value: Any) -> None:
     if not isinstance(vars(p), Attributes):
         p.__dict__ = Attributes(vars(p))
     vars(p).results[name] = None  # type: ignore[attr-defined]
+    vars(p).accumulated.pop(name, None)  # type: ignore[attr-defined]
+    vars(p).processes.pop(name, None)  # type: ignore[attr-defined]
     setattr(p, name, value)
+
+
+def note_processes(p: Parameter, name: str, count: int) -> None:
+    """Note that a result belongs to a gradient that is averaged over several processes."""
+    own = vars(p)
+    if isinstance(own, Attributes) and name in own.results:
+        own.processes[name] = count
+
+
+def num_processes(p: Tensor, name: str) -> int:
+    """Return for how many processes a result was averaged."""
+    own = vars(p)
+    return own.processes.get(name, 1) if isinstance(own, Attributes) else 1
+
+
+def accumulate(p: Parameter, name: str, state: Any) -> None:
+    """Note what a result is made of, to which the next backward pass may add."""
+    own = vars(p)
+    if isinstance(own, Attributes) and name in own.results:
+        own.accumulated[name] = state
+
+
+def accumulated(p: Parameter, name: str) -> Any:
+    """Return what a result is made of, if it accumulates."""
+    own = vars(p)
+    return own.accumulated.get(name) if isinstance(own, Attributes) else None
 
 
 def note_gradient(p: Parameter, name: str) -> None:
@@ -85,7 +118,7 @@ def has_other_gradient(p: Parameter, name: str) -> bool:
     return beside.grad() is not grad or beside.version != grad._version
 
 
-def _results(p: Parameter) -> dict[str, Any]:
+def saved(p: Tensor) -> dict[str, Any]:
     """Return the results that a parameter has now."""
     own = vars(p)
     names = own.results if isinstance(own, Attributes) else ()
@@ -95,8 +128,8 @@ def _results(p: Parameter) -> dict[str, Any]:
 def quantities(model: Module, *names: str) -> dict[str, Tensor]:
     """Collect the results of all parameters of a model, such as for ``safetensors``.
 
-    Results that are functions, such as those of ``GGNMP``, are left out. So are parameters without
-    the result.
+    Results that are functions, such as those of ``GGNMP``, or factors, are left out. So are
+    parameters without the result.
 
     Args:
         model: Any module.
@@ -111,7 +144,7 @@ def quantities(model: Module, *names: str) -> dict[str, Tensor]:
     Raises:
         ValueError: If no parameter has results of one of the names.
     """
-    found = {key: _results(p) for key, p in model.named_parameters()}
+    found = {key: saved(p) for key, p in model.named_parameters()}
     known = dict.fromkeys(name for results in found.values() for name in results)
     unknown = [name for name in names if name not in known]
     if unknown:

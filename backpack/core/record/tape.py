@@ -19,10 +19,12 @@ import torch
 from torch import Size, Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.context import STATE, active, disable, without_autocast
 from backpack.core import fast
+from backpack.core.record.averaging import Averaging
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
     MIXED_DATA,
@@ -382,12 +384,14 @@ class Call:
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
         is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
+        averaging: What is done to the gradients over processes, if anything.
         unbatched_inputs: Numbers of the inputs that have no samples, in a call that has.
     """
 
     __slots__ = (
         "__weakref__",
         "addresses",
+        "averaging",
         "before",
         "computed",
         "copies",
@@ -453,6 +457,8 @@ class Call:
         if keywords or not TENSORS.issuperset(map(type, args)):
             leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(_index)
+        wrapper = DistributedDataParallel._active_ddp_module  # the one that runs
+        self.averaging = None if wrapper is None else Averaging.by(wrapper)
         self.module = module
         self.derivatives: Any = rule  # or None
         self.is_container = rule is None and not is_leaf(module)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.products import Products
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
@@ -14,6 +15,11 @@ class BatchGrad(FirstOrderBackpropExtension):
     r"""Individual gradients, saved in ``grad_batch``.
 
     .. math:: g_n = \nabla_p \ell_n \qquad n = 1, \ldots, N
+
+    With ``factored=True`` the value is a :class:`~backpack.core.engine.factored.FactoredGrad` of
+    that shape: where a gradient is a sum of few outer products, these are kept, and norms, weighted
+    sums and inner products are computed without ``[N, *p]``. A rule that a user has registered for
+    this extension saves its tensor.
 
     :Shape: ``[N, *p]``
     :Scale: That of the loss: with a mean each carries 1/N. They sum to ``p.grad``.
@@ -24,14 +30,19 @@ class BatchGrad(FirstOrderBackpropExtension):
     needs = ("individual",)
     shape = ("N", "*p")
 
-    def __init__(self, subsampling: Sequence[int] | None = None):
+    def __init__(self, subsampling: Sequence[int] | None = None, factored: bool = False):
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples of the batch to look at. Default: all.
+            factored: Save factors instead of the gradients.
         """
         super().__init__("grad_batch", subsampling=subsampling)
+        if factored:
+            self.needs = ("factored",)  # type: ignore[misc]
 
-    def extract(self, products: Products) -> Tensor:
+    def extract(self, products: Products) -> Tensor | FactoredGrad:
         """Return ``[N, *p]``."""
+        if "factored" in self.needs:
+            return products["factored"]
         return products.take("individual").squeeze(0)  # one column

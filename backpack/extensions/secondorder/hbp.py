@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from backpack.core.engine.products import Products
+from backpack.core.engine.products import INPUT_FACTORS, Products
 from backpack.core.engine.propagations import BatchAveraged, ExactFactor, Propagation, SampledFactor
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -133,6 +133,11 @@ class HBP(SecondOrderBackpropExtension):
         if approximation == "expand":
             self.needs = ("gram_expand",)  # type: ignore[misc]
         super().__init__(savefield, subsampling=subsampling)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The factors of what travels back, and of the inputs."""
+        return (*self.needs, INPUT_FACTORS[self.approximation])
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""

@@ -16,7 +16,7 @@ GROUPS = {
         "differential_privacy",
     ),
     "Curvature": ("ggn_spectrum", "trace_estimation", "newton_cg", "pruning", "laplace"),
-    "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac"),
+    "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac", "distributed_training"),
     "Networks": ("resnet", "transformer", "wide_resnet", "character_rnn"),
     "Own modules": ("custom_module_first_order", "custom_module_second_order"),
     "In your program": (

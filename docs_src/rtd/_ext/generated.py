@@ -34,7 +34,7 @@ PROPAGATED = {
     propagations.Blocks: "on demand",
 }
 EXTRACTED = {
-    "as is": ("individual",),
+    "as is": ("individual", "factored"),
     "squared": ("square", "batch_square"),
     "its norm": ("square_norm",),
     "Kronecker factors": ("gram",),

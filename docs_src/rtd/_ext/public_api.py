@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 INTERNAL = (
     "backpack.convert",
     "backpack.core",
+    "backpack.distributed",
     "backpack.linalg.",  # what the packages export is public
     "backpack.optim.",
+    "backpack.utils.options",
+    "backpack.__main__",
     *(f"backpack.custom_module.{name}" for name in ("converted_module", "recurrent_pass")),
 )
 # What rules are made of, in `backpack.core.derivatives`.
@@ -99,7 +102,22 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
         )
 
 
+def without_summary(
+    app: Sphinx, what: str, name: str, value: Any, _: Any, lines: list[str]
+) -> None:
+    """Show the arguments of a class below its docstring without the first line of ``__init__``."""
+    of_init = (getdoc(value.__init__) or "").splitlines() if what == "class" else []
+    if (
+        of_init
+        and lines
+        and lines[0] == of_init[0]
+        and lines[0] != (getdoc(value) or "").split("\n")[0]
+    ):
+        del lines[0]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Run the check once all pages have been read."""
+    app.connect("autodoc-process-docstring", without_summary, priority=100)
     app.connect("env-check-consistency", check)
     return {"parallel_read_safe": True}

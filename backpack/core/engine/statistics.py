@@ -1,0 +1,348 @@
+"""What results are made of, where a batch comes in parts: over processes, or backward passes.
+
+Every quantity is a function of few statistics of the batch. How those of two parts combine follows
+from :data:`~.products.OVER_PARTS`: they add up, are averages over samples, or have an axis of
+samples. The result for the whole batch is then made of them as it is made for one part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.engine.products import OVER_PARTS, Products, Reduction
+from backpack.core.types import Extension, Save
+
+# Sums a tensor over processes.
+Total = Callable[[Tensor], Tensor]
+
+
+class Statistics(ABC):
+    """The statistics of a part of the batch that the results of some extensions are made of.
+
+    Attributes:
+        parameter: Whose results they are.
+        exts: The extensions, which have one propagation.
+    """
+
+    def __init__(self, parameter: Parameter, exts: Sequence[Extension]):
+        """Remember what they are for."""
+        self.parameter = parameter
+        self.exts = tuple(exts)
+
+    @property
+    def order(self) -> float:
+        """Power of the loss's factor that columns carry: curvature has two of them."""
+        return 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
+
+    @abstractmethod
+    def signature(self) -> str:
+        """Describe what other processes need to have as well."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply the loss that they belong to with a factor."""
+
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """Return what adds up over parts, as vectors."""
+
+    @abstractmethod
+    def counts(self) -> list[int]:
+        """Return the numbers of samples, which add up over parts."""
+
+    @abstractmethod
+    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+        """Replace :meth:`sums` and :meth:`counts` by those of all parts."""
+
+    @abstractmethod
+    def plus(self, other: Any) -> Statistics:
+        """Return those of two parts together."""
+
+    @abstractmethod
+    def extract(self, save: Save) -> None:
+        """Save the results."""
+
+    @abstractmethod
+    def copy(self) -> Statistics:
+        """Return a copy which may be changed or used up."""
+
+
+class OfProducts(Statistics):
+    """Those that extensions extract of products.
+
+    Averages over samples are held as sums.
+    """
+
+    def __init__(self, products: Products, exts: Sequence[Extension]):
+        """Compute everything that the extensions read, and let go of where it comes from."""
+        super().__init__(products.parameter, exts)
+        names = dict.fromkeys(name for ext in exts for name in ext.reads)
+        averaged = {name: products.count_of(name) for name in names if OVER_PARTS[name].is_average}
+        self.numbers = {"": products.num_samples, **averaged}
+        self.products, self.values = products, products.settle(names)
+        for name, count in averaged.items():
+            self.values[name] = _multiplied(self.values[name], count)
+
+    def signature(self) -> str:
+        """Name the statistics and the shapes of those that add up."""
+        shapes = [[list(v.shape) for v in _listed(self.values[name])] for name, _ in self._added()]
+        return f"{list(self.parameter.shape)} {', '.join(self.values)} {shapes}"
+
+    def scale(self, factor: float) -> None:
+        """Multiply what depends on the loss."""
+        for name in self.values:
+            power = OVER_PARTS[name].degree * self.order
+            if power:
+                self.values[name] = _multiplied(self.values[name], factor**power)
+
+    def _added(self) -> Iterator[tuple[str, Reduction]]:
+        for name in self.values:
+            if OVER_PARTS[name].sample_axis is None:
+                yield name, OVER_PARTS[name]
+
+    def sums(self) -> list[Tensor]:
+        """Flatten what adds up; of symmetric matrices, the upper triangle."""
+        return [
+            _packed(value, rule.is_symmetric)
+            for name, rule in self._added()
+            for value in _listed(self.values[name])
+        ]
+
+    def counts(self) -> list[int]:
+        """Return the numbers of samples (or positions)."""
+        return list(self.numbers.values()) if any(True for _ in self._added()) else []
+
+    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+        """Replace what adds up."""
+        for name, rule in self._added():
+            value = self.values[name]
+            found = [_unpacked(next(sums), v, rule.is_symmetric) for v in _listed(value)]
+            self.values[name] = found if isinstance(value, list) else found[0]
+        if self.counts():
+            self.numbers = {name: next(counts) for name in self.numbers}
+
+    def plus(self, other: OfProducts) -> OfProducts:
+        """Add what adds up, concatenate samples."""
+        both = self.copy()
+        for name, value in other.values.items():
+            axis = OVER_PARTS[name].sample_axis
+            if axis is None:
+                pairs = zip(_listed(self.values[name]), _listed(value), strict=True)
+                found = [a + b for a, b in pairs]
+                both.values[name] = found if isinstance(value, list) else found[0]
+            else:
+                both.values[name] = torch.cat([self.values[name], value], axis)
+        both.numbers = {name: count + other.numbers[name] for name, count in self.numbers.items()}
+        return both
+
+    def extract(self, save: Save) -> None:
+        """Make the results, and drop the statistics."""
+        for name, count in self.numbers.items():
+            if name:
+                self.values[name] = _multiplied(self.values[name], 1 / count)
+        self.products.resume(self.values, self.numbers[""])
+        self.values = {}
+        self.products.extract(self.exts, save)
+
+    def copy(self) -> OfProducts:
+        """Copy all but the tensors."""
+        both = object.__new__(OfProducts)
+        vars(both).update(vars(self))
+        both.values, both.numbers = self.values.copy(), self.numbers.copy()
+        return both
+
+
+class OfRule(Statistics):
+    """The value that a user's rule has returned, if it is a sum over samples or of each.
+
+    Raises:
+        NotImplementedError: If it is not known to be one.
+    """
+
+    def __init__(self, parameter: Parameter, ext: Extension, value: Any):
+        """Check what it is."""
+        super().__init__(parameter, (ext,))
+        shape = ext.shape
+        known = len(ext.needs) == 1 and isinstance(value, Tensor) and shape is not None
+        if not known or shape is None:
+            raise NotImplementedError(
+                f"{ext!r}: the result of your own rule for a module cannot be combined over "
+                "processes or backward passes, because it is not known how. Register derivatives "
+                "(backpack.core.derivatives.register), or use "
+                "backpack(..., process_group=None) and no accumulate=True."
+            )
+        self.value = value
+        self.axis = shape.index("N") if "N" in shape else None
+        self.degree = OVER_PARTS[ext.needs[0]].degree
+
+    def signature(self) -> str:
+        """Give the shape."""
+        shapes = [list(value.shape) for value in self.sums()]
+        return f"{list(self.parameter.shape)} {self.exts[0].savefield} {shapes}"
+
+    def scale(self, factor: float) -> None:
+        """Multiply the value."""
+        self.value = self.value * factor ** (self.degree * self.order)
+
+    def sums(self) -> list[Tensor]:
+        """Return the value, if it is summed over samples."""
+        return [self.value.flatten()] if self.axis is None else []
+
+    def counts(self) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+        """Replace the value, if it is summed over samples."""
+        if self.axis is None:
+            self.value = next(sums).view_as(self.value)
+
+    def plus(self, other: OfRule) -> OfRule:
+        """Add or concatenate."""
+        both = self.copy()
+        if self.axis is None:
+            both.value = self.value + other.value
+        else:
+            both.value = torch.cat([self.value, other.value], self.axis)
+        return both
+
+    def extract(self, save: Save) -> None:
+        """Save the value."""
+        save(self.parameter, self.exts[0], self.value)
+
+    def copy(self) -> OfRule:
+        """Copy all but the value."""
+        both = object.__new__(OfRule)
+        vars(both).update(vars(self))
+        return both
+
+
+class SumOfMaps:
+    """The sum of linear maps ``[V, *p] -> [V, *p]``, times a factor, and summed over processes.
+
+    Args:
+        maps: The maps.
+        factor: The factor.
+        total: Sums over processes, which all have to apply it to the same vectors.
+    """
+
+    def __init__(
+        self, maps: Sequence[Callable[[Tensor], Tensor]], factor: float, total: Total | None
+    ):
+        """Remember what to apply."""
+        self.maps = tuple(maps)
+        self.factor = factor
+        self.total = total
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Apply it.
+
+        Args:
+            mat: ``[V, *p]``, or ``[*p]``.
+
+        Returns:
+            Same shape.
+
+        Raises:
+            ValueError: If the shape does not match.
+            RuntimeError: If a parameter was changed since the backward pass.
+        """
+        first, *others = self.maps
+        result = first(mat)
+        for one in others:
+            result = result + one(mat)
+        if self.factor != 1:
+            result = result * self.factor
+        return result if self.total is None else self.total(result)
+
+
+class OfMaps(Statistics):
+    """Products with curvature, which are computed when they are asked for."""
+
+    def __init__(self, parameter: Parameter, ext: Extension, value: Callable[[Tensor], Tensor]):
+        """Start with one."""
+        super().__init__(parameter, (ext,))
+        self.maps = [value]
+        self.factor = 1.0
+
+    def signature(self) -> str:
+        """Name the result."""
+        return f"{list(self.parameter.shape)} {self.exts[0].savefield}"
+
+    def scale(self, factor: float) -> None:
+        """Multiply the map."""
+        self.factor *= factor
+
+    def sums(self) -> list[Tensor]:
+        """Return nothing: vectors are summed later."""
+        return []
+
+    def counts(self) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
+        """Sum products over processes."""
+        self.maps, self.factor = [SumOfMaps(self.maps, self.factor, total)], 1.0
+
+    def plus(self, other: OfMaps) -> OfMaps:
+        """Add the maps."""
+        both = self.copy()
+        both.maps = [self._map(), other._map()]
+        both.factor = 1.0
+        return both
+
+    def _map(self) -> Callable[[Tensor], Tensor]:
+        alone = len(self.maps) == 1 and self.factor == 1
+        return self.maps[0] if alone else SumOfMaps(self.maps, self.factor, None)
+
+    def extract(self, save: Save) -> None:
+        """Save the map."""
+        save(self.parameter, self.exts[0], self._map())
+
+    def copy(self) -> OfMaps:
+        """Copy all but the maps."""
+        both = object.__new__(OfMaps)
+        vars(both).update(vars(self))
+        return both
+
+
+def of_value(parameter: Parameter, ext: Extension, value: Any) -> Statistics:
+    """Return the statistics of a result that is not extracted of products."""
+    is_map = not isinstance(value, Tensor) and callable(value)
+    return (OfMaps if is_map else OfRule)(parameter, ext, value)
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return value if isinstance(value, list) else [value]
+
+
+def _multiplied(value: Any, factor: float) -> Any:
+    return [v * factor for v in value] if isinstance(value, list) else value * factor
+
+
+def _triangle(matrix: Tensor) -> Tensor:
+    return torch.triu_indices(*matrix.shape, device=matrix.device)
+
+
+def _packed(value: Tensor, is_symmetric: bool) -> Tensor:
+    if not is_symmetric:
+        return value.flatten()
+    rows, columns = _triangle(value)
+    return value[rows, columns]
+
+
+def _unpacked(vector: Tensor, like: Tensor, is_symmetric: bool) -> Tensor:
+    if not is_symmetric:
+        return vector.view_as(like)
+    rows, columns = _triangle(like)
+    matrix = torch.empty_like(like)
+    matrix[rows, columns] = vector
+    matrix[columns, rows] = vector
+    return matrix

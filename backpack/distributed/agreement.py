@@ -1,0 +1,78 @@
+"""Processes tell each other what they are about to do before they do it together.
+
+A collective operation that not all processes of a group take part in, or with other shapes, hangs
+or ends in garbage. The store of the group has no such problem: each process writes there, and waits
+for the verdict as long as the group's timeout allows.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed import distributed_c10d
+
+AGREED = "yes"
+# Number of the next agreement, by group.
+_next: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def agree(group: Any, plan: str, summary: str) -> None:
+    """Wait until all processes of a group have the same plan.
+
+    Args:
+        group: The processes.
+        plan: What this one is about to do, in full.
+        summary: The same in a few words, for a message.
+
+    Raises:
+        RuntimeError: If plans differ (on all processes), or a process does not come.
+    """
+    store = distributed_c10d._get_process_group_store(group)
+    number = _next.get(group, 0)
+    _next[group] = number + 1
+    prefix, size, rank = f"backpack/{number}", group.size(), group.rank()
+    own = f"{prefix}/{sha256(plan.encode()).hexdigest()}"
+    store.add(own, 1)
+    try:
+        if store.add(f"{prefix}/came", 1) == size:  # the last one sees what all have
+            _forget(store, number - 1)
+            agreed = store.add(own, 0) == size
+            store.set(f"{prefix}/verdict", AGREED if agreed else "no")
+        store.wait([f"{prefix}/verdict"], _timeout(group))
+        if store.get(f"{prefix}/verdict").decode() == AGREED:
+            if rank == 0:
+                store.delete_key(own)
+            return
+        store.set(f"{prefix}/{rank}", summary)
+        others = [f"{prefix}/{i}" for i in range(size)]
+        store.wait(others, _timeout(group))
+        plans = [store.get(key).decode() for key in others]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Process {rank} of {size} has waited for the others, to reduce the quantities of a "
+            f"backward pass: {summary}. All have to come there: enter backpack(...) with the same "
+            "extensions on each, or use backpack(..., process_group=None) for the quantities of "
+            f"the process alone. ({error})"
+        ) from error
+    listed = "; ".join(f"process {i}: {text}" for i, text in enumerate(plans))
+    raise RuntimeError(
+        f"The processes do not have the same quantities to reduce, or an error has stopped one. "
+        f"{listed}."
+    )
+
+
+def _forget(store: Any, number: int) -> None:
+    """Remove what no process reads any more."""
+    for name in ("came", "verdict"):
+        if number >= 0:
+            store.delete_key(f"backpack/{number}/{name}")
+
+
+def _timeout(group: Any) -> timedelta:
+    """Return how long the group waits for its processes."""
+    devices = group._device_types or [torch.device("cpu")]
+    return min(group._get_backend(device).options._timeout for device in devices)

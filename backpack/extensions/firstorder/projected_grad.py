@@ -1,0 +1,89 @@
+"""Random projections of individual gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+from zlib import crc32
+
+import torch
+from torch import Generator, Tensor
+
+from backpack.core.engine.products import Products
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+
+
+class ProjectedGrad(FirstOrderBackpropExtension):
+    r"""Individual gradients along random directions, saved in ``grad_projected``.
+
+    .. math:: \frac{1}{\sqrt{D}} \left(r_d^\top g_n\right)_{n, d}
+
+    Inner products of two rows are those of the gradients in expectation. The directions depend on
+    the seed, the names of module and parameter, and the shape, not on the batch: rows of different
+    backward passes may be compared, and those of all parameters added up.
+
+    :Shape: ``[N, dim]``
+    :Scale: That of the gradients: with a mean it carries 1/N.
+    :Cost: The individual gradients in slices, and a product with ``[dim, *p]``, which is never
+        formed as a whole. With ``outer=True``, ``dim T (O + I)`` multiplications for each sample.
+    :Source: Johnson, Lindenstrauss (1984); for attribution Park et al., TRAK: attributing model
+        behavior at scale (ICML 2023); of outer products Choe et al., What is your data worth to
+        GPT? (arXiv 2405.13954, 2024).
+    """
+
+    needs = ("factored",)
+    shape = ("N", "D")
+
+    def __init__(
+        self,
+        dim: int = 64,
+        seed: int = 0,
+        distribution: Literal["rademacher", "normal"] = "rademacher",
+        outer: bool = False,
+        subsampling: Sequence[int] | None = None,
+    ):
+        """Store the options.
+
+        Args:
+            dim: D, number of directions.
+            seed: Draws the directions.
+            distribution: Signs (``"rademacher"``), or normal numbers. Both have variance 1.
+            outer: Let a direction be ``a bᵀ``, a for the first axis of the parameter and b for all
+                others: less to draw and to multiply, and a larger variance.
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        if dim < 1:
+            raise ValueError(f"dim has to be at least 1, got {dim}.")
+        if distribution not in ("rademacher", "normal"):
+            raise ValueError(f"distribution is 'rademacher' or 'normal', got {distribution!r}.")
+        self.dim = dim
+        self.seed = seed
+        self.distribution = distribution
+        self.outer = outer
+        super().__init__("grad_projected", subsampling=subsampling)
+
+    def extract(self, products: Products) -> Tensor:
+        """Return ``[N, D]``."""
+        gradients = products["factored"]
+        name = f"{self.seed} {gradients.label} {list(gradients.shape[1:])}"
+        number = crc32(name.encode())
+        first, *others = gradients.shape[1:] or (1,)
+        scale = self.dim**-0.5
+        if self.outer:
+            sizes = (first, torch.Size(others).numel())
+            a, b = (torch.stack([*self._draw(number + i, [n])]) for i, n in enumerate(sizes))
+            return gradients.project_outer(a, b) * scale
+        return gradients.project_along(lambda: self._draw(number, gradients.shape[1:])) * scale
+
+    def _draw(self, number: int, shape: Sequence[int]) -> Iterator[Tensor]:
+        """Draw D directions, on the CPU and in one precision: they are the same everywhere."""
+        generator = Generator().manual_seed(number)
+        for _ in range(self.dim):
+            entries = torch.empty(shape, dtype=torch.float32)
+            if self.distribution == "normal":
+                yield entries.normal_(generator=generator)
+            else:
+                yield entries.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)

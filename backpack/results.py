@@ -1,0 +1,190 @@
+"""What a backward pass has left at the parameters: with types, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.engine.results import saved
+
+
+class Results:
+    """The results of one parameter, as attributes that have types: see :func:`results_of`.
+
+    Savefields of extensions of your own are there, too, as ``Any``.
+    """
+
+    grad_batch: Tensor
+    batch_l2: Tensor
+    sum_grad_squared: Tensor
+    variance: Tensor
+    grad_clipped: Tensor
+    grad_gram: Tensor
+    grad_projected: Tensor
+    diag_ggn_exact: Tensor
+    diag_ggn_mc: Tensor
+    diag_ggn_exact_batch: Tensor
+    diag_ggn_mc_batch: Tensor
+    diag_h: Tensor
+    diag_h_batch: Tensor
+    sqrt_ggn_exact: Tensor
+    sqrt_ggn_mc: Tensor
+    kfac: list[Tensor]
+    kflr: list[Tensor]
+    kfra: list[Tensor]
+    hbp: list[Tensor]
+    ggnmp: Callable[[Tensor], Tensor]
+    hmp: Callable[[Tensor], Tensor]
+    pchmp: Callable[[Tensor], Tensor]
+
+    def __init__(self, parameter: Tensor):
+        """Look at a parameter. It keeps its results."""
+        self._parameter = parameter
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a result.
+
+        Raises:
+            AttributeError: If the parameter does not have it.
+        """
+        there = saved(self._parameter)
+        if name in there:
+            return there[name]
+        raise AttributeError(
+            f"A parameter of shape {list(self._parameter.shape)} has no {name}: there are "
+            f"{', '.join(there) or 'no results'}. Call backward() inside `with backpack(...)`, "
+            "with the extension that saves it."
+        )
+
+    def __dir__(self) -> list[str]:
+        """List the results, for completion."""
+        return [*saved(self._parameter)]
+
+
+def results_of(parameter: Tensor) -> Results:
+    """Return the results of a parameter, for type checkers.
+
+    ``p.grad_batch`` is an attribute that :class:`torch.nn.Parameter` does not have: a type checker
+    complains. ``results_of(p).grad_batch`` is the same tensor, and known to be one.
+
+    Args:
+        parameter: Any parameter.
+
+    Returns:
+        An object with the savefields as attributes.
+    """
+    return Results(parameter)
+
+
+class Row(NamedTuple):
+    """One line of a summary.
+
+    The name of the parameter in ``model.named_parameters()``; the attribute that holds the quantity
+    (factors of a list are numbered: ``"kfac[0]"``); its shape, bytes of memory and 2-norm. Shape
+    and norm of a function are None.
+    """
+
+    parameter: str
+    quantity: str
+    shape: tuple[int, ...] | None
+    bytes: int
+    norm: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table of what parameters hold, for terminals (``print``) and notebooks.
+
+    Attributes:
+        rows: Its lines.
+    """
+
+    rows: tuple[Row, ...]
+
+    HEADER = ("parameter", "quantity", "shape", "bytes", "norm")
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        """Write every line as text, the name of a parameter once, and the sum."""
+        before = ""
+        for row in self.rows:
+            name, before = "" if row.parameter == before else row.parameter, row.parameter
+            shape = "function" if row.shape is None else str(list(row.shape))
+            norm = "" if row.norm is None else f"{row.norm:.3g}"
+            yield name, row.quantity, shape, f"{row.bytes:,}", norm
+        yield "all", "", "", f"{sum(row.bytes for row in self.rows):,}", ""
+
+    def __str__(self) -> str:
+        """Write aligned columns."""
+        lines = [self.HEADER, *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = (
+            (*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:]))
+            for line in lines
+        )
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Write a table, which notebooks show."""
+        lines = [("th", self.HEADER), *(("td", cells) for cells in self._cells())]
+        rows = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def summary(model: Module) -> Summary:
+    """Tabulate what every parameter of a model holds: its gradient, and results.
+
+    >>> import torch
+    >>> from backpack import backpack, extend, summary
+    >>> from backpack.extensions import KFAC, BatchGrad
+    >>> model, lossfunc = extend(torch.nn.Linear(3, 2)), extend(torch.nn.MSELoss())
+    >>> with backpack(BatchGrad(), KFAC()):
+    ...     lossfunc(model(torch.zeros(5, 3)), torch.zeros(5, 2)).backward()
+    >>> print(summary(model))  # doctest: +SKIP
+    parameter  quantity    shape      bytes   norm
+    weight     grad        [2, 3]        24      0
+               grad_batch  [5, 2, 3]    120      0
+               kfac[0]     [2, 2]        16  0.646
+               kfac[1]     [3, 3]        36      0
+    bias       grad        [2]            8  0.648
+               grad_batch  [5, 2]        40   0.29
+               kfac[0]     [2, 2]        16  0.646
+    all                                 260
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The table; its ``rows`` are tuples.
+    """
+    rows = []
+    for name, p in model.named_parameters():
+        held = {"grad": p.grad, **saved(p)}
+        for quantity, value in held.items():
+            if value is None:
+                continue
+            parts = {quantity: value}
+            if isinstance(value, list | tuple):
+                parts = {f"{quantity}[{i}]": part for i, part in enumerate(value)}
+            rows += [_row(name, label, part) for label, part in parts.items()]
+    return Summary(tuple(rows))
+
+
+@torch.no_grad()
+def _row(parameter: str, quantity: str, value: Any) -> Row:
+    """Describe a tensor, or a function."""
+    if not isinstance(value, Tensor):
+        return Row(parameter, quantity, None, 0, None)
+    entries = value.coalesce().values() if value.is_sparse else value
+    size = entries.numel() * entries.element_size()
+    norm = float(
+        torch.linalg.vector_norm(entries.to(torch.promote_types(entries.dtype, torch.float32)))
+    )
+    return Row(parameter, quantity, tuple(value.shape), size, norm)
