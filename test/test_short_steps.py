@@ -62,7 +62,7 @@ class Step:
         ("", 115, 25),
         ("Variance", 115, 340),
         ("DiagGGNExact", 115, 505),
-        ("BatchGrad DiagGGNExact KFAC", 115, 1025),
+        ("BatchGrad DiagGGNExact KFAC", 115, 1010),
     ],
     ids=["none", "first order", "second order", "all"],
 )

@@ -202,9 +202,8 @@ class Combining:
                 continue
             try:
                 type(self).reduce(group, own, error)
-            except RuntimeError:
-                if error is None:
-                    raise
+            except RuntimeError as caught:  # other groups are told, too
+                error = error or caught
         if error is not None:
             raise error
         after = []
