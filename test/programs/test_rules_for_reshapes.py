@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack import backpack, extend
+from backpack import backpack, extend, extensions
 from backpack.core.derivatives.conv2d import Conv2DDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.lstm import LSTMDerivatives
@@ -326,3 +326,59 @@ def test_positions_that_are_the_rows_of_the_loss_are_refused(subsampling: list[i
     with backpack(ext), pytest.raises(ValueError, match=r"Linear.*\['V', \d, 5, 2\].*got"):
         value.backward()
     assert not hasattr(model.weight, "columns")
+
+
+def reshaping(name: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Return a network in which rows merge, or merge and split again, its loss and a batch."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)]
+    x, y = torch.rand(N, 6, 5), torch.randint(3, (N, 6))
+    match name:
+        case "merged at the loss":
+            return nn.Sequential(*layers, nn.Flatten(0, 1)), nn.CrossEntropyLoss(), x, y.flatten()
+        case "merged for a layer":
+            first, *rest = layers
+            layers = [first, nn.Flatten(0, 1), *rest, nn.Unflatten(0, (N, 6)), nn.Flatten(1)]
+            return nn.Sequential(*layers), nn.MSELoss(), x, torch.rand(N, 18)
+    layers = [nn.Flatten(), nn.Identity(), nn.Linear(30, 3)]
+    return nn.Sequential(nn.Linear(5, 5), *layers), nn.CrossEntropyLoss(), x, y[:, 0]
+
+
+@pytest.mark.parametrize("name", ["merged at the loss", "merged for a layer", "flattened"])
+@pytest.mark.parametrize("known", [True, False], ids=["rule before", "rule after"])
+def test_quantities_are_those_without_a_rule(name: str, known: bool) -> None:
+    """An extension with a rule for a reshape exists, and is not used."""
+
+    def quantities(has_rule: bool) -> list[dict[str, Any]]:
+        def note() -> None:
+            for kind in (nn.Flatten, nn.Unflatten, nn.Identity) if has_rule else ():
+                tape.note_rule(kind)
+
+        model, loss, x, y = reshaping(name)
+        model, loss = extend(model), extend(loss)
+        found: list[dict[str, Any]] = [{} for _ in model.parameters()]
+        for exts in (
+            [BatchGrad(), extensions.Variance()],
+            [DiagGGNExact(), extensions.BatchDiagGGNExact(), SqrtGGNExact()],
+            [extensions.DiagGGNMC(mc_samples=2), extensions.KFAC(mc_samples=2)],
+            [extensions.KFLR()],
+            [extensions.DiagHessian(), extensions.BatchDiagHessian()],
+            [extensions.GGNMP(), extensions.HMP()],
+        ):
+            if known:
+                note()
+            value = loss(model(x), y)
+            note()
+            torch.manual_seed(1)
+            with backpack(*exts):
+                value.backward()
+            for p, values in zip(model.parameters(), found, strict=True):
+                for ext in exts:
+                    value = vars(p)[ext.savefield]
+                    values[ext.savefield] = value(p[None]) if callable(value) else value
+        return found
+
+    truth = quantities(has_rule=False)
+    assert not tape._ruled
+    for mine, other in zip(quantities(has_rule=True), truth, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)

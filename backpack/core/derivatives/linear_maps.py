@@ -138,6 +138,14 @@ class ReshapeDerivatives(LinearMapDerivatives):
 
     reads_input = False
 
+    def keeps_rows(self, call: Call) -> bool:
+        """Return whether there are as many rows before as after: none merge, and none split."""
+        before, after = call.place_in(0), call.place_out(0)
+        (shape_in, *_), (shape_out, *_) = call.shape_in, call.shape_out
+        if before is None or after is None or shape_in is None:
+            return True
+        return before.rows(shape_in) == after.rows(shape_out)
+
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the input, along whichever axis."""
         layout, shape = call.layouts_in[0], call.shape_in[0]
