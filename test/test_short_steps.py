@@ -59,10 +59,10 @@ class Step:
 @pytest.mark.parametrize(
     ("extensions", "forward", "backward"),
     [
-        ("", 115, 25),
-        ("Variance", 115, 340),
-        ("DiagGGNExact", 115, 505),
-        ("BatchGrad DiagGGNExact KFAC", 115, 1010),
+        ("", 105, 25),
+        ("Variance", 105, 325),
+        ("DiagGGNExact", 105, 460),
+        ("BatchGrad DiagGGNExact KFAC", 105, 925),
     ],
     ids=["none", "first order", "second order", "all"],
 )

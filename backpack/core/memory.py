@@ -10,10 +10,10 @@ allocator keeps adds up.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
-from itertools import zip_longest
 from math import prod
 from typing import Any
 from weakref import getweakrefcount
@@ -58,16 +58,16 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     """Multiply entries (with broadcasting), for a large result."""
     if torch.is_grad_enabled() or one.dtype != other.dtype:
         return one * other
-    axes = zip_longest(reversed(one.shape), reversed(other.shape), fillvalue=1)
+    axes = itertools.zip_longest(reversed(one.shape), reversed(other.shape), fillvalue=1)
     shape = [b if a == 1 else a for a, b in axes]
     return torch.mul(one, other, out=empty(shape[::-1], one))
 
 
-def recycle(p: Parameter, exts: Iterable[Extension]) -> bool:
+def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
     """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
 
     Args:
-        p: Who has them.
+        parameters: Who has them.
         exts: Whose results they are.
 
     Returns:
@@ -76,7 +76,7 @@ def recycle(p: Parameter, exts: Iterable[Extension]) -> bool:
     if torch.is_grad_enabled() or not REUSED_MEMORY.is_on:
         return False
     is_holding = False
-    for ext in exts:
+    for p, ext in itertools.product(parameters, exts):
         name, attributes = ext.savefield, vars(p)
         value = attributes.get(name)
         large = type(value) is Tensor and value.is_cpu and value.nbytes >= LARGE

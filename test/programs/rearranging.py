@@ -69,7 +69,7 @@ class Program:
         plain: Whether modules alone can tell the samples: where something else is along the axis
             that they take for the batch, it has another size.
         mixes: Whether samples meet, or change places: to be refused, or right for each loss term.
-        nudge: How far the entries of parameters are from their values, at random.
+        nudge: How far the entries of parameters and data are from their values, at random.
     """
 
     submodules: tuple[str, ...]
@@ -113,10 +113,12 @@ class Program:
         exec(compile(self.code, name, "exec"), space)
         torch.manual_seed(self.seed)
         model = space["Model"]().double()
+        data = eval(self.data, {"torch": torch})
         generator = torch.Generator().manual_seed(0)
-        for p in model.parameters() if self.nudge else ():
-            p.data += self.nudge * torch.randn(p.shape, generator=generator, dtype=DTYPE)
-        return model, eval(self.data, {"torch": torch})
+        for t in (*model.parameters(), data) if self.nudge else ():
+            if t.is_floating_point():
+                t.data += self.nudge * torch.randn(t.shape, generator=generator, dtype=DTYPE)
+        return model, data
 
     def loss_function(self) -> nn.Module:
         """Return a new loss module."""
@@ -1518,7 +1520,7 @@ def run(program: Program, truth: Truth, route: str, check: str = "first order") 
 
 
 def near_by(program: Program, check: str) -> Expected:
-    """Return the truth for parameters that differ by little more than rounding."""
+    """Return the truth for parameters and data that differ by little more than rounding."""
     program = replace(program, nudge=1e-13)
     truth = truth_of(program)
     assert truth is not None

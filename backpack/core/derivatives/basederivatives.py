@@ -602,7 +602,12 @@ class BaseDerivatives(Interface):
     ) -> list[tuple[Tensor, Tensor | None]] | None:
         """Return the pairs of :meth:`affine` with one axis of positions, or without."""
         pairs = self.affine(c, name, v)
-        if pairs is None or all(s.dim() < 5 for s, _ in pairs):
+        if pairs is None:
+            return None
+        for s, _ in pairs:
+            if s.dim() > 4:
+                break
+        else:
             return pairs
         return [(s.flatten(2, -2), x if x is None else x.flatten(1, -2)) for s, x in pairs]
 

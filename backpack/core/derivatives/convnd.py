@@ -222,7 +222,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     def _pad(self, module: Any, x: Tensor, explicit: bool = False) -> Tensor:
         """Pad what the convolution itself does not pad (or, ``explicit``, everything)."""
         margins = self._margins(module)
-        if not any(a or b for a, b in margins):
+        if not any(map(any, margins)):
             return x
         if not explicit and any(self._native_padding(module)):
             return x

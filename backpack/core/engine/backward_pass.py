@@ -367,7 +367,8 @@ class BackwardPass:
         if is_new:
             if call.index > self.start:  # such as that of a checkpoint
                 self._keep_parameters([call])
-            call.check_released()
+            if not call.outputs:
+                call.check_released()
             call.check_batched()
             if call in self.moved:
                 call.refuse_moved()
@@ -393,7 +394,7 @@ class BackwardPass:
             return
         if len(call.outputs) == 1 and self._is_independent(call):
             self._finish_alone(call)
-            if self.second_order and not self._keeps(grad):
+            if self.second_order and grad.numel() >= tape.LARGE and not self._keeps(grad):
                 call.g_out[slot] = stand_in(grad)
         else:
             self.deferred.append(call)
@@ -670,8 +671,12 @@ class BackwardPass:
                 value = value.detach()
             value = owned(value)
         elif isinstance(value, list):
-            value = list(value)
-            value = [owned(_renamed(value.pop(0), p.dtype)) for _ in range(len(value))]
+            left, value = list(value), []
+            while left:
+                one = left.pop(0).to(p.dtype)
+                one = one if one.requires_grad else one.detach()
+                value.append(owned(one))
+                del one
         if self.configuration.debug:
             print(f"[backpack] {savefield}: {list(getattr(value, 'shape', []))}")
         self.written.append((p, savefield, id(value)))
@@ -768,7 +773,7 @@ class BackwardPass:
         return True
 
     def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[Extension]) -> None:
-        is_holding = not self.combining.accumulates and memory.recycle(p, exts)
+        is_holding = not self.combining.accumulates and memory.recycle((p,), exts)
         wanted = self.wanted
         if exts is not self.first_order:
             wanted = {name for ext in exts for name in ext.needs}
@@ -801,8 +806,8 @@ class BackwardPass:
             for ext in exts:
                 propagation.check(ext)
             plan.check_subsampling(subsampling, exts)
-            for p in () if self.combining.accumulates else plan.uses:
-                memory.recycle(p, exts)
+            if not self.combining.accumulates:
+                memory.recycle(plan.uses, exts)
             propagation.run(plan, exts, subsampling, self.combining)
             memory.forget()
 
@@ -882,12 +887,6 @@ def _have_hooks(calls: Iterable[Call]) -> bool:
     return False
 
 
-def _renamed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a precision, under a new name (which has no base) if it has no graph."""
-    value = value.to(dtype)
-    return value if value.requires_grad else value.detach()
-
-
 def _is_called_from_here() -> bool:
     """Whether the thread at hand has called the backward pass that runs."""
     frame: FrameType | None = sys._getframe()
@@ -956,7 +955,7 @@ def refusal(call: Call, names: Collection[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)
-    known = call.derivatives.param_names(call.module)
+    known = call.derivatives.param_names(call.module) if names else ()
     if not set(names).issubset(known):
         with call.as_it_was():  # it may have tied some since
             known = call.derivatives.param_names(call.module)

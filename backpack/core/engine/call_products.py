@@ -49,7 +49,8 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         return _padded(call, [*[None] * call.repeats, _repeated(call, v[0], to_input=True)])
     if call.is_direct:  # nothing to move: as a rule
         back = rule.vjp(c, v[0] if len(v) == 1 else list(v))
-        return _padded(call, [back] if isinstance(back, Tensor) else list(back))
+        backs = [back] if isinstance(back, Tensor) else list(back)
+        return backs if len(backs) == len(call.inputs) else _padded(call, backs)
     side = _side(c)
     if side.is_folded:
         like = next(m for m in v if m is not None)

@@ -189,9 +189,9 @@ class Plan:
         """The losses themselves, and modules that combine their values."""
         found = set(self.losses)
         for call in self.calls:
-            producers = [self.producers.get(o) for o in call.origins_in if o is not None]
-            if not found.isdisjoint([p.call for p in producers if p is not None]):
-                found.add(call)
+            for o in filter(self.producers.__contains__, call.origins_in):
+                if self.producers[o].call in found:  # type: ignore[index]
+                    found.add(call)
         return found
 
     @lazy

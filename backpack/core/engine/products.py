@@ -376,21 +376,21 @@ class Products:
         inputs = self.take(INPUT_FACTORS[approximation])
         return [*inputs, gram] if self.input_first else [gram, *inputs]
 
-    @property
-    def _have_one_structure(self) -> bool:
-        """Whether all uses agree on the Kronecker factors: not a linear layer and an embedding."""
-        if len(self.uses) == 1:
-            return True
-        facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
-        return len(facts) == 1
+    @lazy
+    def _without_factors(self) -> Callable[[], Any] | None:
+        """What stands for the Kronecker factors if the rules of all uses know none in common.
 
-    @property
-    def _has_axis_factors(self) -> bool:
-        """Whether the block is too large and no rule knows Kronecker factors of the parameter."""
+        The block itself or, if that is too large, its marginals.
+        """
         p = self.parameter
-        if p.numel() <= WHOLE_BLOCK_ENTRIES or sum(size > 1 for size in p.shape) < 2:
-            return False
-        return not (self._have_one_structure and self.uses[0].has_kronecker_factors)
+        is_small = p.numel() <= WHOLE_BLOCK_ENTRIES or sum([size > 1 for size in p.shape]) < 2
+        if is_small and len(self.uses) == 1:
+            return None
+        facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
+        (is_known, _), *others = facts
+        if is_small:
+            return self._block if others else None
+        return None if is_known and not others else self._marginals
 
     def _block(self) -> Tensor:
         """Sum the outer products of the individual products: the block itself."""
@@ -406,10 +406,8 @@ class Products:
 
     def _gram_expand(self) -> Any:
         """Sum the outer products of the Kronecker rows, every position and use on its own."""
-        if self._has_axis_factors:
-            return self._marginals()
-        if not self._have_one_structure:
-            return self._block()
+        if self._without_factors is not None:
+            return self._without_factors()
         return self._shared("gram_expand", self._sum_of_grams)
 
     def _sum_of_grams(self) -> Tensor:
@@ -418,10 +416,8 @@ class Products:
 
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
-        if self._has_axis_factors:
-            return self._marginals()
-        if not self._have_one_structure:
-            return self._block()
+        if self._without_factors is not None:
+            return self._without_factors()
         return self._shared("gram", self._gram_of_sums)
 
     def _gram_of_sums(self) -> Tensor:
@@ -442,9 +438,9 @@ class Products:
         use, *others = self.uses
         rule: Any = use.call.derivatives
         in_common = rule.kronecker_rows_are_shared and self.terms is None
-        if others or not in_common or use.call.is_of_copies or use.c.memo is None:
-            return compute()
         shared = use.c.memo
+        if others or not in_common or shared is None or use.call.is_unbatched:
+            return compute()
         if name not in shared:
             shared[name] = compute()
         elif len(use.call.trained) == 2:  # nobody else will ask
@@ -463,7 +459,7 @@ class Products:
         Raises:
             NotImplementedError: If the inputs of several uses are to be summed before the product.
         """
-        if self._has_axis_factors or not self._have_one_structure:
+        if self._without_factors is not None:
             return []
         each = [use.input_factors(approximation) for use in self.uses]
         if approximation == "expand":

@@ -461,7 +461,7 @@ class Sweep:
 
     def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
         """Return the entries of a call's largest tensor, of all samples."""
-        largest = max((s.numel() for s in shapes if s is not None), default=1)
+        largest = max([1, *[s.numel() for s in shapes if s is not None]])
         return largest * (call.copies if call.is_unbatched else 1)
 
     def _first_parts(self, source: Source) -> list[Part]:
@@ -681,13 +681,12 @@ class Sweep:
         if not (goes_on or call.trained):
             return
         c = context_of(call, rows)
-        if call is not self.done and not (
-            self.collects and self._collect_columns(call, factor, state.part)
-        ):
+        hands_over = call.trained and call is not self.done
+        if hands_over and not (self.collects and self._collect_columns(call, factor, state.part)):
             self._hand_over(state, c, factor, mats, receive)
         if not goes_on:
             return
-        if len(mats) == 1 and not arrived and not state.pending:
+        if self.sliced and len(mats) == 1 and not arrived and not state.pending:
             factor = self._reduced(state, factor)
             mats = [factor.mat]
         backs = self._transposed(c, mats)
@@ -825,10 +824,12 @@ def deliver(
         producer = None if origin is None else plan.producers.get(origin)
         if origin is None or producer is None or factor is None:
             continue
-        shape = plan.shape(producer, samples)
-        if producer.call.is_unbatched and factor.mat.shape[1] > shape[0]:
+        maker, slot = producer
+        is_whole = samples is None and maker.is_usual
+        shape = maker.shape_out[slot] if is_whole else plan.shape(producer, samples)
+        if maker.is_unbatched and factor.mat.shape[1] > shape[0]:
             factor = factor.gathered(shape[0])
-        output = producer.call.outputs[producer.slot]
+        output = maker.outputs[slot]
         try:
             if factor.mat.shape[1:] != shape:
                 factor = factor.reshaped(shape)

@@ -154,7 +154,7 @@ def fallback(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
 
 def is_leaf(module: Module) -> bool:
     """Return whether a module has no children that are called: lists of parameters are not."""
-    return all(isinstance(child, LISTS) for child in module._modules.values() if child is not None)
+    return all(child is None or isinstance(child, LISTS) for child in module._modules.values())
 
 
 def own_parameters(module: Module) -> dict[str, Parameter | None]:

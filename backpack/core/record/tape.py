@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from inspect import signature
 from itertools import chain, count
@@ -125,6 +126,7 @@ class BackpackOutput(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
+@dataclass(eq=False, slots=True)
 class Origin:
     """Identity of a tensor: the place in the autograd graph where its entries were computed.
 
@@ -135,14 +137,10 @@ class Origin:
         maker: The call that computes the tensor again, if it is not kept.
     """
 
-    __slots__ = ("is_output", "layout", "lost", "maker")
-
-    def __init__(self) -> None:
-        """Nobody is known to have returned it yet."""
-        self.is_output = False
-        self.layout: Layout | None = None
-        self.lost: str | None = None
-        self.maker: ref[Call] | None = None
+    is_output: bool = False
+    layout: Layout | None = None
+    lost: str | None = None
+    maker: ref[Call] | None = None
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -269,13 +267,11 @@ class KeptParameters:
         new = {id(p): p for p in parameters if id(p) not in self._tensors}
         self._tensors.update(new)
         tensors = list(new.values())
-        values = [p.detach().clone().requires_grad_() if self._copies(p) else None for p in tensors]
-        digests = _digests([p for p in tensors if not self._copies(p)])
+        copied = {p for p in tensors if p.requires_grad} if self.copies else ()
+        values = [p.detach().clone().requires_grad_() if p in copied else None for p in tensors]
+        digests = _digests([p for p in tensors if p not in copied])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
             self._kept[id(p)] = Kept(state, value, next(digests) if value is None else None)
-
-    def _copies(self, parameter: Tensor) -> bool:
-        return self.copies and parameter.requires_grad
 
     def changed(self, parameters: Iterable[Tensor]) -> dict[Tensor, Kept]:
         """Return which of some parameters are no longer what they were, and what that was."""
@@ -306,38 +302,47 @@ class KeptParameters:
         return set(map(_storage, self._tensors.values()))
 
 
-def _rounding(tensor: Tensor, digest: Any) -> float:
-    """Return what the digests of one tensor may differ by, if they are computed twice."""
-    return 10 * torch.finfo(digest.dtype).eps * float(digest[0]) * tensor.numel() ** 0.5
+# Up to this many entries, a copy tells sooner what has changed than a digest.
+EXACT = 2**14
 
 
-def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
-    """Return what tells the entries of each tensor from others; None if it has none.
+def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor | None]:
+    """Return what tells the entries of each tensor from others; None if nothing does.
 
-    Its norm, and a sum of all entries with random signs: permutations and changes of signs leave
-    the norm as it is.
+    A copy or, of a large tensor, the sum of all entries with random weights, which is one pass
+    through memory.
     """
-    dense = [t.layout is torch.strided and t.is_floating_point() for t in tensors]
-    if not all(dense):
-        each = zip(tensors, dense, strict=True)
-        return iter([next(_digests([t])) if is_one else None for t, is_one in each])
-    values = [t.detach() for t in tensors]
-    norms = torch._foreach_norm(values) if values else []
-    found = []
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
-        for value, norm in zip(values, norms, strict=True):
-            rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(norm.dtype)
-            left = _signs(len(rows), norm.dtype, value.device)
-            right = _signs(rows.shape[1], norm.dtype, value.device)
-            found.append(torch.stack([norm, (rows @ right) @ left]))
-    return iter(found)
+        return iter([_digest(t.detach()) for t in tensors])
+
+
+def _digest(tensor: Tensor) -> Tensor | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if tensor.numel() <= EXACT or not tensor.is_floating_point():
+        return tensor.clone()
+    rows = tensor.reshape(-1, tensor.shape[-1]).to(_precision(tensor))
+    left, right = (_weights(size, rows.dtype, rows.device) for size in rows.shape)
+    return (rows @ right) @ left
+
+
+def _rounding(tensor: Tensor, digest: Tensor) -> float:
+    """Return what the digests of one tensor may differ by, if they are computed twice."""
+    if digest.dim() == tensor.dim():
+        return 0.0
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=digest.dtype)
+    return 10 * torch.finfo(digest.dtype).eps * float(norm) * tensor.numel() ** 0.5
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @lru_cache(maxsize=256)
-def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random signs, always the same."""
+def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return normally distributed numbers, always the same."""
     generator = torch.Generator().manual_seed(count)
-    return (2 * torch.randint(2, (count,), generator=generator) - 1).to(device, dtype)
+    return torch.randn(count, generator=generator).to(device, dtype)
 
 
 class Call:
@@ -722,7 +727,7 @@ class Call:
     def _laid_out(self) -> tuple[Layout | None, ...]:
         """Find where the samples are in the outputs."""
         if self.is_transparent:  # such as the choice of one tensor of several
-            return tuple(o.layout for o in self.origins_out if o is not None)
+            return tuple([o.layout for o in self.origins_out if o is not None])
         if self.misplaced is not None:  # nor can anybody say it of what is computed of the outputs
             return (None,) * len(self.shape_out)
         if not any(self.shape_out) and self._combines_losses():
@@ -731,7 +736,7 @@ class Call:
         if self.derivatives is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
             assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
-            return tuple(known if s else None for s in self.shape_out) if known else tuple(assumed)
+            return tuple([known if s else None for s in self.shape_out] if known else assumed)
         usual = self.derivatives.usual_layout(self)
         if usual is not None:
             self.is_usual = self.is_plain = self.is_direct = True
@@ -893,7 +898,7 @@ class Call:
         """List the parameters that the call has read, of itself and of what it stands for."""
         found: list[Tensor] = [*self.params.values()]
         for read in self.read[::2]:
-            found += [p for p in read.values() if p is not None]
+            found += filter(_IS_SOMETHING, read.values())
         return found
 
     def keep_views(self, storages: Set[int]) -> None:
@@ -1561,7 +1566,7 @@ def _is_recorded(module: Module) -> bool:
     return (
         not module._modules
         or is_leaf(module)
-        or any(p is not None for p in own_parameters(module).values())
+        or any(map(_IS_SOMETHING, own_parameters(module).values()))
         or has_rules(module)
     )
 
@@ -2006,7 +2011,9 @@ def record(
         return None
     if "_is_replica" in vars(module):
         raise RuntimeError(NO_REPLICAS)
-    outputs, apart, repeated = flatten_outputs(output), None, None
+    is_one = isinstance(output, Tensor) and output.is_floating_point()
+    outputs = (output,) if is_one else flatten_outputs(output)
+    apart = repeated = None
     given = (*args, *kwargs.values()) if kwargs else args
     if _transform() is not None:
         _note_miss(module, given, outputs, IN_TRANSFORM, missed)
