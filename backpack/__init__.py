@@ -44,11 +44,11 @@ from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.results import clear, quantities
 from backpack.core.engine.watch import WatchBackward
-from backpack.core.record import tape
+from backpack.core.record import shards, tape
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
-from backpack.distributed import check_group, reduce
+from backpack.distributed import agree, check_group, reduce, tell
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.results import results_of, summary
 from backpack.utils.options import ShowsOptions
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=Module)
 
 Combining.reduce = staticmethod(reduce)
+Combining.tell = staticmethod(tell)
+Combining.agree = staticmethod(agree)
 
 
 def _is_loss(call: tape.Call | None) -> bool:
@@ -246,7 +248,8 @@ def extend(
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If ``use_converter`` is something else.
+        ValueError: If ``use_converter`` is something else, or ``"trace"`` and ``fully_shard`` has
+            sharded the model.
         NotImplementedError: For ``torch.nn.DataParallel``.
         backpack.custom_module.graph_utils.ConversionError: If the forward pass cannot be traced.
     """
@@ -258,6 +261,10 @@ def extend(
         )
     if any(isinstance(child, DataParallel) for child in module.modules()):
         raise NotImplementedError(tape.NO_REPLICAS)
+    if use_converter in (True, "trace") and shards.is_sharded(module):
+        if use_converter == "trace":
+            raise ValueError(shards.TRACE_FIRST)
+        use_converter = "record"
     if use_converter in (True, "trace") and not is_recorded(module):
         try:
             module = convert_module_to_backpack(module, debug)

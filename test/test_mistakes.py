@@ -699,32 +699,9 @@ def _optimisers_and_operators(rank: int) -> None:
         GGN(model, lossfunc, [(X, y)])
 
 
-def _sharded(rank: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    X, y = torch.randn(N, 3), torch.randint(2, (N,))
-    lossfunc = extend(nn.CrossEntropyLoss())
-    for extend_first in (True, False):
-        model: Any = mlp()
-        if extend_first:
-            extend(model)
-        fully_shard(model[0])
-        fully_shard(model)
-        extend(model)
-        lossfunc(model(X), y).backward()  # without an extension, nothing changes
-        for ext in (BatchGrad(), DiagGGNExact()):
-            loss = lossfunc(model(X), y)
-            shards = pytest.raises(NotImplementedError, match=r"'2' \(Linear\) are sharded")
-            with shards, backpack(ext):
-                loss.backward()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [_optimisers_and_operators, _sharded])
-def test_what_several_processes_cannot_do_yet(
-    program: Callable[[int], None], tmp_path: Path
-) -> None:
-    in_two_processes(program, tmp_path)
+def test_what_several_processes_cannot_do_yet(tmp_path: Path) -> None:
+    in_two_processes(_optimisers_and_operators, tmp_path)
 
 
 # ------------------------------------------------------------------ what is not extended

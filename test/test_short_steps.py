@@ -60,9 +60,9 @@ class Step:
     ("extensions", "forward", "backward"),
     [
         ("", 105, 25),
-        ("Variance", 105, 325),
-        ("DiagGGNExact", 105, 460),
-        ("BatchGrad DiagGGNExact KFAC", 105, 925),
+        ("Variance", 105, 330),
+        ("DiagGGNExact", 105, 470),
+        ("BatchGrad DiagGGNExact KFAC", 105, 940),
     ],
     ids=["none", "first order", "second order", "all"],
 )

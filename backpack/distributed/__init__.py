@@ -1,5 +1,5 @@
 """Several processes: quantities of all their samples, where ``p.grad`` is that of all."""
 
-from backpack.distributed.reduction import check_group, reduce
+from backpack.distributed.reduction import agree, check_group, reduce, tell
 
-__all__ = ["check_group", "reduce"]
+__all__ = ["agree", "check_group", "reduce", "tell"]

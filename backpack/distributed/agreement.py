@@ -16,17 +16,22 @@ import torch
 from torch.distributed import distributed_c10d
 
 AGREED = "yes"
+STOPPED = "stopped by "
 # Number of the next agreement, by group.
 _next: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-def agree(group: Any, plan: str, summary: str) -> None:
+def agree(group: Any, plan: str, summary: str, may_differ: bool = False) -> bool:
     """Wait until all processes of a group have the same plan.
 
     Args:
         group: The processes.
         plan: What this one is about to do, in full.
         summary: The same in a few words, for a message.
+        may_differ: That plans differ is no error, unless an error has stopped a process.
+
+    Returns:
+        Whether all have the same.
 
     Raises:
         RuntimeError: If plans differ (on all processes), or a process does not come.
@@ -46,7 +51,7 @@ def agree(group: Any, plan: str, summary: str) -> None:
         if store.get(f"{prefix}/verdict").decode() == AGREED:
             if rank == 0:
                 store.delete_key(own)
-            return
+            return True
         store.set(f"{prefix}/{rank}", summary)
         others = [f"{prefix}/{i}" for i in range(size)]
         store.wait(others, _timeout(group))
@@ -58,11 +63,35 @@ def agree(group: Any, plan: str, summary: str) -> None:
             "extensions on each, or use backpack(..., process_group=None) for the quantities of "
             f"the process alone. ({error})"
         ) from error
+    if may_differ and not any(text.startswith(STOPPED) for text in plans):
+        return False
     listed = "; ".join(f"process {i}: {text}" for i, text in enumerate(plans))
     raise RuntimeError(
         f"The processes do not have the same quantities to reduce, or an error has stopped one. "
         f"{listed}."
     )
+
+
+def tell(group: Any, error: Exception) -> None:
+    """Tell the processes of a group of an error when they are to agree next; wait for none.
+
+    Args:
+        group: The processes.
+        error: What has stopped this one.
+    """
+    store = distributed_c10d._get_process_group_store(group)
+    number = _next.get(group, 0)
+    _next[group] = number + 1
+    prefix = f"backpack/{number}"
+    store.set(f"{prefix}/{group.rank()}", stopped(error))
+    if store.add(f"{prefix}/came", 1) == group.size():
+        _forget(store, number - 1)
+        store.set(f"{prefix}/verdict", "no")
+
+
+def stopped(error: Exception) -> str:
+    """Describe an error that has stopped a process."""
+    return f"{STOPPED}{type(error).__name__}: {error}"
 
 
 def _forget(store: Any, number: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from backpack.core.engine.statistics import Statistics
-from backpack.distributed.agreement import agree
+from backpack.core.record.averaging import Processes
+from backpack.distributed import agreement
+from backpack.distributed.shards import Piece, scattered
 
 
 def check_group(group: Any) -> None:
@@ -28,15 +31,16 @@ def check_group(group: Any) -> None:
         )
 
 
-def reduce(group: Any, parts: Sequence[Statistics], error: Exception | None) -> None:
+def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception | None) -> None:
     """Replace the statistics of a process's samples by those of all samples.
 
     With W processes, the loss of each counts 1/W: ``DistributedDataParallel`` averages gradients.
     All have to call this at the same time. There is one ``all_reduce`` for the numbers of samples,
-    and one for each precision of the statistics.
+    and one for each precision of the statistics; what belongs to shards of parameters has one
+    ``reduce_scatter`` for each.
 
     Args:
-        group: The processes.
+        processes: The processes.
         parts: The statistics, in an order that is that of all processes. Those with an axis of
             samples stay those of this process, but are scaled.
         error: What has stopped this process, if anything.
@@ -45,27 +49,95 @@ def reduce(group: Any, parts: Sequence[Statistics], error: Exception | None) -> 
         RuntimeError: If the statistics differ between processes, or one was stopped (on all), or a
             process does not come.
     """
-    agree(group, *_plan(parts, error))
+    plan, summary = _plan(parts, error)
+    _agree(processes, plan, summary)
     for part in parts:
-        part.scale(1 / group.size())
+        part.scale(1 / processes.divisor)
 
     def total(value: Tensor) -> Tensor:
         value = value.contiguous()
-        distributed.all_reduce(value, group=group)
+        for group in processes.groups:
+            distributed.all_reduce(value, group=group)
         return value
 
-    sums = [part.sums() for part in parts]
+    sums = [[_as_in(part, value) for value in part.sums()] for part in parts]
     numbers = [part.counts() for part in parts]
+    devices = [value.device for part in parts for value in (*part.sums(), *part.like_parameter())]
+    _scatter(processes, parts)
     totals = iter(_totals([value for own in sums for value in own], total))
-    counts = iter(_counts([count for own in numbers for count in own], sums, total))
+    counts = iter(_counts([count for own in numbers for count in own], devices, total))
     for part in parts:
         part.set_totals(totals, counts, total)
+
+
+def tell(processes: Processes, error: Exception) -> None:
+    """Tell processes of an error when they come to reduce, or agree on something; wait for none.
+
+    Args:
+        processes: The processes.
+        error: What has stopped this one.
+    """
+    for group in processes.groups:
+        agreement.tell(group, error)
+
+
+def agree(processes: Processes, text: str, may_differ: bool) -> bool:
+    """Wait for processes, and return whether all have the same text.
+
+    Args:
+        processes: The processes.
+        text: Anything.
+        may_differ: That they do not is no error.
+
+    Raises:
+        RuntimeError: If an error has stopped one (on all), or a process does not come.
+    """
+    return _agree(processes, text, shorten(text, 80, placeholder=" …"), may_differ)
+
+
+def _agree(processes: Processes, plan: str, summary: str, may_differ: bool = False) -> bool:
+    """Let the processes agree group by group: what one group finds out is told to the next."""
+    same, error = True, None
+    for group in processes.groups:
+        own = (plan, summary) if same else ("", "others differ")
+        try:
+            if error is not None:
+                own = (agreement.STOPPED, f"{agreement.STOPPED}an error of others: {error}")
+            same = agreement.agree(group, *own, may_differ) and same
+        except RuntimeError as caught:
+            error = error or caught
+    if error is not None:
+        raise error
+    return same
+
+
+def _as_in(part: Statistics, value: Tensor) -> Tensor:
+    """Add up what belongs to sharded parameters in their precision, if modules have a lower one."""
+    if not part.is_sharded:
+        return value
+    return value.to(torch.promote_types(value.dtype, part.parameter.dtype))
+
+
+def _scatter(processes: Processes, parts: Sequence[Statistics]) -> None:
+    """Sum what has the shape of sharded parameters, and give each process its shard."""
+    pieces = [
+        Piece(part.parameter, _as_in(part, value))
+        for part in parts
+        for value in part.like_parameter()
+    ]
+    found: dict[int, Tensor] = {}
+    for members in _by_kind([piece.value for piece in pieces]).values():
+        some = [pieces[i] for i in members]
+        found |= zip(members, scattered(some, processes.groups), strict=True)
+    shards = iter([found[i] for i in range(len(pieces))])
+    for part in parts:
+        part.set_like_parameter(shards)
 
 
 def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, str]:
     """Describe what this process is about to reduce, in full and in short."""
     if error is not None:
-        text = f"{type(error).__name__}: {error}"
+        text = agreement.stopped(error)
         return text, text
     lines = [f"{', '.join(map(repr, part.exts))}: {part.signature()}" for part in parts]
     parameters: dict[str, int] = {}
@@ -78,11 +150,8 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
 
 def _totals(values: Sequence[Tensor], total: Any) -> list[Tensor]:
     """Sum vectors over the processes, those of one precision (and device) at once."""
-    kinds: dict[tuple[Any, Any], list[int]] = {}
-    for i, value in enumerate(values):
-        kinds.setdefault((value.dtype, value.device), []).append(i)
     found = list(values)
-    for members in kinds.values():
+    for members in _by_kind(values).values():
         flat = total(torch.cat([values[i] for i in members]))
         sizes = [values[i].numel() for i in members]
         for i, value in zip(members, flat.split(sizes), strict=True):
@@ -90,9 +159,14 @@ def _totals(values: Sequence[Tensor], total: Any) -> list[Tensor]:
     return found
 
 
-def _counts(counts: list[int], sums: Sequence[Sequence[Tensor]], total: Any) -> list[int]:
+def _by_kind(values: Sequence[Tensor]) -> dict[tuple[Any, Any], list[int]]:
+    """Group the numbers of values by precision and device."""
+    kinds: dict[tuple[Any, Any], list[int]] = {}
+    for i, value in enumerate(values):
+        kinds.setdefault((value.dtype, value.device), []).append(i)
+    return kinds
+
+
+def _counts(counts: list[int], devices: Sequence[torch.device], total: Any) -> list[int]:
     """Sum numbers of samples over the processes."""
-    if not counts:
-        return []
-    device = next(value.device for own in sums for value in own)
-    return total(torch.tensor(counts, device=device)).tolist()
+    return total(torch.tensor(counts, device=devices[0])).tolist() if counts else []

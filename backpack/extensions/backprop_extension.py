@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import Propagation
 from backpack.core.record import tape
-from backpack.core.record.registry import class_derivatives
+from backpack.core.record.registry import class_derivatives, kind_of
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.options import ShowsOptions
@@ -123,7 +123,7 @@ class BackpropExtension(ShowsOptions):
 
     def rule_for(self, module: Module) -> ModuleExtension | None:
         """Return the rule that a user registered for a module, or None."""
-        return self.rules.get(type(module))
+        return self.rules.get(kind_of(module)) if self.rules else None
 
     def get_subsampling(self) -> list[int] | None:
         """Return the indices of the samples to look at; None for all."""

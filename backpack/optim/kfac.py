@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack import extensions
+from backpack.distributed.shards import own_part, whole
 from backpack.extensions import HBP
 from backpack.optim.base import Group
 from backpack.optim.preconditioned import PreconditionedOptimizer
@@ -104,6 +105,7 @@ class KFAC(PreconditionedOptimizer):
             damped = reduce(torch.kron, [e + s for e, s in zip(eigenvalues, dampings, strict=True)])
         else:
             damped = reduce(torch.kron, eigenvalues) + shift
-        gradient = state["gradient"]
+        gradient = whole(state["gradient"])
         rotated = apply_kfac_mat_prod([q.T for q in state["eigenvectors"]], gradient.flatten())
-        return apply_kfac_mat_prod(state["eigenvectors"], rotated / damped).reshape(gradient.shape)
+        direction = apply_kfac_mat_prod(state["eigenvectors"], rotated / damped)
+        return own_part(direction.reshape(gradient.shape), state["gradient"])

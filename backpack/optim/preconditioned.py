@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.core.engine.checks import check_one_process
 from backpack.core.engine.results import num_processes
+from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group
 
@@ -35,6 +36,11 @@ def update_average(average: Tensor, value: Tensor, beta: float, count: int) -> N
         average.copy_(value)
     else:
         average.lerp_(value, (1 - beta) / (1 - beta**count))
+
+
+def _product(one: Tensor, other: Tensor) -> float:
+    """Return the inner product of two tensors, which may be sharded alike."""
+    return float(whole((one * other).sum()))
 
 
 class PreconditionedOptimizer(ExtensionOptimizer):
@@ -117,8 +123,8 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             if interval is not None or self.kl_clip is not None:
                 # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its length
                 # δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
-                slope -= group["lr"] * float((gradient * direction).sum())
-                square += group["lr"] ** 2 * float((state["gradient"] * direction).sum())
+                slope -= group["lr"] * _product(gradient, direction)
+                square += group["lr"] ** 2 * _product(state["gradient"], direction)
 
         scale = 1.0
         if self.kl_clip is not None and square > self.kl_clip:
@@ -144,7 +150,9 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         for group, p, _ in self._trained():
             new = self._is_due(group, self.state.get(p, {})) and hasattr(p, name)
             if new and num_processes(p, name) == 1:
-                check_one_process(what, "Put the model into a DistributedDataParallel.")
+                check_one_process(
+                    what, "Put the model into a DistributedDataParallel, or use fully_shard()."
+                )
 
     def _average(self, group: Group, p: Tensor, state: dict[str, Any], gradient: Tensor) -> None:
         """Update the averages of the gradient and, if it is its turn, of the curvature."""

@@ -6,8 +6,10 @@ KFAC on several processes, each with its part of every batch. Run it with
 .. code-block:: bash
 
     torchrun --nproc_per_node 2 distributed_training.py
+    torchrun --nproc_per_node 2 distributed_training.py --fully-shard
 
-As a plain program it runs on one process.
+Each process has all weights, or with ``--fully-shard`` a part of them. As a plain program it runs
+on one process.
 """
 
 # %%
@@ -15,10 +17,13 @@ As a plain program it runs on one process.
 # agree to many digits.
 
 import os
+import sys
 
 import torch
 from sklearn.datasets import load_digits
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend
@@ -56,8 +61,13 @@ def train(model, rank, processes):
         with backpack(*optimiser.extensions, Variance()):
             loss.backward()
         optimiser.step()
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return weights, torch.cat([p.variance.flatten() for p in model.parameters()]).mean()
+    return flat(model.parameters()), flat([p.variance for p in model.parameters()]).mean()
+
+
+def flat(tensors):
+    """Put tensors into one vector, and the parts of those that are sharded together."""
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return torch.cat([t.detach().flatten() for t in whole])
 
 
 def make_model():
@@ -66,7 +76,17 @@ def make_model():
     return extend(nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)))
 
 
-weights, variance = train(DistributedDataParallel(make_model()), rank, processes)
+def spread(model):
+    """Let gradients be averaged; the weights are on all processes, or each has a part of them."""
+    if "--fully-shard" not in sys.argv:
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (processes,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+weights, variance = train(spread(make_model()), rank, processes)
 of_all = [torch.empty_like(weights) for _ in range(processes)]
 distributed.all_gather(of_all, weights)
 distributed.destroy_process_group()
@@ -84,6 +104,7 @@ if rank == 0:
     rows = {
         "processes": processes,
         "samples of each in a step": BATCH_SIZE // processes,
+        "weights are sharded": "--fully-shard" in sys.argv,
         "same weights on all": all(torch.equal(weights, other) for other in of_all),
         "largest difference to one process": f"{(weights - alone).abs().max().item():.1e}",
         "the same, of the variance": f"{(variance - variance_alone).abs().item():.1e}",

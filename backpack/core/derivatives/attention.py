@@ -768,11 +768,12 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     @staticmethod
     def _is_self_attention(c: Context) -> bool:
-        """Whether query, key and value are the same tensor."""
+        """Whether query, key and value are the same tensor, also if hooks have passed them on."""
         query, *others = c.call.inputs[:3]
+        origin, *origins = c.call.origins_in[:3]
         return all(
-            x is query or (not x.requires_grad and not query.requires_grad and x.is_set_to(query))
-            for x in others
+            x is query or (mark is origin and x.is_set_to(query))
+            for x, mark in zip(others, origins, strict=True)
         )
 
     def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:

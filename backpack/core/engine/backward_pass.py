@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby
 from operator import attrgetter
 from threading import get_ident
@@ -40,7 +41,7 @@ from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
 from backpack.core.engine.sweep import call_gradients, sample_counts, separate_samples
 from backpack.core.engine.watch import Entry
-from backpack.core.record import tape
+from backpack.core.record import shards, tape
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.tape import (
@@ -179,6 +180,7 @@ class BackwardPass:
         self.combining = Combining(configuration, self._save, self.originals)
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
+        self.waits = False  # behind what others have queued
         self.start = tape.now()
         self._keep_parameters(tape.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
@@ -272,6 +274,10 @@ class BackwardPass:
     def _finish(cls, ending: _Ending) -> None:
         task = ending.task
         current = cls._running[task]
+        if current.combining.is_sharded and not current.waits:
+            current.waits = True  # until gradients are sharded again
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            return
         if not current.has_run:
             current.has_run = True
             current._undone_on_error(task, current._run)
@@ -310,7 +316,7 @@ class BackwardPass:
         except BaseException as error:
             self._undo()
             memory.forget()
-            if isinstance(error, Exception) and not told and self.combining.others():
+            if isinstance(error, Exception) and not told and self.combining.stop(error):
                 self.error = error
             else:
                 BackwardPass._running.pop(task, None)
@@ -374,6 +380,8 @@ class BackwardPass:
                 call.refuse_moved()
             if self.sharded and call.module in self.sharded:
                 raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
+            if call.is_astray:
+                raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
             if call.module._parameters:
                 call.check_parameters(trained_only=not self.second_order)
             if call.params:
@@ -384,6 +392,8 @@ class BackwardPass:
             if not self.has_parameters:
                 self.has_parameters = bool(call.params) or call.has_parameters
                 self.above = () if self.has_parameters else self.above or call.inputs
+            if self.second_order and call.shards:
+                self.combining.note_gathering(call)
             self.reached_calls[call] = None
             self.calls.append(call)
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
@@ -398,6 +408,8 @@ class BackwardPass:
                 call.g_out[slot] = stand_in(grad)
         else:
             self.deferred.append(call)
+            if call.shards and call.reads_parameters(travels=False, is_shown=False):
+                self.combining.note_gathering(call)
 
     def _complete(self, call: Call) -> None:
         if call in self.deferred and self._is_independent(call):
@@ -558,13 +570,14 @@ class BackwardPass:
         with torch.enable_grad():
             call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
             if self.notes_accumulation:
-                for p in call.trained.values():
+                for p in map(shards.home, call.trained.values()):
                     if p.grad is not None and not self.combining.continues(
                         p
                     ):  # the pass at hand adds to it later
                         self.accumulated.setdefault(p, p.grad.any())
         if len(call.trained) < len(call.params):
-            self.untrained.update(p for name, p in call.params.items() if name not in call.trained)
+            left_out = [p for name, p in call.params.items() if name not in call.trained]
+            self.untrained.update(map(shards.home, left_out))
 
     def _is_trained(self, p: Parameter) -> bool:
         """Whether ``p`` gets a gradient, from autograd or from here."""
@@ -591,6 +604,26 @@ class BackwardPass:
     # ------------------------------------------------------------------ after the backward pass
 
     def _run(self) -> None:
+        with self._gathered():
+            self._run_all()
+
+    def _gathered(self) -> AbstractContextManager[Any]:
+        """Let weights that are sharded be there when they are read.
+
+        One layer at a time, if all processes read them in the same order: where batches differ,
+        their numbers of slices may. Else all of them, until the end.
+        """
+        if not self.combining.is_sharded:
+            return nullcontext()
+        first: tuple[shards.Shard, ...] = ()
+        if self.second_order:
+            shapes = [f"{describe(c.module)} {c.shape_in} {c.shape_out}" for c in self.calls]
+            known = dict.fromkeys(shard for call in self.calls for shard in call.shards)
+            if not self.combining.is_alike(f"{shapes} {torch.get_num_threads()}"):
+                first = tuple(known)
+        return shards.gathered(self.combining.before_gathering, first)
+
+    def _run_all(self) -> None:
         self._check_parameters()
         if self.keeping:
             self._see_parameters_before(self.calls)
@@ -642,8 +675,12 @@ class BackwardPass:
     def _done(self, call: Call) -> None:
         hook = self.configuration.extension_hook
         if hook is not None:
+            stored = call.inputs, call.outputs
+            if call.views:
+                call.inputs, call.outputs = call.without_views()
             with context_of(call, check=False, whole=True).shown(now=True) as module:
                 hook(module)
+            call.inputs, call.outputs = stored
         if self.configuration.retain_graph:
             call.forget()
         else:
@@ -915,6 +952,7 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
         samples: What the rows are, then.
     """
     c = context_of(call, folds=folds)
+    c.reads_entries = not call.shards or call.reads_parameters(travels=False, is_shown=False)
     if c.is_folded:
         rows = samples
     c = c.at(rows)

@@ -17,6 +17,7 @@ from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import spread, take
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Place
+from backpack.core.record.shards import need
 from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
 
@@ -44,6 +45,8 @@ def _canonical_shape(shape: Sequence[int], place: Any, count: int) -> list[int]:
 def transposed(c: Context, v: Columns) -> list[Tensor | None]:
     """Apply the transposed Jacobian: cotangents at the outputs to those at the inputs."""
     call = c.call
+    if call.views:  # of parameters that were sharded
+        need(call.views)
     rule: Any = call.derivatives
     if call.repeats is not None and v[0] is not None:
         return _padded(call, [*[None] * call.repeats, _repeated(call, v[0], to_input=True)])
@@ -62,6 +65,8 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
 def forward(c: Context, t: Columns) -> list[Tensor]:
     """Apply the Jacobian: tangents at the inputs to those at the outputs."""
     call = c.call
+    if call.views:
+        need(call.views)
     repeated = None if call.repeats is None else t[call.repeats]
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
@@ -88,6 +93,8 @@ def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
 
 def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
+    if c.call.views:
+        need(c.call.views)
     call, side = c.call, _side(c)
     outs = _listed(side.rule.param_jvp(side.c, name, t.to(call.precision or t.dtype)))
     if side.is_folded:
@@ -98,6 +105,8 @@ def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
 
 def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> Any:
     """Call a method of the rule that takes cotangents at the outputs and is about a parameter."""
+    if c.call.views:
+        need(c.call.views)
     if c.call.is_direct:  # nothing to move: as a rule
         at_outputs = v[0] if len(v) == 1 else list(v)
         return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
@@ -139,6 +148,8 @@ def second(
     Returns:
         Cotangents at the inputs, and ``[V, R, *p]`` for each of ``params``; ``[V, *p]`` if summed.
     """
+    if c.call.views:
+        need(c.call.views)
     side = _side(c)
     params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
     if isinstance(side, _Border) and side.is_folded:
@@ -153,6 +164,8 @@ def second(
 
 def second_diagonal(c: Context) -> Tensor:
     """Return the second derivative of ``⟨g, y⟩`` where it is diagonal: ``[R, *in]``."""
+    if c.call.views:
+        need(c.call.views)
     call, rule = c.call, c.call.derivatives
     assert rule is not None
     diagonal = rule.hessian_diag(c)

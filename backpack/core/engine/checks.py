@@ -28,9 +28,9 @@ EXTEND_FIRST = (
     "recorded."
 )
 NO_SHARDS = (
-    "The parameters of {} are sharded (torch.distributed.fsdp): results would be saved at tensors "
-    "that stand for them while the module runs, and be lost. Use "
-    "torch.nn.parallel.DistributedDataParallel, and extend the model inside."
+    "The parameters of {} are sharded by FullyShardedDataParallel: results would be saved at "
+    "tensors that stand for them while the module runs, and be lost. Use "
+    "torch.distributed.fsdp.fully_shard instead, or torch.nn.parallel.DistributedDataParallel."
 )
 
 
@@ -150,12 +150,12 @@ def listed(names: Collection[str]) -> str:
 
 
 def sharded_modules() -> set[Module]:
-    """Find the modules whose parameters others replace while they run (FSDP)."""
+    """Find the modules that are inside of a ``FullyShardedDataParallel``."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not (distributed.is_available() and distributed.is_initialized()):
         return set()
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    roots = [module for module in CTX._extended if isinstance(module, kinds)]
+    kind = fsdp.FullyShardedDataParallel
+    roots = [module for module in CTX._extended if isinstance(module, kind)]
     return {module for root in roots for module in root.modules()}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, distributed
 from torch.nn import Parameter
 
@@ -18,7 +19,10 @@ from backpack.context import Configuration
 from backpack.core.engine import results
 from backpack.core.engine.products import OF_GRADIENT, OVER_PARTS, Products
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
-from backpack.core.record.tape import Call, all_live_calls
+from backpack.core.record import shards
+from backpack.core.record.averaging import Processes
+from backpack.core.record.shards import Shard, home, shard_of
+from backpack.core.record.tape import Call, all_live_calls, describe
 from backpack.core.types import Extension
 
 NO_JOIN = (
@@ -50,9 +54,22 @@ OTHER_EXTENSIONS = (
     "other options. Call backpack.clear(model) to start again."
 )
 
+OTHER_GROUP = (
+    "process_group: the parameters are sharded over other processes (fully_shard) than those of "
+    "this group. Use 'module' for those, or None for the quantities of the process alone."
+)
+LOCAL_BEHIND_ALL = (
+    "accumulate=True: a backward pass without averaged gradients "
+    "(set_requires_gradient_sync(False)) came after one that has averaged them: what this process "
+    "has of the first are shards. Average gradients in the last backward pass alone."
+)
+
 SaveResult = Callable[[Parameter, Extension, Any], None]
-# Averages statistics over the processes of a group, or tells these of an error.
-Reduce = Callable[[Any, Sequence[Statistics], "Exception | None"], None]
+# Averages statistics over processes, or tells these of an error.
+Reduce = Callable[[Processes, Sequence[Statistics], "Exception | None"], None]
+# Tells processes of an error, or finds out whether a text is the same on all.
+Tell = Callable[[Processes, Exception], None]
+Agree = Callable[[Processes, str, bool], bool]
 
 
 class Accumulated(NamedTuple):
@@ -78,10 +95,13 @@ class Combining:
     Attributes:
         groups: Parameters whose gradients are averaged, with the processes.
         is_waiting: Whether there are results that cannot be written at once.
+        is_sharded: Whether parameters are sharded: others wait for this process on the way.
     """
 
     # from ``backpack.distributed``, which is above the engine
     reduce: ClassVar[Reduce]
+    tell: ClassVar[Tell]
+    agree: ClassVar[Agree]
 
     def __init__(
         self, configuration: Configuration, write: SaveResult, originals: dict[Any, Parameter]
@@ -92,8 +112,13 @@ class Combining:
         self.exts = configuration.exts
         self._write = WeakMethod(write)  # the pass has this one: no cycle, which would keep calls
         self.originals = originals
-        self.groups: dict[Parameter, Any] = {}
+        self.groups: dict[Parameter, Processes] = {}
+        self.is_sharded = False
+        self._travels = any(ext.expects_backpropagation_quantities() for ext in self.exts)
+        self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
+        self._told: set[Processes] = set()  # of an error
         self._held: list[Statistics] = []
+        self._latest: Any = None  # which parameters are sharded together with that of the last one
 
     # ------------------------------------------------------------------ what is combined
 
@@ -103,14 +128,50 @@ class Combining:
         Raises:
             NotImplementedError: If that is not known, or not possible.
         """
+        whole = list(call.params.values())
+        if shards.KNOWN:
+            whole = [p for p in whole if shard_of(p) is None]
+        for p in call.params.values() if len(whole) < len(call.params) else ():
+            self._note_shard(p)
+        if not whole:
+            return
         group = self._group_of(call)
+        if (group is not None or self._travels) and any(map(shards.is_distributed, whole)):
+            names = ", ".join(type(ext).__name__ for ext in self.exts)
+            raise NotImplementedError(shards.TENSOR_PARALLEL.format(names, describe(call.module)))
         if group is not None:
             if call.averaging is not None and call.averaging.may_stop:
                 raise NotImplementedError(NO_JOIN)
-            self.groups |= dict.fromkeys(call.params.values(), group)
+            self.groups |= dict.fromkeys(whole, Processes((group,)))
             self.is_waiting = True
         elif is_nested and self.chosen == "module" and call.averaging is None and _are_several():
             raise NotImplementedError(NO_NESTED)
+
+    def _note_shard(self, p: Parameter) -> None:
+        """Note where results of a parameter belong that was sharded."""
+        shard = shard_of(p)
+        if shard is None:
+            return
+        shard.check()
+        self.is_sharded = True
+        own = self.originals[p] = shard.parameter
+        if own in self.groups or self.chosen is None:
+            return
+        processes = shard.averaging()
+        if processes is None:
+            return
+        if self.chosen != "module" and not _is_one(self.chosen, processes):
+            raise NotImplementedError(OTHER_GROUP)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(NO_GRAPH)
+        self.groups[own] = processes
+        self.is_waiting = True
+
+    def note_gathering(self, call: Call) -> None:
+        """Note that weights which a call has read may be read when the backward pass is over."""
+        for shard in call.shards:
+            self.is_sharded = self.is_waiting = True
+            self._gathering[shard.processes] = None
 
     def _group_of(self, call: Call) -> Any:
         """Return the processes over which gradients are averaged; None if there are no others."""
@@ -126,8 +187,11 @@ class Combining:
         return group if group.size() > 1 else None
 
     def _communicates(self) -> bool:
-        """Whether something is summed over samples, on all processes that have the extensions."""
-        return any(
+        """Whether something is summed over samples, on all processes that have the extensions.
+
+        Or they gather weights.
+        """
+        return bool(self._gathering) or any(
             not ext.reads
             or any(
                 name not in OVER_PARTS or OVER_PARTS[name].sample_axis is None for name in ext.reads
@@ -139,8 +203,58 @@ class Combining:
         """Return the groups that wait for this process; if no call was reached, those that may."""
         if not self._communicates():
             return []
-        found = self.groups.values() or map(self._group_of, all_live_calls())
-        return list(dict.fromkeys(group for group in found if group is not None))
+        if self.groups or self._gathering:
+            return list(dict.fromkeys((*self.groups.values(), *self._gathering)))
+        calls = all_live_calls()
+        found = dict.fromkeys(map(self._group_of, calls))
+        whole = [Processes((group,)) for group in found if group is not None]
+        return whole + self._of_shards(calls)
+
+    def _of_shards(self, calls: Sequence[Call]) -> list[Processes]:
+        """Return the processes that have shards of the parameters of calls."""
+        known = dict.fromkeys(shard for call in calls for shard in call.shards)
+        if self._travels:
+            return list(dict.fromkeys(shard.processes for shard in known))
+        found = dict.fromkeys(shard.averaging() for shard in known if self.chosen is not None)
+        return [processes for processes in found if processes is not None]
+
+    def stop(self, error: Exception) -> bool:
+        """Note an error, and tell those who wait for this process before the pass is over.
+
+        Returns:
+            Whether the pass has to go on as long as others do.
+        """
+        if not (self.is_sharded or any(call.shards for call in all_live_calls())):
+            return bool(self.others())
+        for processes in self.others():
+            if processes.are_sharding and processes not in self._told:
+                self._told.add(processes)
+                type(self).tell(processes, error)
+        return True  # torch gathers and reduces on the way
+
+    def before_gathering(self, shard: Shard, text: str) -> None:
+        """Let processes agree on what they are about to gather together.
+
+        Raises:
+            RuntimeError: If they are about to do something else, or an error has stopped one.
+        """
+        self._agree(shard.processes, text)
+
+    def is_alike(self, text: str) -> bool:
+        """Whether all processes that gather weights have the same text.
+
+        Raises:
+            RuntimeError: If an error has stopped one.
+        """
+        answers = [self._agree(each, text, may_differ=True) for each in self._gathering]
+        return all(answers)  # everybody has asked all of them
+
+    def _agree(self, processes: Processes, text: str, may_differ: bool = False) -> bool:
+        try:
+            return type(self).agree(processes, text, may_differ)
+        except RuntimeError:
+            self._told.add(processes)
+            raise
 
     # ------------------------------------------------------------------ as Save
 
@@ -148,7 +262,7 @@ class Combining:
         """Take a result that is not extracted of products."""
         p = self.originals.get(p, p)
         if self._combines(p, (ext,)):
-            self._held.append(of_value(p, ext, value))
+            self._hold(of_value(p, ext, value))
         else:
             self.write(p, ext, value)
 
@@ -164,8 +278,20 @@ class Combining:
         p = products.parameter = self.originals.get(products.parameter, products.parameter)
         if not self._combines(p, exts):
             return False
-        self._held.append(OfProducts(products, exts))
+        self._hold(OfProducts(products, exts))
         return True
+
+    def _hold(self, part: Statistics) -> None:
+        """Hold statistics until those of all parts are there; reduce sharded ones on the way."""
+        processes = self.groups.get(part.parameter)
+        if processes is not None and processes.are_sharding:
+            part.is_sharded = True
+            if self._communicates() and self._latest not in (None, part.unit):
+                held = [one for one in self._held if one.is_sharded]
+                self._held = [one for one in self._held if not one.is_sharded]
+                self._write_all(*self._joined(held))
+            self._latest = part.unit
+        self._held.append(part)
 
     def _combines(self, p: Parameter, exts: Sequence[Extension]) -> bool:
         combines = self.accumulates or p in self.groups
@@ -186,6 +312,22 @@ class Combining:
             error: What has stopped the pass on this process. Others are told, and it is raised.
         """
         held, self._held = self._held, []
+        held, before = self._joined(held, error, is_last=True)
+        self._write_all(held, before)
+
+    def _joined(
+        self, held: list[Statistics], error: Exception | None = None, is_last: bool = False
+    ) -> tuple[list[Statistics], list[Accumulated]]:
+        """Reduce statistics over processes.
+
+        Args:
+            held: The statistics.
+            error: What has stopped the pass on this process.
+            is_last: Tell all processes that wait for this one, whether there are statistics or not.
+
+        Returns:
+            The statistics, and what earlier passes have.
+        """
         before: list[Accumulated] = []
         if error is None:
             try:
@@ -194,37 +336,50 @@ class Combining:
             except Exception as caught:
                 error = caught
         communicates = self._communicates()
-        for group in self.others() if communicates else dict.fromkeys(self.groups.values()):
-            own = [part for part in held if self.groups.get(part.parameter) is group]
+        waiting = self.others() if communicates else list(dict.fromkeys(self.groups.values()))
+        for processes in waiting:
+            own = [part for part in held if self.groups.get(part.parameter) == processes]
             if not communicates:
                 for part in own:
-                    part.scale(1 / group.size())
+                    part.scale(1 / processes.divisor)
+                continue
+            if processes in self._told or not (own or is_last):
                 continue
             try:
-                type(self).reduce(group, own, error)
+                type(self).reduce(processes, own, error)
             except RuntimeError as caught:  # other groups are told, too
+                self._told.add(processes)
                 error = error or caught
         if error is not None:
             raise error
+        return held, before
+
+    def _write_all(self, held: Sequence[Statistics], before: Sequence[Accumulated]) -> None:
+        """Write the results of statistics, and keep those that accumulate."""
         after = []
         writing = _Writing(self._finished if self.accumulates else self.write)
         for old, part in zip(before, held, strict=True):
             is_joined = part.parameter in self.groups
+            if old.joined is not None and old.joined.is_sharded and not is_joined:
+                raise NotImplementedError(LOCAL_BEHIND_ALL)
             joined = _plus(old.joined, part) if is_joined else old.joined
             after.append(Accumulated(joined, None if is_joined else part))
             whole = part if joined is None else joined if is_joined else joined.plus(part)
             (whole.copy() if self.accumulates else whole).extract(writing)
         for state, part in zip(after, held, strict=True):
-            group = self.groups.get(part.parameter)
+            processes = self.groups.get(part.parameter)
             for ext in part.exts:
                 if self.accumulates:
                     results.accumulate(part.parameter, ext.savefield, state)
-                if group is not None:
-                    results.note_processes(part.parameter, ext.savefield, group.size())
+                if processes is not None:
+                    results.note_processes(part.parameter, ext.savefield, processes.number)
 
     def continues(self, p: Parameter) -> bool:
         """Whether results of a parameter are added to those of earlier passes, as its gradient."""
-        return self.accumulates and any(results.accumulated(p, ext.savefield) for ext in self.exts)
+        own = home(p)
+        return self.accumulates and any(
+            results.accumulated(own, ext.savefield) for ext in self.exts
+        )
 
     def _finished(self, p: Parameter, ext: Extension, value: Any) -> None:
         """Write a result, with the marks of the earlier one that it contains."""
@@ -272,7 +427,12 @@ class _Writing:
 
 
 def _plus(one: Statistics | None, other: Statistics) -> Statistics:
-    return other if one is None else one.plus(other)
+    """Add the statistics of the pass at hand to those of earlier ones."""
+    if one is None:
+        return other
+    both = one.plus(other)
+    both.is_sharded = other.is_sharded
+    return both
 
 
 def _are_alike(some: Sequence[Extension], others: Sequence[Extension]) -> bool:
@@ -283,6 +443,21 @@ def _are_alike(some: Sequence[Extension], others: Sequence[Extension]) -> bool:
 
 def _options(ext: Extension) -> Any:
     return type(ext), ext.savefield, ext.needs, ext.propagation
+
+
+def gathered() -> shards.gathered:
+    """Let weights that are sharded be there when they are read, outside of a backward pass."""
+
+    def agree(shard: Shard, text: str) -> None:
+        Combining.agree(shard.processes, text, False)
+
+    return shards.gathered(agree)
+
+
+def _is_one(group: Any, processes: Processes) -> bool:
+    """Whether a group has the same members."""
+    ranks = distributed.get_process_group_ranks
+    return len(processes.groups) == 1 and ranks(group) == ranks(processes.groups[0])
 
 
 def _are_several() -> bool:

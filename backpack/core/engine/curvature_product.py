@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from backpack.context import without_autocast
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
+from backpack.core.engine.combining import gathered
 from backpack.core.engine.plan import Feed, Plan
 from backpack.core.engine.sweep import loss_scale
 from backpack.core.engine.watch import unwatched
@@ -153,7 +154,12 @@ class CurvatureBlock:
     def product(self, mat: Tensor, per_sample: bool = False) -> Tensor:
         """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""
         samples = None if self.plan.mixing else self.subsampling
-        with unwatched(), torch.set_grad_enabled(self.differentiable), without_autocast():
+        with (
+            unwatched(),
+            torch.set_grad_enabled(self.differentiable),
+            without_autocast(),
+            gathered(),
+        ):
             reached = self._push_forward(mat, samples)
             return self._pull_back(mat, reached, per_sample).to(mat.dtype)
 

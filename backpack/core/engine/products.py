@@ -20,6 +20,7 @@ from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.lazy import lazy
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.shards import KNOWN, shard_of
 from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
@@ -203,6 +204,7 @@ class Products:
 
     Attributes:
         parameter: The parameter.
+        unit: What it is sharded together with, if it is.
         uses: Its uses.
         wanted: All quantities that will be asked for: a cheaper one follows from a dearer one.
         terms: If the network mixes samples, the columns of this many terms of the loss travel
@@ -218,6 +220,8 @@ class Products:
     ):
         """Store what is given; compute nothing."""
         self.parameter = parameter
+        shard = shard_of(parameter) if KNOWN else None
+        self.unit = None if shard is None else shard.group
         self.uses = uses
         self.wanted = wanted
         self.terms = terms

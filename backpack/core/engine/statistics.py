@@ -28,12 +28,16 @@ class Statistics(ABC):
     Attributes:
         parameter: Whose results they are.
         exts: The extensions, which have one propagation.
+        is_sharded: Whether processes have shards of the parameter, and of what has its shape.
+        unit: What the parameter is sharded together with.
     """
 
-    def __init__(self, parameter: Parameter, exts: Sequence[Extension]):
+    def __init__(self, parameter: Parameter, exts: Sequence[Extension], unit: Any = None):
         """Remember what they are for."""
         self.parameter = parameter
         self.exts = tuple(exts)
+        self.is_sharded = False
+        self.unit = unit
 
     @property
     def order(self) -> float:
@@ -55,6 +59,14 @@ class Statistics(ABC):
     @abstractmethod
     def counts(self) -> list[int]:
         """Return the numbers of samples, which add up over parts."""
+
+    def like_parameter(self) -> list[Tensor]:
+        """Return what adds up and has the shape of a sharded parameter: not among the sums."""
+        return []
+
+    def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
+        """Replace that by the shards of this process."""
+        del shards  # nothing is replaced
 
     @abstractmethod
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
@@ -81,7 +93,7 @@ class OfProducts(Statistics):
 
     def __init__(self, products: Products, exts: Sequence[Extension]):
         """Compute everything that the extensions read, and let go of where it comes from."""
-        super().__init__(products.parameter, exts)
+        super().__init__(products.parameter, exts, products.unit)
         names = dict.fromkeys(name for ext in exts for name in ext.reads)
         averaged = {name: products.count_of(name) for name in names if OVER_PARTS[name].is_average}
         self.numbers = {"": products.num_samples, **averaged}
@@ -106,13 +118,34 @@ class OfProducts(Statistics):
             if OVER_PARTS[name].sample_axis is None:
                 yield name, OVER_PARTS[name]
 
+    def _summed(self) -> Iterator[tuple[str, Reduction]]:
+        """List what adds up and is the same on all processes then."""
+        for name, rule in self._added():
+            if rule.is_symmetric or not self.is_sharded:
+                yield name, rule
+
+    def _spread(self) -> Iterator[str]:
+        """List what adds up and has the shape of a sharded parameter."""
+        for name, rule in self._added():
+            if self.is_sharded and not rule.is_symmetric:
+                yield name
+
     def sums(self) -> list[Tensor]:
         """Flatten what adds up; of symmetric matrices, the upper triangle."""
         return [
             _packed(value, rule.is_symmetric)
-            for name, rule in self._added()
+            for name, rule in self._summed()
             for value in _listed(self.values[name])
         ]
+
+    def like_parameter(self) -> list[Tensor]:
+        """Return what adds up and has the shape of a sharded parameter."""
+        return [self.values[name] for name in self._spread()]
+
+    def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
+        """Replace that by the shards of this process."""
+        for name in self._spread():
+            self.values[name] = next(shards)
 
     def counts(self) -> list[int]:
         """Return the numbers of samples (or positions)."""
@@ -120,7 +153,7 @@ class OfProducts(Statistics):
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
         """Replace what adds up."""
-        for name, rule in self._added():
+        for name, rule in self._summed():
             value = self.values[name]
             found = [_unpacked(next(sums), v, rule.is_symmetric) for v in _listed(value)]
             self.values[name] = found if isinstance(value, list) else found[0]
@@ -190,9 +223,23 @@ class OfRule(Statistics):
         """Multiply the value."""
         self.value = self.value * factor ** (self.degree * self.order)
 
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the value is summed over samples and has the shape of a sharded parameter."""
+        return self.is_sharded and self.axis is None and self.value.shape == self.parameter.shape
+
     def sums(self) -> list[Tensor]:
         """Return the value, if it is summed over samples."""
-        return [self.value.flatten()] if self.axis is None else []
+        return [self.value.flatten()] if self.axis is None and not self._is_spread else []
+
+    def like_parameter(self) -> list[Tensor]:
+        """Return the value, if it has the shape of a sharded parameter."""
+        return [self.value] if self._is_spread else []
+
+    def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
+        """Replace it by the shard of this process."""
+        if self._is_spread:
+            self.value = next(shards)
 
     def counts(self) -> list[int]:
         """Return nothing."""
@@ -200,7 +247,7 @@ class OfRule(Statistics):
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
         """Replace the value, if it is summed over samples."""
-        if self.axis is None:
+        if self.axis is None and not self._is_spread:
             self.value = next(sums).view_as(self.value)
 
     def plus(self, other: OfRule) -> OfRule:
@@ -342,7 +389,7 @@ def _unpacked(vector: Tensor, like: Tensor, is_symmetric: bool) -> Tensor:
     if not is_symmetric:
         return vector.view_as(like)
     rows, columns = _triangle(like)
-    matrix = torch.empty_like(like)
+    matrix = torch.empty_like(like, dtype=vector.dtype)
     matrix[rows, columns] = vector
     matrix[columns, rows] = vector
     return matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 
@@ -24,3 +25,28 @@ class Averaging(NamedTuple):
         return cls(
             wrapper.process_group, wrapper.require_backward_grad_sync, wrapper._join_config.enable
         )
+
+
+class Processes(NamedTuple):
+    """Processes over which the gradient of a parameter is averaged.
+
+    Attributes:
+        groups: Groups that have all of them as their product: usually one. Each process of the
+            first has a shard, those of a second have the same shards.
+        factor: What the sum of gradients is divided by. None: their number.
+        are_sharding: Whether each has a shard of the parameter, and of its gradient.
+    """
+
+    groups: tuple[Any, ...]
+    factor: float | None = None
+    are_sharding: bool = False
+
+    @property
+    def number(self) -> int:
+        """Number of processes."""
+        return prod(group.size() for group in self.groups)
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of gradients is divided by."""
+        return self.number if self.factor is None else self.factor

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core import fast
+from backpack.core.record.shards import need
 from backpack.core.record.tape import Call, describe, live_calls, put
 from backpack.core.rows import Rows, row_numbers
 from backpack.utils.subsampling import subsample
@@ -35,6 +36,7 @@ class Context:
         counts_chosen_rows: Whether the rows are those of a loss that reads chosen ones, as it reads
             them; see :mod:`backpack.core.derivatives.loss_hessian`.
         memo: What parameters share of the cotangents at hand; None for nothing.
+        reads_entries: Whether entries of parameters are read, and not their shapes alone.
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class Context:
         "memo",
         "module",
         "outputs",
+        "reads_entries",
         "rows",
     )
 
@@ -67,6 +70,7 @@ class Context:
         self.is_folded = is_folded
         self.counts_chosen_rows = False
         self.memo: dict[str, Any] | None = None
+        self.reads_entries = True
         self._grad_out: Sequence[Tensor | None] | None = None
         self._params: Mapping[str, Any] | None = None
 
@@ -91,6 +95,7 @@ class Context:
     def _copy(self, inputs: Sequence[Any], rows: Rows) -> Context:
         other = Context(self.call, inputs, self.outputs, rows, self.is_folded)
         other.counts_chosen_rows = self.counts_chosen_rows
+        other.reads_entries = self.reads_entries
         other._grad_out, other._params, other.module = self._grad_out, self._params, self.module
         return other
 
@@ -106,7 +111,9 @@ class Context:
     def params(self) -> Mapping[str, Any]:
         """Parameters and buffers that the call has read, those of children by qualified names."""
         if self._params is None:
-            self._params = self.call.tensors()
+            self._params = self.call.tensors(self.reads_entries)
+        elif self.call.shards and self.reads_entries:
+            need(self.call.shards)
         return self._params
 
     @property
@@ -182,6 +189,8 @@ def context_of(
         call.check_released()
     if check:
         call.check_unchanged()
+    if call.views:
+        need(call.views)
     as_stored = call.is_usual and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
         return Context(call, call.inputs, call.outputs, rows)

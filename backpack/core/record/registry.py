@@ -114,8 +114,26 @@ def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
             inherited = {name for cls in _below_module(base) for name in vars(cls)}
             changed = overridden & (inherited | {"forward", "__call__"}) - HARMLESS
             return None if changed else rule, _FORWARDS.get(base, base.forward)
-        overridden |= {name for name, value in vars(base).items() if callable(value)}
+        if not _is_of_fsdp(base):
+            overridden |= {name for name, value in vars(base).items() if callable(value)}
     return None, None
+
+
+def kind_of(module: Module) -> type[Module]:
+    """Return the class of a module: that of the program, if ``fully_shard`` has put one in front.
+
+    Args:
+        module: Any module.
+    """
+    kind = type(module)
+    if _is_of_fsdp(kind):
+        kind = next(cls for cls in kind.__mro__ if not _is_of_fsdp(cls))
+    return kind
+
+
+def _is_of_fsdp(cls: type) -> bool:
+    """Whether ``fully_shard`` has put a class in front of that of a module: it changes no value."""
+    return cls.__module__.startswith("torch.distributed.fsdp")
 
 
 def derivatives_of(module: Module) -> Rule | None:

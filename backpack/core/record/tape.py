@@ -7,6 +7,7 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from backpack.context import STATE, active, disable, without_autocast
 from backpack.core import fast
+from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
@@ -47,15 +49,22 @@ from backpack.core.record.registry import (
     derivatives_of_call,
     fallback,
     is_leaf,
+    kind_of,
     own_parameters,
 )
+from backpack.core.record.shards import Shard
 from backpack.core.types import Rule
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 
-# Nodes that pass all tensors of a module on: full-backward hooks, and DistributedDataParallel.
-WRAPPERS = {"BackwardHookFunctionBackward", "_DDPSinkBackward"}
+# Nodes that pass all tensors of a module on: full-backward hooks, DistributedDataParallel, and
+# fully_shard.
+WRAPPERS = {
+    "BackwardHookFunctionBackward",
+    "RegisterPostBackwardFunctionBackward",
+    "_DDPSinkBackward",
+}
 # Autograd nodes that keep all entries in their (row-major) order: they only change the shape, or
 # the precision.
 RESHAPES = {
@@ -267,7 +276,7 @@ class KeptParameters:
         new = {id(p): p for p in parameters if id(p) not in self._tensors}
         self._tensors.update(new)
         tensors = list(new.values())
-        copied = {p for p in tensors if p.requires_grad} if self.copies else ()
+        copied = set(filter(_is_copied, tensors)) if self.copies else ()
         values = [p.detach().clone().requires_grad_() if p in copied else None for p in tensors]
         digests = _digests([p for p in tensors if p not in copied])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
@@ -287,7 +296,7 @@ class KeptParameters:
             if was.state != state:
                 found[p] = was
             elif is_known and not torch.equal(now, before):
-                slack = _rounding(p, now) if was.value is None else 0.0
+                slack = _rounding(shards.stored(p), now) if was.value is None else 0.0
                 if not torch.allclose(now, before, rtol=0, atol=slack, equal_nan=True):
                     found[p] = was
         return found
@@ -298,21 +307,27 @@ class KeptParameters:
         return list(self._tensors.values())
 
     def storages(self) -> set[int]:
-        """Return where the entries of the parameters are."""
-        return set(map(_storage, self._tensors.values()))
+        """Return where the entries of the parameters are, but for those that were sharded."""
+        return {_storage(t) for t in self._tensors.values() if shards.shard_of(t) is None}
+
+
+def _is_copied(parameter: Tensor) -> bool:
+    return parameter.requires_grad and shards.shard_of(parameter) is None
 
 
 # Up to this many entries, a copy tells sooner what has changed than a digest.
 EXACT = 2**14
 
 
-def _digests(tensors: Iterable[Tensor]) -> Iterator[Tensor | None]:
+def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
     """Return what tells the entries of each tensor from others; None if nothing does.
 
     A copy or, of a large tensor, the sum of all entries with random weights, which is one pass
     through memory.
     """
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
+        if shards.KNOWN or not TENSORS.issuperset(map(type, tensors)):
+            tensors = list(map(shards.stored, tensors))
         return iter([_digest(t.detach()) for t in tensors])
 
 
@@ -390,6 +405,9 @@ class Call:
         is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
         averaging: What is done to the gradients over processes, if anything.
+        views: Shards of the parameters that inputs and outputs are views of.
+        shards: Those, and of the parameters that the call has read.
+        is_astray: Whether parameters are sharded, and nobody knows where the shards are.
         unbatched_inputs: Numbers of the inputs that have no samples, in a call that has.
     """
 
@@ -405,6 +423,7 @@ class Call:
         "g_samples",
         "index",
         "inputs",
+        "is_astray",
         "is_container",
         "is_direct",
         "is_followed",
@@ -434,12 +453,14 @@ class Call:
         "saved",
         "shape_in",
         "shape_out",
+        "shards",
         "steps",
         "structure",
         "trained",
         "training",
         "unbatched_inputs",
         "versions",
+        "views",
         "was_first",
     )
 
@@ -482,12 +503,18 @@ class Call:
             self.read = [module._parameters.copy(), module._buffers.copy()]
             if module._buffers:
                 self._cut_buffers()
-        self.addresses = _addresses(self.read) if module._parameters or module._modules else ()
+        self.is_astray, self.views, self.shards = False, tuple[Shard, ...](), tuple[Shard, ...]()
+        if shards.FSDP in sys.modules:
+            self.is_astray = not shards.note(module)
+            self.views, self.shards = self._find_shards(leaves, outputs)
+        has_own = not self.shards and (module._parameters or module._modules)
+        self.addresses = _addresses(self.read) if has_own else ()
         self.training = module.training
         self.was_first = was_first
         self.mixed_data: str | None = None
         self.mixes_samples = rule is not None and rule.mixes_samples(module)
         is_droppable = rule is not None and outputs[0].numel() >= LARGE and DROPPED_OUTPUTS.is_on
+        is_droppable = is_droppable and not self.shards  # others would have to gather them as well
         origins_out, shape_out, detached = [], [], []
         for out in outputs:
             mark = origin(out)
@@ -583,6 +610,7 @@ class Call:
         call.training, call.precision, call.is_transparent = module.training, None, False
         call.saved, call.kept = {"needed": []}, frozenset()
         call.before, call.g_samples, call.makers, call.made_with = {}, None, {}, None
+        call.views, call.shards, call.is_astray = (), (), False
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         call.shape_out = tuple(y.shape for y in outputs)
         call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
@@ -591,6 +619,25 @@ class Call:
         call.layouts_out = (None,) * len(outputs)
         call.find_places()
         return call
+
+    def _find_shards(
+        self, leaves: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
+        """Find sharded parameters that tensors of the call are views of, and all it has read."""
+        if not shards.KNOWN:
+            return (), ()
+        views = shards.shards_in((*leaves, *outputs))
+        read = shards.shards_in(self.own())
+        return views, (*views, *(shard for shard in read if shard not in views))
+
+    def without_views(self) -> list[tuple[Any, ...]]:
+        """Return inputs and outputs without what is a view of a parameter that is not there."""
+        stored: list[tuple[Any, ...]] = [self.inputs, self.outputs]
+        if all(shard.is_there for shard in self.views):
+            return stored
+        return [
+            tuple([stand_in(x) if shards.shards_in([x]) else x for x in some]) for some in stored
+        ]
 
     def layouts_of_data(self) -> Sequence[Layout | None]:
         """Find where the samples are in the outputs of a call that no gradient flows through.
@@ -950,7 +997,8 @@ class Call:
         Args:
             module: That of the call, or a copy.
             precision: Cast all of them.
-            now: Those that have changed as they are now: for code of users.
+            now: Those that have changed as they are now, and sharded ones as users see them: for
+                code of users.
 
         Returns:
             What has been replaced: see :func:`put`.
@@ -961,6 +1009,10 @@ class Call:
         own, reads = _tensors(module), self.read
         if len(own) != len(reads):
             raise RuntimeError(self._changed("its children are others"))
+        if self.shards and now:
+            reads = [{name: shards.home(t) for name, t in read.items()} for read in reads]
+        elif self.shards:
+            shards.need(self.shards)
         if self.before and not now:
             reads = [{name: self._before(t) for name, t in read.items()} for read in reads]
         if precision is None and not any(map(_differ, own, reads)):
@@ -1174,11 +1226,16 @@ class Call:
             inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
         return inputs, outputs
 
-    def tensors(self) -> Mapping[str, Any]:
+    def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
         """Return the parameters and buffers that the call has read, as the derivatives see them.
 
         Those of children have qualified names.
+
+        Args:
+            reads_entries: Gather what is sharded; else there are tensors of the same shapes.
         """
+        if self.shards and reads_entries:
+            shards.need(self.shards)
         if self.module._modules:
             names = [name + "." if name else "" for name, _ in self.module.named_modules()]
             if 2 * len(names) != len(self.read):
@@ -1193,6 +1250,8 @@ class Call:
             found = params | buffers if buffers else params
         if self.before:
             found = {name: self._before(t) for name, t in found.items()}
+        if self.shards and not reads_entries:
+            found = {name: t if shards.is_there(t) else stand_in(t) for name, t in found.items()}
         if self.precision is not None:
             found = {name: _cast(t, self.precision) for name, t in found.items()}
         return found
@@ -1369,6 +1428,8 @@ def state_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[State]:
 
 
 def _states(tensors: Sequence[Tensor]) -> list[State]:
+    if shards.KNOWN:
+        return list(map(_state, tensors))
     try:
         return list(
             zip(map(id, tensors), map(_VERSION, tensors), map(_ADDRESS, tensors), strict=True)
@@ -1387,8 +1448,9 @@ def _addresses(read: Sequence[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _state(tensor: Tensor) -> State:
-    address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-    return id(tensor), _version(tensor), address
+    held = shards.stored(tensor)
+    address = held.data_ptr() if held.layout is torch.strided else 0
+    return id(tensor), _version(held), address
 
 
 def _tensors_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
@@ -1408,7 +1470,8 @@ def is_converted(module: Module) -> bool:
 def describe(module: Module) -> str:
     """Name a module as a reader of its model would: qualified name and type."""
     name = vars(module).get("_backpack_name", "")
-    return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+    kind = kind_of(module).__name__
+    return f"'{name}' ({kind})" if name else kind
 
 
 class Users:
@@ -1550,7 +1613,7 @@ def note_rule(module_class: type[Module]) -> None:
 
 def has_rules(module: Module) -> bool:
     """Whether some extension has a rule of its own for modules of this class."""
-    return ref(type(module)) in _ruled
+    return ref(kind_of(module)) in _ruled
 
 
 def is_own(hook: Any) -> bool:
@@ -1567,7 +1630,7 @@ def _is_recorded(module: Module) -> bool:
         not module._modules
         or is_leaf(module)
         or any(map(_IS_SOMETHING, own_parameters(module).values()))
-        or has_rules(module)
+        or (bool(_ruled) and has_rules(module))
     )
 
 
