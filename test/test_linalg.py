@@ -21,14 +21,18 @@ from backpack import backpack, disable, extend
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.custom_module.weighted_loss import WeightedLoss
-from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact
+from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack.laplace import Laplace
 from backpack.linalg import (
     GGN,
+    NTK,
     DiagonalGGN,
     DiagonalHessian,
     DiagonalOperator,
     EmpiricalFisher,
+    FisherMC,
     Hessian,
+    Jacobian,
     KroneckerGGN,
     KroneckerOperator,
     LinearOperator,
@@ -206,8 +210,6 @@ TRUTH: dict[type[LinearOperator], Callable[[Problem], Tensor]] = {
 
 
 def build(kind: Any, problem: Problem, **options: Any) -> Any:
-    if kind in (DiagonalGGN, DiagonalHessian, KroneckerGGN):
-        options["use_converter"] = problem.use_converter
     return kind(problem.model, problem.loss_function, problem.data, **options)
 
 
@@ -238,6 +240,34 @@ def test_one_number_for_each_sample(kind: Any) -> None:
     whole = (inputs(3), torch.rand(N).round())
     problem = Problem(model, nn.BCEWithLogitsLoss(), whole)
     assert_close(build(kind, problem).to_dense(), TRUTH[kind](problem))
+
+
+class Scaled(nn.Module):
+    """A parameter without axes, and one number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * self.layer(x).tanh()).squeeze(1)
+
+
+def test_parameter_without_axes() -> None:
+    problem = Problem(Scaled(), nn.BCEWithLogitsLoss(), (inputs(3), torch.rand(N).round()))
+    for kind in (GGN, Hessian, EmpiricalFisher, DiagonalGGN):
+        assert_close(build(kind, problem).to_dense(), TRUTH[kind](problem))
+    output, at = function(problem.model, problem.whole[0])
+    J = jacobian(output, at)
+    operator = Jacobian(problem.model, problem.data)
+    assert_close(operator.to_dense(), J)
+    assert_close(operator.T.to_dense(), J.T)
+    assert_close(NTK(problem.model, problem.whole[0]).to_dense(), J @ J.T)
+    laplace = Laplace(problem.model, problem.loss_function, problem.data, DiagonalGGN)
+    mean, covariance = laplace.outputs(problem.whole[0])
+    assert_close(mean.squeeze(1), output(at))
+    expected = (J @ torch.linalg.inv(N * TRUTH[DiagonalGGN](problem) + torch.eye(5)) * J).sum(1)
+    assert_close(covariance.flatten(), expected)
 
 
 @pytest.mark.parametrize("vectors_at_once", [1, 3])
@@ -416,6 +446,333 @@ def test_solve() -> None:
         ill_conditioned.solve(torch.ones(20), tolerance=0.0)
 
 
+class Counting(LinearOperator):
+    """A dense matrix that counts the vectors it is multiplied with."""
+
+    def __init__(self, matrix: Tensor):
+        super().__init__((matrix.shape[0], matrix.shape[1]), matrix.dtype, matrix.device)
+        self.matrix, self.vectors = matrix, 0
+        self.is_symmetric = matrix.shape[0] == matrix.shape[1] and torch.equal(matrix, matrix.T)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        self.vectors += matrix.shape[1]
+        return self.matrix @ matrix
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return self.matrix.T @ matrix
+
+
+def test_solve_with_several_right_hand_sides() -> None:
+    """Each column has its own steps, as if it were alone, and leaves when it has converged."""
+    problem = PROBLEMS["mlp"]()
+    truth = dense_ggn(problem)
+    damped = truth + 0.01 * torch.eye(len(truth))
+    easy = torch.linalg.eigh(damped).eigenvectors[:, -1]
+    rhs = torch.stack([torch.randn(len(truth)), easy, torch.zeros(len(truth))], 1)
+    operator = Counting((truth + truth.T) / 2)
+    found = operator.solve_with_report(rhs, 0.01, tolerance=1e-10)
+    assert found.converged
+    assert_close(found.solution, torch.linalg.solve(damped, rhs))
+    assert found.iterations[1:].tolist() == [1, 0]
+    assert operator.vectors == found.iterations.sum()
+    errors = (damped @ found.solution - rhs).norm(dim=0)[:2] / rhs.norm(dim=0)[:2]
+    assert (errors < 1e-9).all()
+    alone = operator.solve_with_report(rhs[:, 0], 0.01, tolerance=1e-10)
+    assert_close(alone.solution, found.solution[:, 0])
+    assert alone.iterations == found.iterations[0]
+    few = operator.solve_with_report(rhs, 0.01, max_iterations=2)
+    assert not few.converged and few.iterations.tolist() == [2, 1, 0]
+    expected = (damped @ few.solution - rhs).norm(dim=0)[:2] / rhs.norm(dim=0)[:2]
+    assert_close(few.residuals[:2], expected, rtol=1e-6, atol=1e-12)
+
+
+def test_preconditioned_solve() -> None:
+    problem = PROBLEMS["cnn"]()
+    operator = build(GGN, problem)
+    rhs = torch.randn(operator.shape[0], 2)
+    plain = operator.solve_with_report(rhs, 1e-4, 1e-8)
+    for near in (build(KroneckerGGN, problem), build(DiagonalGGN, problem)):
+        found = operator.solve_with_report(rhs, 1e-4, 1e-8, preconditioner=near)
+        assert_close(found.solution, plain.solution, rtol=1e-4, atol=1e-4)
+    # one that is right needs one iteration, and its first step is the solution
+    exact = KroneckerOperator([[dense_ggn(problem)]])
+    found = operator.solve_with_report(rhs, 1e-4, 1e-6, preconditioner=exact)
+    assert found.iterations.tolist() == [1, 1]
+    skewed = Counting(torch.diag(torch.logspace(0, 6, 31)) + 0.1)
+    rough = DiagonalOperator(torch.logspace(0, 6, 31))
+    ones = torch.ones(31)
+    with_it = skewed.solve_with_report(ones, 0.0, 1e-8, preconditioner=rough)
+    without_it = skewed.solve_with_report(ones, 0.0, 1e-8)
+    assert_close(skewed.matrix @ with_it.solution, ones)
+    assert with_it.iterations.sum() * 3 < without_it.iterations.sum()
+    negative = DiagonalOperator(torch.linspace(-1, 1, 31))
+    with pytest.raises(ValueError, match=r"preconditioner .* not positive definite"):
+        skewed.solve(ones, preconditioner=negative)
+
+
+def test_solve_notices_negative_curvature() -> None:
+    indefinite = Counting(torch.diag(torch.tensor([1.0, 2.0, -4.0])))
+    with pytest.raises(RuntimeError, match="negative curvature"):
+        indefinite.solve(torch.ones(3))
+    singular = Counting(torch.diag(torch.tensor([1.0, 2.0, 0.0])))
+    assert_close(singular.solve(torch.tensor([1.0, 1.0, 0.0])), torch.tensor([1.0, 0.5, 0.0]))
+    unsolved = singular.solve_with_report(torch.ones(3))
+    assert not unsolved.converged and unsolved.solution.isfinite().all()
+    with pytest.raises(ValueError, match="not known to be symmetric"):
+        Counting(torch.randn(3, 3)).solve(torch.ones(3))
+    with pytest.raises(ValueError, match="not known to be symmetric"):
+        Counting(torch.randn(3, 3)).eigsh(1)
+
+
+# --------------------------------------------------------------------------------------
+# Sums, products, parts
+# --------------------------------------------------------------------------------------
+
+
+def test_algebra() -> None:
+    A, B, C = torch.randn(4, 4), torch.randn(4, 4), torch.randn(3, 4)
+    A = A + A.T
+    a, b, c = Counting(A), Counting(B), Counting(C)
+    cases: list[tuple[LinearOperator, Tensor, bool]] = [
+        (a + b, A + B, False),
+        (a + 2 * a - a / 4, A + 2 * A - A / 4, True),
+        (-a, -A, True),
+        (c @ a, C @ A, False),
+        (c @ b.T, C @ B.T, False),
+        (c.T @ c, C.T @ C, True),
+        (c @ c.T, C @ C.T, True),
+        (a @ a, A @ A, True),
+        (b.damped(0.5), B + 0.5 * torch.eye(4), False),
+        (c.T.T, C, False),
+        (a.submatrix([3, 0]), A[[3, 0]][:, [3, 0]], True),
+        (a.submatrix(slice(1, 3)), A[1:3, 1:3], True),
+        (c.submatrix([2, 0], slice(1, 4)), C[[2, 0], 1:4], False),
+        (a.submatrix(torch.tensor([True, False, True, False]), [1, 1]), A[::2][:, [1, 1]], False),
+        (3.0 * (a + b).T @ c.T, 3 * (A + B).T @ C.T, False),
+    ]
+    for operator, truth, is_symmetric in cases:
+        assert operator.shape == tuple(truth.shape)
+        assert operator.is_symmetric == is_symmetric
+        assert_close(operator.to_dense(), truth)
+        assert_close(operator.T.to_dense(), truth.T)
+        scipy = operator.to_scipy()
+        v = torch.randn(len(truth))
+        assert_close(torch.as_tensor(scipy.T @ v.numpy()), truth.T @ v)
+    with pytest.raises(ValueError, match="cannot be added"):
+        a + c
+    with pytest.raises(ValueError, match="cannot be multiplied"):
+        a @ c
+    with pytest.raises(TypeError, match="damped"):
+        a + 1.0  # type: ignore[operator]
+    with pytest.raises(TypeError, match="A @ B"):
+        a * A  # type: ignore[operator]
+    with pytest.raises(ValueError, match="which columns"):
+        c.submatrix([0])
+    with pytest.raises(ValueError, match="There are 4 rows"):
+        a.submatrix([4])
+    with pytest.raises(ValueError, match="one precision"):
+        a + Counting(A.float())
+    with pytest.raises(ValueError, match="not square"):
+        c.damped(1.0)
+
+
+@pytest.mark.parametrize("kind", [GGN, DiagonalGGN, KroneckerGGN])
+def test_algebra_of_curvature(kind: Any) -> None:
+    problem = PROBLEMS["cnn"]()
+    operator = build(kind, problem)
+    dense = operator.to_dense()
+    last = torch.arange(len(dense))[-27:]
+    mixed = (0.5 * operator + build(Hessian, problem)).submatrix(last)
+    truth = (0.5 * dense + dense_hessian(problem))[-27:, -27:]
+    assert_close(mixed.to_dense(), truth)
+
+
+# --------------------------------------------------------------------------------------
+# Jacobians, sampled Fisher information
+# --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "ignored"])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_jacobian(name: str, at_once: int) -> None:
+    problem = PROBLEMS[name]()
+    output, at = function(problem.model, problem.whole[0])
+    truth = jacobian(output, at).flatten(0, -2)
+    J = Jacobian(problem.model, problem.data, vectors_at_once=at_once)
+    assert J.shape == truth.shape
+    assert_close(J.to_dense(), truth)
+    assert_close(J.T.to_dense(), truth.T)
+    assert_close((J.T @ J).to_dense(), truth.T @ truth)
+    assert_close((J @ J.T).to_dense(), truth @ truth.T)
+    inputs_alone = Jacobian(problem.model, [X for X, *_ in problem.data])
+    assert_close(inputs_alone @ at, truth @ at)
+    some = list(problem.model.parameters())[1:2]
+    start = next(problem.model.parameters()).numel()
+    part = Jacobian(problem.model, problem.data, some)
+    assert_close(part.to_dense(), truth[:, start : start + some[0].numel()])
+
+
+def test_jacobian_gives_ggn_and_kernel() -> None:
+    problem = PROBLEMS["mse-sum"]()
+    J = Jacobian(problem.model, problem.data)
+    assert_close((2 * (J.T @ J)).to_dense(), build(GGN, problem).to_dense())
+    kernel = NTK(problem.model, problem.whole[0]).to_dense()
+    assert_close((J @ J.T).to_dense(), kernel)
+
+
+def test_jacobian_notices_changes() -> None:
+    problem = PROBLEMS["mlp"]()
+    data = problem.data
+    J = Jacobian(problem.model, data)
+    v = torch.ones(31)
+    J @ v
+    data.reverse()
+    with pytest.raises(RuntimeError, match=r"batch 0 .*shuffle=False"):
+        J @ v
+    with pytest.raises(ValueError, match="iterator"):
+        Jacobian(problem.model, iter(data))
+    problem.model.append(nn.Dropout(0.5))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"model\.eval"):
+        Jacobian(problem.model, data)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-sum", "cnn", "mse", "ignored", "weighted"])
+def test_sampled_fisher(name: str) -> None:
+    """One symmetric matrix of low rank for a seed; the mean over seeds is the GGN."""
+    problem = PROBLEMS[name]()
+    truth = dense_ggn(problem)
+    operator = build(FisherMC, problem, mc_samples=2, seed=3)
+    state = torch.get_rng_state()
+    dense = operator.to_dense()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(operator @ torch.eye(len(truth))[:, :3], dense[:, :3])
+    assert_close(dense, dense.T)
+    values = torch.linalg.eigvalsh(dense)
+    assert values.min() > -1e-10 * values.max()
+    assert not torch.allclose(build(FisherMC, problem, mc_samples=2, seed=4).to_dense(), dense)
+    draws = [build(FisherMC, problem, mc_samples=500, seed=i).to_dense() for i in range(4)]
+    many = torch.stack(draws)
+    spread = many.std(0) / 2 + 1e-3 * truth.abs().max()
+    assert ((many.mean(0) - truth).abs() < 8 * spread).all()
+    assert (many.mean(0) - truth).norm() < 0.1 * truth.norm()
+
+
+def test_sampled_fisher_is_that_of_the_extension() -> None:
+    """With the same draws, its diagonal is that of ``DiagGGNMC``."""
+    problem = PROBLEMS["mlp"]()
+    X, y = problem.whole
+    operator = FisherMC(problem.model, problem.loss_function, [(X, y)], mc_samples=3, seed=0)
+    diagonal = operator.to_dense().diagonal()
+    model, loss_function = extend(problem.model), extend(problem.loss_function)
+    torch.manual_seed(0)
+    with backpack(DiagGGNMC(mc_samples=3)):
+        loss_function(model(X), y).backward()
+    expected = parameter_list_to_vector(p.diag_ggn_mc for p in model.parameters())  # type: ignore
+    assert_close(diagonal, expected)
+
+
+def test_sampled_fisher_needs_the_order() -> None:
+    problem = PROBLEMS["mlp"]()
+    data = problem.data
+    operator = FisherMC(*problem[:2], data)
+    operator @ torch.ones(31)
+    data.reverse()
+    with pytest.raises(RuntimeError, match="shuffle=False"):
+        operator @ torch.ones(31)
+    with pytest.raises(ValueError, match="mc_samples"):
+        FisherMC(*problem[:2], data, mc_samples=0)
+    with pytest.raises(NotImplementedError, match="negative log likelihood"):
+        FisherMC(problem.model, Tail(), PROBLEMS["own"]().data) @ torch.ones(31)
+
+
+# --------------------------------------------------------------------------------------
+# Models with functions in the forward
+# --------------------------------------------------------------------------------------
+
+
+class LastState(nn.Module):
+    """A recurrent model that picks the last state by indexing, with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+        self.activation = nn.ReLU(inplace=True)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(self.embedding(x))
+        return self.head(self.activation(out[:, -1] + 1.0))
+
+
+def recurrent() -> Problem:
+    return Problem(LastState(), nn.CrossEntropyLoss(), (torch.randint(5, (N, 3)), labels()))
+
+
+@pytest.mark.parametrize("use_converter", [False, True, "record", "trace"])
+def test_plain_model_with_functions(use_converter: Any) -> None:
+    problem = recurrent()
+    diagonal = build(DiagonalGGN, problem, use_converter=use_converter).diagonal()
+    assert_close(diagonal, dense_ggn(problem).diagonal())
+    head = list(problem.model.head.parameters())  # type: ignore[union-attr]
+    K = build(KroneckerGGN, problem, use_converter=use_converter, params=head)
+    assert_close(K.factors[1][0], dense_ggn(problem)[-3:, -3:])
+    kernel = NTK(problem.model, problem.whole[0], use_converter=use_converter).to_dense()
+    output, at = function(problem.model, problem.whole[0])
+    J = jacobian(output, at).flatten(0, -2)
+    assert_close(kernel, J @ J.T)
+
+
+def look(module: nn.Module) -> list[Any]:
+    """All attributes of all modules: those of the same value are the same object."""
+    return [
+        {
+            name: list(value.items()) if isinstance(value, dict) else value
+            for name, value in vars(child).items()
+        }
+        for child in module.modules()
+    ]
+
+
+@pytest.mark.parametrize("before", ["plain", "extended", "recorded", "hooked"])
+@pytest.mark.parametrize("name", ["mlp", "recurrent"])
+def test_model_is_left_as_it_was(name: str, before: str) -> None:
+    problem = recurrent() if name == "recurrent" else PROBLEMS[name]()
+    model, loss_function = problem.model, problem.loss_function
+    seen: list[int] = []
+    if before == "extended":
+        extend(model), extend(loss_function)
+    if before == "recorded":
+        extend(model, use_converter="record")
+    if before == "hooked":
+        model.register_forward_hook(lambda *_: seen.append(1))
+        model.register_forward_pre_hook(lambda *_: seen.append(2))
+    states = look(model), look(loss_function)
+    for kind in (*TRUTH, KroneckerGGN, FisherMC):
+        build(kind, problem) @ torch.ones(sum(p.numel() for p in model.parameters()))
+    NTK(model, problem.whole[0])
+    Jacobian(model, problem.data) @ torch.ones(sum(p.numel() for p in model.parameters()))
+    assert (look(model), look(loss_function)) == states
+    if before == "hooked":
+        seen.clear()
+        model(problem.whole[0])
+        assert seen == [2, 1]
+
+    def broken() -> Iterator[Any]:
+        yield problem.data[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk"):
+        DiagonalGGN(model, loss_function, broken())
+    assert (look(model), look(loss_function)) == states
+    copy.deepcopy(model)(problem.whole[0])
+    if before == "extended" and name == "mlp":
+        with backpack(DiagGGNExact()):
+            loss_function(model(problem.whole[0]), problem.whole[1]).backward()
+        found = parameter_list_to_vector(p.diag_ggn_exact for p in model.parameters())  # type: ignore
+        assert_close(found, dense_ggn(problem).diagonal())
+
+
 # --------------------------------------------------------------------------------------
 # Kronecker and diagonal operators
 # --------------------------------------------------------------------------------------
@@ -493,6 +850,7 @@ def test_kflr_is_that_of_the_whole_batch(name: str, approximation: Any) -> None:
     counts = [n for n in range(N) if n != 4 or name != "ignored"]
     X, *targets = (tensor[counts] for tensor in problem.whole)
     model = extend(problem.model, use_converter=problem.use_converter)
+    extend(problem.loss_function)
     with backpack(KFLR(approximation=approximation)):
         problem.loss_function(model(X), *targets).backward()
     expected = [p.kflr for p in problem.model.parameters()]  # type: ignore[attr-defined]
@@ -534,6 +892,7 @@ def test_other_kronecker_methods(method: str, reduction: str) -> None:
     torch.manual_seed(1)
     operator = build(KroneckerGGN, problem, method=method, mc_samples=2)
     torch.manual_seed(1)
+    extend(problem.model), extend(problem.loss_function)
     totals: list[list[Any]] = [[0, 0], [0], [0, 0], [0]]
     for (X, y), size in zip(problem.data, SIZES, strict=True):
         with backpack(KFAC(mc_samples=2) if method == "KFAC" else KFRA()):

@@ -12,7 +12,17 @@ torch.Size([8, 10])
 """
 
 from backpack.linalg.approximations import DiagonalGGN, DiagonalHessian, KroneckerGGN
-from backpack.linalg.curvature import GGN, EmpiricalFisher, Hessian, MatrixFreeOperator
+from backpack.linalg.conjugate_gradients import Preconditioner, Solution
+from backpack.linalg.curvature import (
+    GGN,
+    EmpiricalFisher,
+    FisherMC,
+    Hessian,
+    MatrixFreeOperator,
+)
+from backpack.linalg.density import SpectralDensity, logdet, spectral_density
+from backpack.linalg.estimators import Estimate, diagonal, frobenius_norm, trace
+from backpack.linalg.jacobian import Jacobian
 from backpack.linalg.ntk import NTK
 from backpack.linalg.operators import DampedOperator, LinearOperator
 from backpack.linalg.structured import DiagonalOperator, KroneckerOperator, SpectralOperator
@@ -25,10 +35,21 @@ __all__ = [
     "DiagonalHessian",
     "DiagonalOperator",
     "EmpiricalFisher",
+    "Estimate",
+    "FisherMC",
     "Hessian",
+    "Jacobian",
     "KroneckerGGN",
     "KroneckerOperator",
     "LinearOperator",
     "MatrixFreeOperator",
+    "Preconditioner",
+    "Solution",
+    "SpectralDensity",
     "SpectralOperator",
+    "diagonal",
+    "frobenius_norm",
+    "logdet",
+    "spectral_density",
+    "trace",
 ]

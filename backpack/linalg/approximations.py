@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack import backpack, extend
+from backpack import backpack
 from backpack.core.engine.products import Products, add, axis_factors
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -21,11 +21,10 @@ from backpack.extensions.secondorder.hbp import (
     ExpectationApproximation,
     LossHessianStrategy,
 )
+from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective
 from backpack.linalg.structured import DiagonalOperator, KroneckerOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector
-
-UseConverter = bool | Literal["trace", "record"]
 
 
 class DiagonalGGN(DiagonalOperator):
@@ -34,7 +33,7 @@ class DiagonalGGN(DiagonalOperator):
     Computed with :class:`~backpack.extensions.DiagGGNExact` or
     :class:`~backpack.extensions.DiagGGNMC` in one pass over the data, when it is built; a
     snapshot. Batches are put together as for :class:`~backpack.linalg.GGN`, of which the exact one
-    is the diagonal. Model and loss are extended; no gradient is touched.
+    is the diagonal. Model and loss are left as they were; no gradient is touched.
     """
 
     def __init__(
@@ -56,7 +55,8 @@ class DiagonalGGN(DiagonalOperator):
             params: Parameters, in the order of the rows. Default: the trainable ones of the model.
             mc_samples: Number of Monte-Carlo samples; they follow ``torch.manual_seed``. Default:
                 exact.
-            use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
+            use_converter: How functions in the forward are seen: recorded while it runs (default),
+                or ``"trace"``, see :func:`backpack.extend`.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
 
         Raises:
@@ -73,7 +73,7 @@ class DiagonalHessian(DiagonalOperator):
 
     Computed with :class:`~backpack.extensions.DiagHessian` in one pass over the data, when it is
     built; a snapshot. Batches are put together as for :class:`~backpack.linalg.Hessian`. Entries
-    may be negative. Model and loss are extended; no gradient is touched.
+    may be negative. Model and loss are left as they were; no gradient is touched.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KroneckerGGN(KroneckerOperator):
     batches, those with the scale of the loss are put together as for
     :class:`~backpack.linalg.GGN`: KFLR is the one of a single batch with all data (without batches
     of which no target counts). KFRA averages over each batch before it propagates, so it depends on
-    how the data is cut. Model and loss are extended; no gradient is touched.
+    how the data is cut. Model and loss are left as they were; no gradient is touched.
 
     Attributes:
         factors: For each parameter its Kronecker factors, as the extension orders them.
@@ -130,7 +130,8 @@ class KroneckerGGN(KroneckerOperator):
             mc_samples: Number of Monte-Carlo samples of KFAC; they follow ``torch.manual_seed``.
             approximation: For weights that are used at several positions: None, ``"expand"`` or
                 ``"reduce"``, see :class:`~backpack.extensions.HBP`.
-            use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
+            use_converter: How functions in the forward are seen: recorded while it runs (default),
+                or ``"trace"``, see :func:`backpack.extend`.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
 
         Raises:
@@ -204,10 +205,9 @@ def _extended(
     use_converter: UseConverter,
     progress: bool,
 ) -> Objective:
-    """Return the objective of the extended model and loss."""
+    """Return the objective of a model and loss that are extended for passes over the data."""
     objective = Objective(model, loss_function, data, params, progress)
-    extend(loss_function)
-    objective.model = extend(model, use_converter=use_converter)
+    objective.use_converter = use_converter
     return objective
 
 
@@ -220,7 +220,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
     """Sum what an extension computes over the batches.
 
     Args:
-        objective: The extended model, loss and data.
+        objective: Model, loss and data. Both are extended for the pass.
         ext: An extension that is linear in the loss.
 
     Returns:
@@ -229,16 +229,20 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
     """
     totals: list[Any] = []
     weights = 0.0
-    for X, targets in objective:
-        with torch.inference_mode(False), torch.enable_grad(), backpack(ext):
-            output = objective.model(X)
-            loss = objective.loss_function(output, *targets)
-            weight = objective.weight(output, targets)
-            if weight == 0:  # no target counts
-                continue
-            values = _values(objective.params, ext, weight * loss)
-        weights += weight
-        totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
+    with (
+        extended(objective.model, objective.use_converter or "record") as model,
+        extended(objective.loss_function, False) as loss_of,
+    ):
+        for X, targets in objective:
+            with torch.inference_mode(False), torch.enable_grad(), backpack(ext):
+                output = model(X)
+                loss = loss_of(output, *targets)
+                weight = objective.weight(output, targets)
+                if weight == 0:  # no target counts
+                    continue
+                values = _values(objective.params, ext, weight * loss)
+            weights += weight
+            totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
     return totals, objective.norm(weights)
 
 
@@ -258,6 +262,6 @@ def _values(params: Sequence[Parameter], ext: BackpropExtension, loss: Tensor) -
     if unused:
         raise ValueError(
             f"The loss does not depend on the parameters of shapes {unused} through an extended "
-            "module. Leave them out (params=...), or use use_converter=True if functions read them."
+            "module. Leave them out (params=...)."
         )
     return values

@@ -13,11 +13,12 @@ from torch.autograd import grad
 from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backpack import backpack, disable, extend
+from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.tape import live_calls
 from backpack.hessianfree.lop import vjp
+from backpack.linalg.extended import extended
 from backpack.linalg.objective import Objective
 from backpack.linalg.operators import LinearOperator
 
@@ -118,7 +119,7 @@ class MatrixFreeOperator(LinearOperator):
                 for start in range(0, len(product), self._vectors_at_once):
                     some = slice(start, start + self._vectors_at_once)
                     parts = batch.product([v[some] for v in vectors])
-                    flat = torch.cat([part.flatten(1) for part in parts], 1)
+                    flat = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
                     product[some].add_(flat, alpha=batch.weight)
         norm = self._objective.norm(weights)
         self._check_unchanged(loss / norm)
@@ -193,34 +194,46 @@ class JacobianOperator(MatrixFreeOperator):
         return Batch(loss, weight, product)
 
 
+def loss_and_hessian(
+    loss_function: Module, prediction: Tensor, targets: Sequence[Any]
+) -> tuple[Tensor, LossHessian]:
+    """Return a loss, and its Hessian with respect to the prediction.
+
+    Raises:
+        ValueError: If it is no loss module, or within :func:`backpack.disable`.
+    """
+    if not disable.should_store_io():
+        raise ValueError("The GGN reads what the loss stores: use it outside of disable().")
+    with extended(loss_function, False):
+        loss = loss_function(prediction, *targets)
+    calls = live_calls(loss_function)
+    rule = calls[-1].derivatives if calls else None
+    if not isinstance(rule, BaseLossDerivatives):
+        raise ValueError(
+            f"{type(loss_function).__name__} is no loss module: a module without children that "
+            "returns a scalar."
+        )
+    return loss, LossHessian(calls[-1])
+
+
 class GGN(JacobianOperator):
     """The generalised Gauss-Newton matrix of the loss over a data set.
 
     ``G = Jᵀ H J`` with the Jacobian J of the model's output and the Hessian H of the loss with
     respect to it, which has to be positive semidefinite. It is the same as that of the extensions
     (:class:`~backpack.extensions.DiagGGNExact`, :class:`~backpack.extensions.GGNMP`): for
-    ``NLLLoss``, H is the Fisher information. The loss is extended. For batches, scale, arguments
-    and errors see :class:`~backpack.linalg.MatrixFreeOperator`.
+    ``NLLLoss``, H is the Fisher information. For batches, scale, arguments and errors see
+    :class:`~backpack.linalg.MatrixFreeOperator`.
     """
 
     def _at_output(
         self, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        if not disable.should_store_io():
-            raise ValueError("The GGN reads what the loss stores: use it outside of disable().")
-        loss_function = extend(self._objective.loss_function)
-        loss = loss_function(prediction, *targets)
-        calls = live_calls(loss_function)
-        rule = calls[-1].derivatives if calls else None
-        if not isinstance(rule, BaseLossDerivatives):
-            raise ValueError(
-                f"{type(loss_function).__name__} is no loss module: a module without children that "
-                "returns a scalar."
-            )
+        loss, hessian = loss_and_hessian(self._objective.loss_function, prediction, targets)
 
         def curvature(tangents: Tensor) -> Tensor:
             with torch.no_grad():
-                product = LossHessian(calls[-1]).product(tangents, of_ggn=True)
+                product = hessian.product(tangents, of_ggn=True)
             return product if isinstance(product, Tensor) else product[0]
 
         return loss, curvature
@@ -254,3 +267,86 @@ class EmpiricalFisher(JacobianOperator):
             return weight * gradient * along
 
         return loss, curvature
+
+
+class FisherMC(JacobianOperator):
+    """The Fisher information, from targets that are drawn from the model's own prediction.
+
+    ``F = Jᵀ (1/M sum_m s_m s_mᵀ) J`` with the gradients s of the negative log likelihood of the
+    drawn targets: its expectation is the :class:`~backpack.linalg.GGN`, of the same scale, and that
+    of ``DiagGGNMC`` and ``KFAC``. Targets are drawn anew in each product, from the same seed: it is
+    one matrix, as long as the data come in the same batches and order. For batches, scale and
+    errors see :class:`~backpack.linalg.MatrixFreeOperator`.
+
+    Source: Kunstner, Balles, Hennig (NeurIPS 2019), equation 5.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        params: Iterable[Parameter] | None = None,
+        mc_samples: int = 1,
+        seed: int = 0,
+        progress: bool = True,
+        vectors_at_once: int = 8,
+    ):
+        """Store what is given; nothing is computed.
+
+        Args:
+            model: The model.
+            loss_function: The loss: a negative log likelihood.
+            data: Batches ``(X, y)``, the same in each pass.
+            params: Parameters, in the order of the rows. Default: the trainable ones of the model.
+            mc_samples: M, number of draws for each sample.
+            seed: Draws the targets. The state of torch's random numbers is left alone.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+            vectors_at_once: How many columns of a matrix are multiplied at once.
+
+        Raises:
+            ValueError: As for :class:`~backpack.linalg.MatrixFreeOperator`, or without samples.
+        """
+        if mc_samples < 1:
+            raise ValueError(f"mc_samples has to be at least 1, got {mc_samples}.")
+        super().__init__(model, loss_function, data, params, progress, vectors_at_once)
+        self._mc_samples, self._seed = mc_samples, seed
+        self._losses: list[float] = []  # of each batch in the first pass
+        self._number = 0
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        self._number = 0
+        return super()._matmat(matrix)
+
+    def _at_output(
+        self, prediction: Tensor, targets: Sequence[Any], weight: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        loss, hessian = loss_and_hessian(self._objective.loss_function, prediction, targets)
+        self._check_order(loss.item() if weight else 0.0)  # without targets it is no number
+        devices = [prediction.device] if prediction.is_cuda else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(1_000_003 * self._seed + self._number)
+            drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
+        self._number += 1
+
+        def curvature(tangents: Tensor) -> Tensor:
+            flat = tangents.flatten(2) if tangents.dim() > 2 else tangents.unsqueeze(2)
+            s = drawn.reshape(*drawn.shape[:2], -1)
+            along = torch.einsum("mno,vno->mvn", s, flat)
+            return torch.einsum("mno,mvn->vno", s, along).reshape(tangents.shape)
+
+        return loss, curvature
+
+    def _check_order(self, loss: float) -> None:
+        """Refuse other batches: their targets would be others."""
+        if self._number == len(self._losses):
+            self._losses.append(loss)
+        eps = torch.finfo(self.dtype).eps
+        known = self._losses[self._number]
+        if not isclose(loss, known, rel_tol=eps**0.5, abs_tol=10 * eps):
+            raise RuntimeError(
+                f"{self!r} is not one matrix: batch {self._number} had the loss {known:g} in an "
+                f"earlier product, and has {loss:g} now. Targets are drawn batch by batch: pass "
+                "the data in the same order each time (shuffle=False), and build a new operator if "
+                "parameters have changed."
+            )

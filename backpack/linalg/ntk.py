@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack import backpack, extend
+from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
-from backpack.linalg.approximations import UseConverter
+from backpack.linalg.extended import UseConverter, extended
 
 
 class NTK:
@@ -19,7 +20,7 @@ class NTK:
 
     With N and M samples of C outputs. Jacobians with respect to parameters that act at few
     positions are not formed, see :class:`~backpack.core.engine.factored.FactoredGrad`. The model is
-    extended, and has to treat samples alone.
+    left as it was, and has to treat samples alone.
 
     Source: Jacot, Gabriel, Hongler, Neural tangent kernel (NeurIPS 2018).
     """
@@ -39,44 +40,19 @@ class NTK:
             X1: N samples.
             X2: M samples. Default: the same.
             params: Parameters that vary. Default: those of the model that require a gradient.
-            use_converter: See :func:`backpack.extend`.
+            use_converter: How functions in the forward are seen: recorded while it runs (default),
+                or ``"trace"``, see :func:`backpack.extend`.
 
         Raises:
             ValueError: If there are none, or the output does not depend on one of them.
         """
-        extended = extend(model, use_converter=use_converter)
         given = model.parameters() if params is None else params
         self.params = [p for p in given if p.requires_grad]
         if not self.params:
             raise ValueError("NTK: no parameter requires a gradient.")
-        self._rows = self._jacobians(extended, X1)
-        self._columns = self._rows if X2 is None else self._jacobians(extended, X2)
-
-    def _jacobians(self, model: Module, X: Tensor) -> list[list[FactoredGrad]]:
-        """Return the gradients of each output, for each parameter."""
-        found, gradients = [], [p.grad for p in self.params]
-        ext = BatchGrad(factored=True)
-        ext.savefield = "_backpack_linalg"
-        with torch.inference_mode(False), torch.enable_grad():
-            outputs = model(X).flatten(1).unbind(1)
-        try:
-            for output in outputs:
-                with torch.enable_grad(), backpack(ext, retain_graph=True):
-                    output.sum().backward(inputs=self.params, retain_graph=True)
-                values = [vars(p).pop(ext.savefield, None) for p in self.params]
-                pairs = zip(self.params, values, strict=True)
-                unused = [list(p.shape) for p, value in pairs if value is None]
-                if unused:
-                    raise ValueError(
-                        f"NTK: the output does not depend on the parameters of shapes {unused} "
-                        "through an extended module. Leave them out (params=...), or use "
-                        "use_converter=True if functions read them."
-                    )
-                found.append([FactoredGrad.of(value) for value in values])
-        finally:
-            for p, gradient in zip(self.params, gradients, strict=True):
-                p.grad = gradient
-        return found
+        with extended(model, use_converter or "record") as ready:
+            self._rows = factored_jacobian(ready, self.params, X1)
+            self._columns = self._rows if X2 is None else factored_jacobian(ready, self.params, X2)
 
     def _product(self, c: int, d: int) -> Tensor:
         pairs = zip(self._rows[c], self._columns[d], strict=True)
@@ -98,3 +74,44 @@ class NTK:
     def to_dense(self) -> Tensor:
         """Return the matrix for all samples and outputs, ``[N·C, M·C]``."""
         return self.per_output().transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def factored_jacobian(
+    model: Module, params: Sequence[Parameter], X: Any
+) -> list[list[FactoredGrad]]:
+    """Return the gradients of each output, for each parameter; nothing is left at these.
+
+    Args:
+        model: An extended model, ``[N, *in] -> [N, *out]``.
+        params: Parameters.
+        X: N samples.
+
+    Raises:
+        ValueError: If the output does not depend on one of them.
+    """
+    found, gradients = [], [p.grad for p in params]
+    ext = BatchGrad(factored=True)
+    ext.savefield = "_backpack_linalg"
+    with torch.inference_mode(False), torch.enable_grad():
+        output = model(X)
+        outputs = output.reshape(len(output), -1).unbind(1)
+    try:
+        for output in outputs:
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                backpack(ext, retain_graph=True),
+            ):
+                output.sum().backward(inputs=list(params), retain_graph=True)
+            values = [vars(p).pop(ext.savefield, None) for p in params]
+            unused = [list(p.shape) for p, v in zip(params, values, strict=True) if v is None]
+            if unused:
+                raise ValueError(
+                    f"The output does not depend on the parameters of shapes {unused} through an "
+                    "extended module. Leave them out (params=...)."
+                )
+            found.append([FactoredGrad.of(value) for value in values])
+    finally:
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+    return found

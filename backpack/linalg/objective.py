@@ -33,7 +33,10 @@ class Objective:
         model: The model.
         loss_function: The loss.
         params: The parameters that derivatives are taken with respect to.
+        use_converter: How the model is extended, by those who do.
     """
+
+    use_converter: Any = False
 
     def __init__(
         self,

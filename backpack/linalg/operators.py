@@ -1,16 +1,24 @@
-"""Symmetric linear operators on vectors of parameters, for torch and for scipy."""
+"""Linear operators on vectors of parameters, for torch and for scipy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from backpack.linalg.conjugate_gradients import Preconditioner, Solution, conjugate_gradients
+
+# Chosen rows or columns: a slice, numbers, or a mask.
+Index = slice | Sequence[int] | Tensor
+
 
 class LinearOperator(ABC):
-    """A symmetric matrix ``[P, P]`` that is known by its products with vectors.
+    """A matrix ``[M, P]`` that is known by its products with vectors; most are symmetric.
+
+    ``A + B``, ``A - B``, ``2 * A``, ``A @ B``, ``A.T``, ``A.submatrix(rows)`` are operators, too.
 
     Vectors are the parameters, flattened and concatenated;
     :func:`~backpack.utils.convert_parameters.vector_to_parameter_list` and
@@ -18,34 +26,51 @@ class LinearOperator(ABC):
     the format of ``model.parameters()``.
 
     Attributes:
-        shape: ``(P, P)``.
+        shape: ``(M, P)``; ``(P, P)`` if it is symmetric.
         dtype: Precision of the vectors that it multiplies with, and of the products.
         device: Their device.
+        is_symmetric: Whether it is known to be its own transposed.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
-        """Store the shape ``(size, size)``, the precision and the device."""
-        self.shape = (size, size)
+    is_symmetric = True
+
+    def __init__(self, size: int | tuple[int, int], dtype: torch.dtype, device: torch.device):
+        """Store the shape, ``(size, size)`` for a number, the precision and the device."""
+        self.shape = (size, size) if isinstance(size, int) else size
         self.dtype = dtype
         self.device = device
 
     @abstractmethod
     def _matmat(self, matrix: Tensor) -> Tensor:
-        """Multiply with a matrix: ``[P, V] -> [P, V]``."""
+        """Multiply with a matrix: ``[P, V] -> [M, V]``."""
 
-    def __matmul__(self, other: Tensor) -> Tensor:
-        """Multiply with a vector or a matrix.
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        """Multiply the transposed with a matrix: ``[M, V] -> [P, V]``."""
+        if not self.is_symmetric:
+            raise NotImplementedError(f"{type(self).__name__} does not know its transposed.")
+        return self._matmat(matrix)
+
+    @overload
+    def __matmul__(self, other: Tensor) -> Tensor: ...
+
+    @overload
+    def __matmul__(self, other: LinearOperator) -> LinearOperator: ...
+
+    def __matmul__(self, other: Tensor | LinearOperator) -> Tensor | LinearOperator:
+        """Multiply with a vector, a matrix, or another operator.
 
         Args:
-            other: ``[P]`` or ``[P, V]``
+            other: ``[P]`` or ``[P, V]``, or an operator of that shape.
 
         Returns:
-            The product, of the shape of ``other``.
+            The product, ``[M]`` or ``[M, V]``; an operator if the other one is.
 
         Raises:
-            TypeError: If ``other`` is not a tensor.
+            TypeError: If ``other`` is not a tensor or an operator.
             ValueError: If its length, precision or device is not that of the operator.
         """
+        if isinstance(other, LinearOperator):
+            return ProductOperator(self, other)
         if not isinstance(other, Tensor):
             raise TypeError(
                 f"{self!r} multiplies with tensors, got {type(other).__name__}. For numpy arrays, "
@@ -72,16 +97,51 @@ class LinearOperator(ABC):
 
     @property
     def T(self) -> LinearOperator:
-        """The transposed matrix: itself."""
-        return self
+        """The transposed matrix ``[P, M]``: itself if it is symmetric."""
+        return self if self.is_symmetric else TransposedOperator(self)
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        """Return ``A + B``, of the same shape, precision and device."""
+        return SumOperator([self, other])
+
+    def __sub__(self, other: LinearOperator) -> LinearOperator:
+        """Return ``A - B``."""
+        return SumOperator([self, -other])
+
+    def __mul__(self, factor: float) -> LinearOperator:
+        """Return a multiple."""
+        return ScaledOperator(self, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> LinearOperator:
+        """Return ``A / divisor``."""
+        return ScaledOperator(self, 1 / divisor)
+
+    def __neg__(self) -> LinearOperator:
+        """Return ``-A``."""
+        return ScaledOperator(self, -1.0)
+
+    def submatrix(self, rows: Index, columns: Index | None = None) -> LinearOperator:
+        """Choose rows and columns.
+
+        Args:
+            rows: Which rows: a slice, numbers, or a mask ``[M]``.
+            columns: Which columns. Default: the same as rows, of a square matrix.
+
+        Raises:
+            ValueError: If a number is out of range, or columns are not given for a matrix that is
+                not square.
+        """
+        return SubmatrixOperator(self, rows, columns)
 
     def damped(self, damping: float) -> DampedOperator:
         """Add a multiple of the identity: ``A + damping · I``."""
         return DampedOperator(self, damping)
 
     def to_dense(self) -> Tensor:
-        """Return the matrix ``[P, P]``, from P products: for small models."""
-        return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+        """Return the matrix ``[M, P]``, from P products: for small models."""
+        return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.linalg.LinearOperator``.
@@ -96,12 +156,15 @@ class LinearOperator(ABC):
         def product(array: Any) -> Any:
             return _to_numpy(self @ torch.as_tensor(array, dtype=self.dtype, device=self.device))
 
+        def transposed(array: Any) -> Any:
+            return _to_numpy(self.T @ torch.as_tensor(array, dtype=self.dtype, device=self.device))
+
         return linalg.LinearOperator(
             self.shape,
             matvec=product,
-            rmatvec=product,
+            rmatvec=transposed,
             matmat=product,
-            rmatmat=product,
+            rmatmat=transposed,
             dtype=_to_numpy(torch.empty(0, dtype=self.dtype)).dtype,
         )
 
@@ -111,43 +174,76 @@ class LinearOperator(ABC):
         damping: float = 0.0,
         tolerance: float = 1e-5,
         max_iterations: int | None = None,
+        preconditioner: Preconditioner | None = None,
     ) -> Tensor:
         """Solve ``(A + damping · I) x = rhs`` by conjugate gradients, one product an iteration.
 
-        The matrix has to be positive definite; that is not checked.
-
         Args:
-            rhs: Right-hand side. ``[P]``
+            rhs: Right-hand side, or several, which share the products. ``[P]`` or ``[P, V]``
             damping: Multiple of the identity that is added.
-            tolerance: Norm of the residual, relative to that of ``rhs``, at which to stop.
+            tolerance: Norm of a residual, relative to that of its right-hand side, at which to
+                stop.
             max_iterations: Stop after so many iterations, whatever the residual. Default: ``10 P``,
                 after which it is an error not to have converged.
+            preconditioner: A structured operator that is near to A, such as its Kronecker factors
+                or its diagonal; it is inverted with the same damping.
 
         Returns:
-            The solution x. ``[P]``
+            The solution x, of the shape of ``rhs``. For a report see :meth:`solve_with_report`.
 
         Raises:
-            ImportError: If scipy is not installed.
-            ValueError: If ``rhs`` is not a vector of the length of the operator.
-            RuntimeError: If conjugate gradients do not converge.
+            ValueError: If ``rhs`` does not have the length of the operator, that is not symmetric,
+                or the damped preconditioner is not positive definite.
+            RuntimeError: If conjugate gradients do not converge, or meet a direction along which
+                the matrix is not positive.
         """
-        if rhs.shape != self.shape[:1]:
-            raise ValueError(
-                f"{self!r} solves for vectors [{self.shape[0]}], got shape {list(rhs.shape)}."
-            )
-        damped = self.damped(damping)
-        array, info = _scipy_linalg().cg(
-            damped.to_scipy(), _to_numpy(rhs), rtol=tolerance, maxiter=max_iterations
-        )
-        solution = torch.as_tensor(array, dtype=self.dtype, device=self.device)
-        if info and max_iterations is None:
-            residual = (damped @ solution - rhs).norm() / rhs.norm()
+        found = self.solve_with_report(rhs, damping, tolerance, max_iterations, preconditioner)
+        if not found.converged and max_iterations is None:
             raise RuntimeError(
                 f"Conjugate gradients with {self!r} and damping {damping:g} have stopped at a "
-                f"relative residual of {residual:.1g}. Is the matrix positive definite? Use more "
-                "damping, a larger tolerance, or set max_iterations."
+                f"relative residual of {float(found.residuals.max()):.1g}. Is the matrix positive "
+                "definite? Use more damping, a larger tolerance, or set max_iterations."
             )
-        return solution
+        return found.solution
+
+    def solve_with_report(
+        self,
+        rhs: Tensor,
+        damping: float = 0.0,
+        tolerance: float = 1e-5,
+        max_iterations: int | None = None,
+        preconditioner: Preconditioner | None = None,
+    ) -> Solution:
+        """Solve as :meth:`solve`, and tell how it went: it is no error not to converge.
+
+        Returns:
+            The solution, with the relative residuals and the numbers of iterations.
+
+        Raises:
+            ValueError: As for :meth:`solve`.
+            RuntimeError: If there is a direction along which the matrix is not positive.
+        """
+        self._need_symmetric("conjugate gradients")
+        if rhs.dim() not in (1, 2) or rhs.shape[0] != self.shape[0]:
+            raise ValueError(
+                f"{self!r} solves for matrices [{self.shape[0]}, V] and vectors [{self.shape[0]}], "
+                f"got shape {list(rhs.shape)}."
+            )
+        return conjugate_gradients(
+            self.damped(damping).__matmul__,
+            rhs,
+            None if preconditioner is None else preconditioner.inverse(damping),
+            tolerance,
+            10 * self.shape[0] if max_iterations is None else max_iterations,
+            f"{self!r} with damping {damping:g}",
+        )
+
+    def _need_symmetric(self, what: str) -> None:
+        if not self.is_symmetric:
+            raise ValueError(
+                f"{self!r} is not known to be symmetric, which {what} need. For least squares, use "
+                "A.T @ A."
+            )
 
     def eigsh(self, k: int = 6, which: str = "LA", tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
         """Compute some eigenpairs by the Lanczos method (ARPACK), from a fixed starting vector.
@@ -165,6 +261,7 @@ class LinearOperator(ABC):
             ImportError: If scipy is not installed.
             ValueError: If there are not more than k eigenpairs.
         """
+        self._need_symmetric("eigenpairs")
         if not 0 < k < self.shape[0]:
             raise ValueError(
                 f"{self!r}: k must be between 1 and {self.shape[0] - 1}, got {k}. For all "
@@ -186,13 +283,169 @@ class DampedOperator(LinearOperator):
     """``A + damping · I``."""
 
     def __init__(self, operator: LinearOperator, damping: float):
-        """Store the operator A and the multiple of the identity."""
-        super().__init__(operator.shape[0], operator.dtype, operator.device)
+        """Store the square operator A and the multiple of the identity."""
+        if operator.shape[0] != operator.shape[1]:
+            raise ValueError(f"{operator!r} is not square: nothing can be added to its diagonal.")
+        super().__init__(operator.shape, operator.dtype, operator.device)
         self.operator = operator
         self.damping = damping
+        self.is_symmetric = operator.is_symmetric
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return self.operator @ matrix + self.damping * matrix
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return self.operator.T @ matrix + self.damping * matrix
+
+
+class TransposedOperator(LinearOperator):
+    """``Aᵀ`` of a matrix that is not symmetric."""
+
+    is_symmetric = False
+
+    def __init__(self, operator: LinearOperator):
+        """Store the operator A."""
+        super().__init__(operator.shape[::-1], operator.dtype, operator.device)
+        self.operator = operator
+
+    @property
+    def T(self) -> LinearOperator:
+        """The operator A."""
+        return self.operator
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.operator._rmatmat(matrix)
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return self.operator._matmat(matrix)
+
+
+class SumOperator(LinearOperator):
+    """``A + B + …``.
+
+    Raises:
+        TypeError: If one is not an operator.
+        ValueError: If shapes, precisions or devices differ.
+    """
+
+    def __init__(self, operators: Sequence[LinearOperator]):
+        """Store the operators."""
+        for other in operators:
+            if not isinstance(other, LinearOperator):
+                raise TypeError(
+                    f"Operators are added to operators, got {type(other).__name__}. For a multiple "
+                    "of the identity, use damped()."
+                )
+        first = operators[0]
+        _check_alike(operators)
+        if len({one.shape for one in operators}) > 1:
+            raise ValueError(f"These cannot be added: {', '.join(map(repr, operators))}.")
+        super().__init__(first.shape, first.dtype, first.device)
+        self.operators = list(operators)
+        self.is_symmetric = all(one.is_symmetric for one in operators)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return torch.stack([one @ matrix for one in self.operators]).sum(0)
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return torch.stack([one.T @ matrix for one in self.operators]).sum(0)
+
+
+class ScaledOperator(LinearOperator):
+    """``factor · A``."""
+
+    def __init__(self, operator: LinearOperator, factor: float):
+        """Store the operator A and the number that it is multiplied with."""
+        if isinstance(factor, Tensor) and factor.dim() == 0:
+            factor = float(factor)
+        if not isinstance(factor, (int, float)):
+            raise TypeError(f"{operator!r} is multiplied with numbers, got {factor!r}. Use A @ B.")
+        super().__init__(operator.shape, operator.dtype, operator.device)
+        self.operator = operator
+        self.factor = factor
+        self.is_symmetric = operator.is_symmetric
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.factor * (self.operator @ matrix)
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return self.factor * (self.operator.T @ matrix)
+
+
+class ProductOperator(LinearOperator):
+    """``A B``; known to be symmetric if it is ``Aᵀ A``.
+
+    Raises:
+        ValueError: If the shapes do not fit, or precisions or devices differ.
+    """
+
+    def __init__(self, left: LinearOperator, right: LinearOperator):
+        """Store both operators."""
+        _check_alike([left, right])
+        if left.shape[1] != right.shape[0]:
+            raise ValueError(f"{left!r} cannot be multiplied with {right!r}.")
+        super().__init__((left.shape[0], right.shape[1]), left.dtype, left.device)
+        self.left, self.right = left, right
+        self.is_symmetric = _is_transposed(left, right)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.left @ (self.right @ matrix)
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        return self.right.T @ (self.left.T @ matrix)
+
+
+class SubmatrixOperator(LinearOperator):
+    """Chosen rows and columns of a matrix, see :meth:`LinearOperator.submatrix`."""
+
+    def __init__(self, operator: LinearOperator, rows: Index, columns: Index | None = None):
+        """Find the rows and columns."""
+        num_rows, num_columns = operator.shape
+        if columns is None and num_rows != num_columns:
+            raise ValueError(f"{operator!r} is not square: say which columns, too.")
+        self.rows = _numbers(rows, num_rows, operator.device)
+        self.columns = self.rows if columns is None else _numbers(columns, num_columns, self.rows)
+        super().__init__((len(self.rows), len(self.columns)), operator.dtype, operator.device)
+        self.operator = operator
+        self.is_symmetric = operator.is_symmetric and torch.equal(self.rows, self.columns)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        whole = matrix.new_zeros(self.operator.shape[1], matrix.shape[1])
+        return (self.operator @ whole.index_add_(0, self.columns, matrix))[self.rows]
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        whole = matrix.new_zeros(self.operator.shape[0], matrix.shape[1])
+        return (self.operator.T @ whole.index_add_(0, self.rows, matrix))[self.columns]
+
+
+def _is_transposed(left: LinearOperator, right: LinearOperator) -> bool:
+    """Whether the first is the transposed of the second."""
+    if isinstance(left, TransposedOperator):
+        return left.operator is right
+    if isinstance(right, TransposedOperator):
+        return right.operator is left
+    return left is right and left.is_symmetric
+
+
+def _check_alike(operators: Sequence[LinearOperator]) -> None:
+    kinds = {(one.dtype, one.device) for one in operators}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Operators need one precision and one device, got "
+            f"{sorted(f'{dtype} on {device}' for dtype, device in kinds)}."
+        )
+
+
+def _numbers(index: Index, size: int, device: torch.device | Tensor) -> Tensor:
+    """Return the numbers of chosen rows, ``[R]``."""
+    device = device.device if isinstance(device, Tensor) else device
+    if not isinstance(index, slice):
+        index = torch.as_tensor(index, device=device)
+        index = index if index.numel() or index.dtype is torch.bool else index.long()
+    try:
+        return torch.arange(size, device=device)[index]
+    except IndexError as error:
+        raise ValueError(f"There are {size} rows or columns to choose from: {error}") from error
 
 
 def _to_numpy(tensor: Tensor) -> Any:

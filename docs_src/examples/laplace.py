@@ -11,16 +11,13 @@ its Kronecker and diagonal approximations.
 # Two half moons, and a network that is trained to the maximum of the posterior: the summed
 # loss, plus the negative logarithm of a normal prior with precision δ.
 
-import math
-
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import make_moons
-from torch import Tensor, nn
+from torch import nn
 
-from backpack import backpack, extend
-from backpack.extensions import BatchGrad
-from backpack.linalg import GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator, SpectralOperator
+from backpack.laplace import Laplace
+from backpack.linalg import GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector
 
 torch.manual_seed(0)
@@ -28,7 +25,7 @@ points, labels = make_moons(100, noise=0.12, random_state=0)
 X, y = torch.tensor(points), torch.tensor(labels).double().unsqueeze(1)
 
 model = nn.Sequential(nn.Linear(2, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 1))
-model, loss_function = extend(model.double()), extend(nn.BCEWithLogitsLoss(reduction="sum"))
+model, loss_function = model.double(), nn.BCEWithLogitsLoss(reduction="sum")
 precision = 0.2
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 for _ in range(600):
@@ -47,64 +44,38 @@ data = [(X, y)]
 curvatures = {
     # a matrix is a Kronecker product of a single factor
     "whole GGN": KroneckerOperator([[GGN(model, loss_function, data).to_dense()]]),
-    "Kronecker": KroneckerGGN(model, loss_function, data),
-    "diagonal": DiagonalGGN(model, loss_function, data),
+    "Kronecker": KroneckerGGN,
+    "diagonal": DiagonalGGN,
 }
-posteriors = {name: curvature.inverse(precision) for name, curvature in curvatures.items()}
+posteriors = {
+    name: Laplace(model, loss_function, data, curvature, precision)
+    for name, curvature in curvatures.items()
+}
 
 # %%
-# Its determinant gives the marginal likelihood of the data (up to a constant),
-# ``log p(D) ≈ -loss - δ/2 |θ|² + P/2 log δ - 1/2 log det(G + δ I)``: a way to choose the precision
-# without other data. It is best where it is neither too small nor too large.
-
-weights = parameter_list_to_vector(model.parameters()).detach()
-loss = loss_function(model(X), y).item()
-
-
-def evidence(curvature: SpectralOperator, delta: float) -> float:
-    prior = len(weights) * math.log(delta) - delta * weights.square().sum()
-    return (-loss + (prior - curvature.logdet(delta)) / 2).item()
-
+# Its determinant gives the marginal likelihood of the data, a way to choose the precision without
+# other data. It is best where the precision is neither too small nor too large.
 
 precisions = (0.002, 0.02, 0.2, 2.0, 20.0)
-print("prior precision", *(f"{delta:8.3f}" for delta in precisions))
-for name, curvature in curvatures.items():
-    values = [evidence(curvature, delta) for delta in precisions]
-    print(f"{name:15s}", *(f"{value:8.1f}" for value in values))
+print("prior precision", *(f"{delta:8.3f}" for delta in precisions), "    best")
+for name, laplace in posteriors.items():
+    values = [laplace.log_marginal_likelihood(delta).item() for delta in precisions]
+    best = laplace.fit_prior_precision()
+    print(f"{name:15s}", *(f"{value:8.1f}" for value in values), f"{best:8.2f}")
     assert values[2] > max(values[0], values[-1])
+    laplace.prior_precision = precision  # the one that the weights were trained with
 
 # %%
 # Predictions
 # -----------
 # Linearised in the weights, the logit is normally distributed with variance ``j Σ jᵀ``, where j
-# is its gradient. ``BatchGrad`` has the gradients of all points in one backward pass.
+# is its gradient: ``outputs`` has both, ``sample_outputs`` draws from it, and ``predict`` averages
+# the sigmoid over it. The variance of the Kronecker approximation is closer to that of the whole
+# GGN than that of the diagonal.
 
-
-def logits_and_gradients(points: Tensor) -> tuple[Tensor, Tensor]:
-    logits = model(points).squeeze(1)
-    with backpack(BatchGrad()):
-        logits.sum().backward()
-    return logits.detach(), torch.cat([p.grad_batch.flatten(1) for p in model.parameters()], 1)
-
-
-def variance(gradients: Tensor, posterior: SpectralOperator) -> Tensor:
-    return (gradients * (posterior @ gradients.T).T).sum(1)
-
-
-def probability(points: Tensor, posterior: SpectralOperator) -> Tensor:
-    """Average the sigmoid over the logit, by MacKay's approximation."""
-    logits, gradients = logits_and_gradients(points)
-    return (logits / (1 + torch.pi / 8 * variance(gradients, posterior)).sqrt()).sigmoid()
-
-
-# %%
-# Samples of the weights give the same variance. That of the Kronecker approximation is closer to
-# that of the whole GGN than that of the diagonal.
-
-_, gradients = logits_and_gradients(X)
-variances = {name: variance(gradients, posterior) for name, posterior in posteriors.items()}
-samples = gradients @ posteriors["Kronecker"].sample(4000)
-assert torch.allclose(samples.var(1), variances["Kronecker"], rtol=0.15)
+variances = {name: laplace.outputs(X)[1].flatten() for name, laplace in posteriors.items()}
+samples = posteriors["Kronecker"].sample_outputs(X, 4000)
+assert torch.allclose(samples.var(0).flatten(), variances["Kronecker"], rtol=0.15)
 error = {name: (v / variances["whole GGN"]).log().abs().mean() for name, v in variances.items()}
 assert error["Kronecker"] < error["diagonal"]
 
@@ -116,7 +87,7 @@ axis_x, axis_y = torch.linspace(-4, 5, 90).double(), torch.linspace(-4, 4.5, 90)
 grid = torch.cartesian_prod(axis_x, axis_y)
 predictions = {"weights at the maximum": model(grid).sigmoid().detach().squeeze(1)}
 for name, posterior in posteriors.items():
-    predictions[f"Laplace, {name}"] = probability(grid, posterior)
+    predictions[f"Laplace, {name}"] = posterior.predict(grid).squeeze(1)
 far = grid.norm(dim=1) > 4
 sure = {name: (p[far] - 0.5).abs().mean().item() for name, p in predictions.items()}
 assert all(sure["weights at the maximum"] > sure[f"Laplace, {name}"] for name in posteriors)

@@ -15,7 +15,10 @@ GROUPS = {
         "signal_to_noise",
         "differential_privacy",
     ),
-    "Curvature": ("ggn_spectrum", "trace_estimation", "newton_cg", "pruning", "laplace"),
+    "Curvature": (
+        *("ggn_spectrum", "spectral_density", "trace_estimation", "newton_cg"),
+        *("pruning", "laplace", "influence"),
+    ),
     "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac", "distributed_training"),
     "Networks": ("resnet", "transformer", "wide_resnet", "character_rnn"),
     "Own modules": ("custom_module_first_order", "custom_module_second_order"),

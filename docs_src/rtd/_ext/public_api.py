@@ -23,6 +23,7 @@ INTERNAL = (
     "backpack.distributed",
     "backpack.linalg.",  # what the packages export is public
     "backpack.optim.",
+    "backpack.utils.files",
     "backpack.utils.options",
     "backpack.__main__",
     *(f"backpack.custom_module.{name}" for name in ("converted_module", "recurrent_pass")),

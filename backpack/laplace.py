@@ -1,0 +1,298 @@
+r"""A normal distribution over the weights of a trained network, and what it predicts.
+
+.. math:: p(\theta \mid D) \approx \mathcal N(\theta^*, (H + \delta I)^{-1})
+
+H is the curvature of the negative log likelihood of the data, the *summed* loss: a mean is
+multiplied with what it divides by. δ is the precision of a normal prior with mean zero. Training
+has minimised the summed loss plus ``δ / 2 |θ|²``.
+
+>>> import torch
+>>> from torch import nn
+>>> from backpack.laplace import Laplace
+>>> model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+>>> data = [(torch.rand(8, 5), torch.randint(3, (8,))) for _ in range(3)]
+>>> laplace = Laplace(model, nn.CrossEntropyLoss(), data, prior_precision=1.0)
+>>> laplace.predict(torch.rand(2, 5)).sum(1)
+tensor([1.0000, 1.0000])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import exp, log, pi
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor
+from torch.func import functional_call
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Parameter
+
+from backpack import disable
+from backpack.linalg.approximations import KroneckerGGN
+from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.ntk import factored_jacobian
+from backpack.linalg.objective import Objective
+from backpack.linalg.structured import SpectralOperator
+from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
+
+__all__ = ["Laplace"]
+
+BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
+
+
+class Laplace:
+    """A Laplace approximation of the posterior, with Kronecker, diagonal or other curvature.
+
+    Source: MacKay, A practical Bayesian framework for backpropagation networks (Neural Computation
+    1992); Daxberger et al., Laplace redux (NeurIPS 2021).
+
+    Attributes:
+        mean: The weights θ*, a vector. ``[P]``
+        curvature: H.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        curvature: Callable[..., SpectralOperator] | SpectralOperator = KroneckerGGN,
+        prior_precision: float = 1.0,
+        params: Iterable[Parameter] | Literal["all", "last"] = "all",
+        noise: float = 1.0,
+        use_converter: UseConverter = False,
+        progress: bool = True,
+    ):
+        """Compute loss and curvature, in two passes over the data.
+
+        Args:
+            model: The trained model.
+            loss_function: The negative log likelihood: ``CrossEntropyLoss``, ``BCEWithLogitsLoss``,
+                or ``MSELoss``, which stands for normal noise.
+            data: Batches ``(X, y)``.
+            curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
+                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params`` and
+                ``progress``; or a structured operator of the same loss (with its reduction).
+            prior_precision: δ, positive.
+            params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
+                ``"last"`` layer that is called, or some of the model's.
+            noise: Standard deviation of the targets of ``MSELoss``.
+            use_converter: As for :class:`~backpack.linalg.KroneckerGGN`.
+            progress: The same.
+
+        Raises:
+            ValueError: If a number is not positive, the curvature is not structured or does not
+                fit, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
+        """
+        if iter(data) is data:
+            raise ValueError("The data is an iterator, which can be read only once: pass a list.")
+        chosen: Any = {"all": None}.get(params, params) if isinstance(params, str) else [*params]
+        if chosen == "last":
+            chosen = _of_last_layer(model, data)
+        elif isinstance(chosen, str):
+            raise ValueError(f"params is 'all', 'last' or a list of parameters, got {params!r}.")
+        self._objective = Objective(model, loss_function, data, chosen, progress)
+        self._use_converter, self._noise = use_converter, _positive(noise, "noise")
+        self._is_normal = isinstance(loss_function, MSELoss)
+        own = self._objective.params
+        self.mean = parameter_list_to_vector(own).detach()
+        given: Any = curvature
+        if not isinstance(curvature, SpectralOperator):
+            given = given(model, loss_function, data, params=own, progress=progress)
+        if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
+            raise ValueError(
+                f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
+                "matrix is KroneckerOperator([[matrix]])."
+            )
+        self.loss, scale = self._summed_loss()
+        order: Any = getattr(given, "order", None)
+        options = {} if order is None else {"order": order}
+        self.curvature = SpectralOperator(scale * given.spectrum, given.bases, **options)
+        self.prior_precision = prior_precision
+
+    @property
+    def prior_precision(self) -> float:
+        """δ, the precision of the prior. It may be set: nothing has to be computed anew."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float) -> None:
+        self._prior_precision = _positive(value, "prior precision")
+        self.posterior = self.curvature.inverse(self._prior_precision)
+
+    def _summed_loss(self) -> tuple[float, float]:
+        """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
+        objective, total, weights = self._objective, 0.0, 0.0
+        self._num_targets = 0
+        with torch.no_grad(), disable():
+            for X, targets in objective:
+                output = objective.model(X)
+                self._is_one = output.dim() == 2  # prediction for each sample
+                if weight := objective.weight(output, targets):
+                    loss = objective.loss_function(output, *targets)
+                    total, weights = total + weight * float(loss), weights + weight
+                    self._num_targets += output.numel()
+        scale = 1 / (2 * self._noise**2) if self._is_normal else 1.0
+        return scale * total, scale * objective.norm(weights)
+
+    # ------------------------------------------------------------------ the prior
+
+    def log_marginal_likelihood(self, prior_precision: float | None = None) -> Tensor:
+        """Return the log of the probability of the data, for any δ (default: the one that is set).
+
+        ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar.
+        """
+        delta = self.prior_precision if prior_precision is None else prior_precision
+        _positive(delta, "prior precision")
+        constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
+        likelihood = -self.loss - self._num_targets * constant
+        prior = len(self.mean) * log(delta) - delta * self.mean.square().sum()
+        return likelihood + (prior - self.curvature.logdet(delta)) / 2
+
+    def fit_prior_precision(self, lowest: float = 1e-4, highest: float = 1e4) -> float:
+        """Set δ to the maximum of the marginal likelihood between two limits, and return it."""
+        spectrum = self.curvature.spectrum.double()
+        squares = float(self.mean.double().square().sum())
+
+        def evidence(x: float) -> float:
+            return len(spectrum) * x - exp(x) * squares - float((spectrum + exp(x)).log().sum())
+
+        low, high = log(lowest), log(highest)
+        while high - low > 1e-7:  # the maximum is next to the best of a grid
+            grid = torch.linspace(low, high, 41, dtype=torch.float64).tolist()
+            best = max(range(41), key=lambda i: evidence(grid[i]))
+            low, high = grid[max(best - 1, 0)], grid[min(best + 1, 40)]
+        self.prior_precision = exp((low + high) / 2)
+        return self.prior_precision
+
+    # ------------------------------------------------------------------ predictions
+
+    def outputs(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean ``[N, C]`` and covariance ``[N, C, C]`` of outputs linearised in the weights.
+
+        Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
+        """
+        with torch.no_grad(), disable():
+            mean = self._objective.model(X).reshape(len(X), -1)
+        step = max(1, BLOCK_ENTRIES // (mean.shape[1] * len(self.mean)))
+        covariances = []
+        with extended(self._objective.model, self._use_converter or "record") as ready:
+            for rows in X.split(step):
+                found = factored_jacobian(ready, self._objective.params, rows)
+                each = [torch.cat([g.dense().reshape(len(g), -1) for g in f], 1) for f in found]
+                J = torch.stack(each, 1)  # [n, C, P]
+                turned = (self.posterior @ J.flatten(0, 1).T).T.reshape(J.shape)
+                covariances.append(J @ turned.mT)
+        return mean, torch.cat(covariances)
+
+    def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
+        """Draw weights from the posterior, ``[S, P]``."""
+        return self.mean + self.posterior.sample(num_samples, generator).T
+
+    def sample_outputs(
+        self,
+        X: Tensor,
+        num_samples: int,
+        linearized: bool = True,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Draw outputs, ``[S, N, C]``.
+
+        Args:
+            X: N inputs.
+            num_samples: S.
+            linearized: Draw from the distribution of :meth:`outputs`, input by input. Else run the
+                model with weights that are drawn.
+            generator: Source of random numbers.
+        """
+        if linearized:
+            mean, covariance = self.outputs(X)
+            values, vectors = torch.linalg.eigh(covariance)  # may be singular
+            root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+            noise = root.new_empty(num_samples, *mean.shape, 1).normal_(generator=generator)
+            return mean + (root @ noise).squeeze(3)
+        model, params = self._objective.model, self._objective.params
+        names = {id(p): name for name, p in model.named_parameters()}
+        found = []
+        for weights in self.sample_weights(num_samples, generator):
+            pieces = vector_to_parameter_list(weights, params)
+            state = {names[id(p)]: w for p, w in zip(params, pieces, strict=True)}
+            with torch.no_grad(), disable():
+                found.append(functional_call(model, state, (X,)).reshape(len(X), -1))
+        return torch.stack(found)
+
+    def predict(
+        self,
+        X: Tensor,
+        method: Literal["probit", "monte carlo", "sampling"] = "probit",
+        num_samples: int = 100,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Predict, averaged over the posterior.
+
+        Args:
+            X: N inputs. ``[N, *in]``
+            method: ``"probit"`` averages softmax or sigmoid over the linearised outputs, with ``f /
+                √(1 + π/8 var f)`` in the place of f (MacKay 1992), ``"monte carlo"`` over samples
+                of these, ``"sampling"`` over the model with weights that are drawn.
+            num_samples: Number of samples of the last two.
+            generator: Source of random numbers, on the device of the model.
+
+        Returns:
+            Probabilities; for ``MSELoss`` the mean. ``[N, C]``. The variance of the mean is on the
+            diagonal of the covariance of :meth:`outputs`, that of targets larger by ``noise²``.
+
+        Raises:
+            ValueError: If there is no such method, or the loss is another.
+        """
+        if method not in ("probit", "monte carlo", "sampling"):
+            raise ValueError(f"method is 'probit', 'monte carlo' or 'sampling', got {method!r}.")
+        link = self._link()
+        if method != "probit":
+            drawn = self.sample_outputs(X, num_samples, method == "monte carlo", generator)
+            return link(drawn).mean(0)
+        mean, covariance = self.outputs(X)
+        if self._is_normal:
+            return mean
+        return link(mean / (1 + pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt())
+
+    def _link(self) -> Callable[[Tensor], Tensor]:
+        """Return what turns outputs ``[*, C]`` into a prediction."""
+        loss_function = self._objective.loss_function
+        if isinstance(loss_function, CrossEntropyLoss) and self._is_one:
+            return lambda f: f.softmax(-1)
+        if isinstance(loss_function, BCEWithLogitsLoss):
+            return torch.sigmoid
+        if self._is_normal:
+            return lambda f: f
+        raise ValueError(
+            f"{type(loss_function).__name__} of this model says nothing of the probabilities of C "
+            "classes for each sample: use outputs() or sample_outputs()."
+        )
+
+
+def _positive(value: float, name: str) -> float:
+    if not value > 0:
+        raise ValueError(f"The {name} has to be positive, got {value}.")
+    return float(value)
+
+
+def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
+    """Return the trainable parameters of the layer that is called last."""
+    called: list[list[Parameter]] = []
+
+    def note(module: Module, *_: Any) -> None:
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own:
+            called.append(own)
+
+    X, *_ = next(iter(data))
+    device = next(model.parameters()).device
+    handles = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with torch.no_grad(), disable():
+            model(X.to(device) if isinstance(X, Tensor) else X)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called[-1] if called else []

@@ -1,0 +1,396 @@
+"""Traces, diagonals, norms and determinants of operators that are known by their products.
+
+Letters: P rows, V random vectors. What a structured operator knows itself is exact, at no product.
+
+=============== ================================= ============= ================================
+method          looks at                          products      error
+=============== ================================= ============= ================================
+``hutchinson``  random vectors alone              V             ``1 / √V``
+``hutch++``     and a random part of the range    V, in thirds  ``1 / V`` if semidefinite
+``xtrace``,     the same, each vector for both    V, in halves  less; falls with the eigenvalues
+``xdiag``
+=============== ================================= ============= ================================
+
+>>> import torch
+>>> from backpack.linalg import DiagonalOperator, trace
+>>> trace(DiagonalOperator(torch.tensor([1.0, 2.0])))
+Estimate(value=tensor(3.), error=tensor(0.), products=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from backpack.linalg.algebra import known_diagonal, known_spectrum
+from backpack.linalg.operators import LinearOperator
+
+# Multiplies a matrix [P, K] with the operator, in chunks: [P, K].
+Product = Callable[[Tensor], Tensor]
+
+
+class Estimate(NamedTuple):
+    """An estimate, and how far off it may be."""
+
+    value: Tensor
+    """The estimate, a scalar or ``[P]``."""
+    error: Tensor
+    """Its standard error (of each entry), estimated from the spread of what it is a mean of; 0 for
+    exact values, infinite for a single term. The terms of ``"xtrace"`` and ``"xdiag"`` depend on
+    each other, so that it is about a fifth too small for these."""
+    products: int
+    """How many vectors were multiplied with the operator."""
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """How random vectors are drawn, and multiplied.
+
+    Attributes:
+        operator: A square matrix.
+        generator: Source of random numbers.
+        vectors_at_once: How many vectors are multiplied at once.
+        progress: Whether a bar is shown.
+    """
+
+    operator: LinearOperator
+    generator: Generator | None
+    vectors_at_once: int | None
+    progress: bool
+
+    @property
+    def precision(self) -> torch.dtype:
+        """That of the computation: at least single."""
+        return torch.promote_types(self.operator.dtype, torch.float32)
+
+    def normal(self, num_vectors: int) -> Tensor:
+        """Draw ``[P, V]`` from the normal distribution."""
+        shape, device = (self.operator.shape[1], num_vectors), self.operator.device
+        return torch.randn(shape, dtype=self.precision, device=device, generator=self.generator)
+
+    def signs(self, num_vectors: int) -> Tensor:
+        """Draw ``[P, V]`` entries that are 1 or -1."""
+        shape, device = (self.operator.shape[1], num_vectors), self.operator.device
+        entries = torch.empty(shape, dtype=self.precision, device=device)
+        return entries.bernoulli_(0.5, generator=self.generator).mul_(2).sub_(1)
+
+    def columns(self) -> Tensor:
+        """Return the matrix, from P products."""
+        eye = torch.eye(self.operator.shape[1], dtype=self.precision, device=self.operator.device)
+        return self.multiply(eye)
+
+    def multiply(self, matrix: Tensor, operator: LinearOperator | None = None) -> Tensor:
+        """Multiply the operator (or another one) with ``[P, K]``."""
+        operator = self.operator if operator is None else operator
+        chunks = matrix.to(self.operator.dtype).split(self.vectors_at_once or len(matrix.T) or 1, 1)
+        bar = with_bar(list(chunks), "vectors", self.progress)
+        return torch.cat([operator @ chunk for chunk in bar], 1).to(matrix)
+
+
+def trace(
+    operator: LinearOperator,
+    num_vectors: int = 30,
+    method: Literal["hutchinson", "hutch++", "xtrace"] = "xtrace",
+    generator: Generator | None = None,
+    vectors_at_once: int | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """Estimate the trace of a square matrix, without bias.
+
+    Args:
+        operator: The matrix. ``[P, P]``
+        num_vectors: V, how many vectors are multiplied with it at most: at least 2, 6 or 4. With P
+            or more, P unit vectors are, and the result is exact.
+        method: ``"hutchinson"`` is the mean of ``vᵀ A v`` over random signs v (variance
+            ``2 / V`` times the sum of the squared entries off the diagonal), ``"hutch++"`` treats a
+            random part of the range exactly, ``"xtrace"`` uses all vectors for both in turn.
+        generator: Source of random numbers, on the device of the operator.
+        vectors_at_once: How many are multiplied at once. Default: all.
+        progress: Show a bar (needs ``tqdm``).
+
+    Returns:
+        The trace, a scalar, and its error. Exact, at no product, for structured operators.
+
+    Raises:
+        ValueError: If the matrix is not square, there are too few vectors, or there is no such
+            method.
+
+    Source: Hutchinson (1989); Meyer, Musco, Musco, Woodruff, Hutch++: optimal stochastic trace
+    estimation (SOSA 2021), algorithm 1; Epperly, Tropp, Webber, XTrace: making the most of every
+    sample in stochastic trace estimation (SIMAX 2024), section 2.2 and 2.3.
+    """
+    methods = {"hutchinson": (_hutchinson, 2), "hutch++": (_hutchpp, 6), "xtrace": (_xtrace, 4)}
+    estimator = _choose(methods, method, num_vectors)
+    draw = randomness(operator, generator, vectors_at_once, progress)
+    known = known_diagonal(operator)
+    if known is not None:
+        return certain(known.sum())
+    if num_vectors >= operator.shape[0]:
+        return certain(draw.columns().trace(), operator.shape[0])
+    return estimator(draw, num_vectors)
+
+
+def diagonal(
+    operator: LinearOperator,
+    num_vectors: int = 30,
+    method: Literal["hutchinson", "xdiag"] = "xdiag",
+    generator: Generator | None = None,
+    vectors_at_once: int | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """Estimate the diagonal of a square matrix, without bias.
+
+    Args:
+        operator: The matrix. ``[P, P]``
+        num_vectors: V, how many vectors are multiplied with it (or with the transposed).
+        method: ``"hutchinson"`` is the mean of ``v ∘ A v`` over random signs v: the variance of an
+            entry is the sum of the squares of the others in its row, divided by V. ``"xdiag"``
+            treats a random part of the range exactly.
+        generator: Source of random numbers, on the device of the operator.
+        vectors_at_once: How many are multiplied at once. Default: all.
+        progress: Show a bar (needs ``tqdm``).
+
+    Returns:
+        The diagonal ``[P]``, and the error of each entry. Exact for structured operators.
+
+    Raises:
+        ValueError: As for :func:`trace`.
+
+    Source: Bekas, Kokiopoulou, Saad, An estimator for the diagonal of a matrix (Applied Numerical
+    Mathematics 2007); Epperly, Tropp, Webber (SIMAX 2024), section 2.4.
+    """
+    methods = {"hutchinson": (_hutchinson_diagonal, 2), "xdiag": (_xdiag, 4)}
+    estimator = _choose(methods, method, num_vectors)
+    draw = randomness(operator, generator, vectors_at_once, progress)
+    known = known_diagonal(operator)
+    if known is not None:
+        return certain(known)
+    if num_vectors >= operator.shape[0]:
+        return certain(draw.columns().diagonal(), operator.shape[0])
+    return estimator(draw, num_vectors)
+
+
+def frobenius_norm(
+    operator: LinearOperator,
+    num_vectors: int = 30,
+    method: Literal["hutchinson", "hutch++"] = "hutch++",
+    generator: Generator | None = None,
+    vectors_at_once: int | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """Estimate the root of the sum of all squared entries.
+
+    The square is estimated without bias, as the trace of ``Aᵀ A``: the mean of ``‖A v‖²``.
+
+    Args:
+        operator: The matrix, which need not be square. ``[M, P]``
+        num_vectors: V, how many vectors are multiplied with it (or with the transposed).
+        method: As for :func:`trace`.
+        generator: Source of random numbers, on the device of the operator.
+        vectors_at_once: How many are multiplied at once. Default: all.
+        progress: Show a bar (needs ``tqdm``).
+
+    Returns:
+        The norm, a scalar, and its error (to first order). Exact for structured operators.
+
+    Raises:
+        ValueError: As for :func:`trace`.
+    """
+    methods = {"hutchinson": (_square_norm, 2), "hutch++": (_square_norm_of_parts, 6)}
+    estimator = _choose(methods, method, num_vectors)
+    draw = Randomness(operator, generator, vectors_at_once, progress)
+    spectrum = known_spectrum(operator)
+    if spectrum is not None:
+        return certain(spectrum.norm())
+    if num_vectors >= operator.shape[1]:
+        return certain(draw.columns().norm(), operator.shape[1])
+    square, error, products = estimator(draw, num_vectors)
+    norm = square.clamp(min=0).sqrt()
+    return Estimate(norm, error / (2 * norm) if norm > 0 else error, products)
+
+
+# --------------------------------------------------------------------------------------
+# Traces
+# --------------------------------------------------------------------------------------
+
+
+def _hutchinson(draw: Randomness, num_vectors: int) -> Estimate:
+    signs = draw.signs(num_vectors)
+    return average((signs * draw.multiply(signs)).sum(0), num_vectors)
+
+
+def _hutchpp(draw: Randomness, num_vectors: int) -> Estimate:
+    """``tr Qᵀ A Q + tr (I - QQᵀ) A (I - QQᵀ)``: the first exactly, the second by Hutchinson."""
+    third = num_vectors // 3
+    basis = _orthonormal(draw.multiply(draw.signs(third)))
+    signs = _without(basis, draw.signs(third))
+    exact = (basis * draw.multiply(basis)).sum()
+    rest = (signs * draw.multiply(signs)).sum(0)
+    estimate = average(rest, third + len(basis.T) + third)
+    return estimate._replace(value=exact + estimate.value)
+
+
+def _xtrace(draw: Randomness, num_vectors: int) -> Estimate:
+    """Mean over i of Hutch++ whose basis leaves out vector i, and whose one test vector is i."""
+    found = _LeftOut.of(draw, num_vectors // 2, draw.normal)
+    Q, Z = found.basis, draw.multiply(found.basis)
+    trace = (Q * Z).sum()
+    if found.left is None:
+        return certain(trace, found.products)
+    s, V = found.left, found.vectors
+    exact = trace - (s * (Q.T @ Z @ s)).sum(0)  # tr Q_iᵀ A Q_i, where Q_i Q_iᵀ = Q (I - s sᵀ) Qᵀ
+    inside = Q.T @ V
+    inside = inside - s * (s * inside).sum(0)
+    rest, image = V - Q @ inside, found.image - Z @ inside
+    # its direction is uniform among the P - k + 1 that are left
+    size = len(Q) - len(Q.T) + 1
+    scale = size / rest.square().sum(0)
+    return average(exact + scale * (rest * image).sum(0), found.products)
+
+
+# --------------------------------------------------------------------------------------
+# Diagonals
+# --------------------------------------------------------------------------------------
+
+
+def _hutchinson_diagonal(draw: Randomness, num_vectors: int) -> Estimate:
+    signs = draw.signs(num_vectors)
+    return average(signs * draw.multiply(signs), num_vectors)
+
+
+def _xdiag(draw: Randomness, num_vectors: int) -> Estimate:
+    """Mean over i of ``diag(Q_i Q_iᵀ A) + v_i ∘ (I - Q_i Q_iᵀ) A v_i``."""
+    found = _LeftOut.of(draw, num_vectors // 2, draw.signs)
+    if len(_orthonormal(found.vectors).T) < len(found.vectors.T):  # equal signs, if P is small
+        return _hutchinson_diagonal(draw, num_vectors)
+    Q, Z = found.basis, draw.multiply(found.basis, draw.operator.T)
+    exact = (Q * Z).sum(1)
+    if found.left is None:
+        return certain(exact, found.products)
+    s = found.left
+    outside = Q @ s * (s * (Q.T @ found.image)).sum(0)  # (I - Q_i Q_iᵀ) A v_i
+    each = exact.unsqueeze(1) - (Q @ s) * (Z @ s) + found.vectors * outside
+    return average(each, found.products)
+
+
+@dataclass
+class _LeftOut:
+    """Bases of the range of A that leave out one vector.
+
+    Attributes:
+        vectors: Test vectors. ``[P, k]``
+        image: A times these. ``[P, k]``
+        basis: Orthonormal basis Q of the image. ``[P, r]``
+        left: In column i the direction ``s_i`` in the coordinates of Q that is orthogonal to all
+            images but i. None if the image is the whole range of A: nothing is outside of Q.
+        products: How many vectors are multiplied, including those with Q.
+    """
+
+    vectors: Tensor
+    image: Tensor
+    basis: Tensor
+    left: Tensor | None
+    products: int
+
+    @classmethod
+    def of(cls, draw: Randomness, count: int, vectors: Callable[[int], Tensor]) -> _LeftOut:
+        """Draw, multiply, and find the bases."""
+        V = vectors(count)
+        Y = draw.multiply(V)
+        Q, R = torch.linalg.qr(Y)
+        left, values, _ = torch.linalg.svd(R)
+        significant = values > len(Y) * torch.finfo(Y.dtype).eps * values[:1]
+        products = len(V.T) + int(significant.sum())
+        if not significant.all():
+            return cls(V, Y, Q @ left[:, significant], None, products)
+        s = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)  # R⁻ᵀ
+        return cls(V, Y, Q, s / s.norm(dim=0), products)
+
+
+# --------------------------------------------------------------------------------------
+# Norms
+# --------------------------------------------------------------------------------------
+
+
+def _square_norm(draw: Randomness, num_vectors: int) -> Estimate:
+    return average(draw.multiply(draw.signs(num_vectors)).square().sum(0), num_vectors)
+
+
+def _square_norm_of_parts(draw: Randomness, num_vectors: int) -> Estimate:
+    """``‖A Q‖² + ‖A (I - QQᵀ)‖²``, with a basis Q of a part of the range of Aᵀ."""
+    third = num_vectors // 3
+    transposed = Randomness(draw.operator.T, draw.generator, draw.vectors_at_once, draw.progress)
+    basis = _orthonormal(transposed.multiply(transposed.signs(third)))
+    exact = draw.multiply(basis).square().sum()
+    rest = draw.multiply(_without(basis, draw.signs(third))).square().sum(0)
+    estimate = average(rest, third + len(basis.T) + third)
+    return estimate._replace(value=exact + estimate.value)
+
+
+# --------------------------------------------------------------------------------------
+# What they share
+# --------------------------------------------------------------------------------------
+
+
+def _choose(
+    methods: Mapping[str, tuple[Callable[[Randomness, int], Estimate], int]],
+    method: str,
+    num_vectors: int,
+) -> Callable[[Randomness, int], Estimate]:
+    if method not in methods:
+        raise ValueError(f"method is one of {', '.join(methods)}, got {method!r}.")
+    estimator, fewest = methods[method]
+    if num_vectors < fewest:
+        raise ValueError(
+            f"{method} tells its error from at least {fewest} vectors, got num_vectors="
+            f"{num_vectors}."
+        )
+    return estimator
+
+
+def randomness(
+    operator: LinearOperator, generator: Generator | None, at_once: int | None, progress: bool
+) -> Randomness:
+    """Check that a matrix is square."""
+    if operator.shape[0] != operator.shape[1]:
+        raise ValueError(f"{operator!r} is not square: it has no trace, diagonal or determinant.")
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"vectors_at_once has to be at least 1, got {at_once}.")
+    return Randomness(operator, generator, at_once, progress)
+
+
+def certain(value: Tensor, products: int = 0) -> Estimate:
+    """Return an estimate without error."""
+    return Estimate(value, torch.zeros_like(value), products)
+
+
+def average(each: Tensor, products: int) -> Estimate:
+    """Average over the last axis; the standard error is that of independent terms."""
+    count = each.shape[-1]
+    spread = each.std(-1) if count > 1 else torch.full_like(each[..., 0], torch.inf)
+    return Estimate(each.mean(-1), spread / count**0.5, products)
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    """Return an orthonormal basis of the range ``[P, r]``, without rounding errors."""
+    left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
+    return left[:, values > len(matrix) * torch.finfo(matrix.dtype).eps * values[:1]]
+
+
+def _without(basis: Tensor, matrix: Tensor) -> Tensor:
+    return matrix - basis @ (basis.T @ matrix)
+
+
+def with_bar(items: list, description: str, progress: bool) -> list:
+    """Show a bar while iterating, if that is asked for and ``tqdm`` is installed."""
+    if not progress or len(items) < 2:
+        return items
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return items
+    return tqdm(items, desc=description, leave=False, disable=None)

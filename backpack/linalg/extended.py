@@ -1,0 +1,70 @@
+"""Extends a model for a moment, and leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from backpack import extend
+from backpack.convert.recording import is_recorded
+from backpack.core.record.registry import derivatives_of
+from backpack.custom_module.converted_module import ConvertedModule
+
+UseConverter = bool | Literal["trace", "record"]
+
+# Where torch keeps the hooks of a module.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+# Attributes that extending a module sets, beside those that are called `_backpack…`.
+OTHERS = ("_call_impl", "__prepare_scriptable__", "inplace")
+
+
+@contextmanager
+def extended(module: Module, use_converter: UseConverter = "record") -> Iterator[Module]:
+    """Extend a model or a loss, and undo that in the end.
+
+    Args:
+        module: A model or a loss.
+        use_converter: As for :func:`backpack.extend`. A model that was extended with a converter
+            stays as it is, and one that has a rule itself needs none.
+
+    Yields:
+        What :func:`backpack.extend` returns.
+    """
+    before = [(child, *_state(child)) for child in module.modules()]
+    known = isinstance(module, ConvertedModule) or is_recorded(module)
+    how: Any = not known and derivatives_of(module) is None and use_converter
+    try:
+        yield extend(module, use_converter=how)
+    finally:
+        for child, attributes, hooks in before:
+            _restore(child, attributes, hooks)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("_backpack") or name in OTHERS
+
+
+def _state(module: Module) -> tuple[dict[str, Any], dict[str, set[int]]]:
+    """Return what may change: attributes, and which hooks there are."""
+    own = vars(module)
+    attributes = {name: value for name, value in own.items() if _is_ours(name)}
+    return attributes, {name: set(own.get(name, ())) for name in HOOKS}
+
+
+def _restore(module: Module, attributes: dict[str, Any], hooks: dict[str, set[int]]) -> None:
+    own = vars(module)
+    for name in [name for name in own if _is_ours(name) and name not in attributes]:
+        del own[name]
+    own.update(attributes)
+    for name, known in hooks.items():
+        for key in [key for key in own.get(name, ()) if key not in known]:
+            del own[name][key]

@@ -1,0 +1,153 @@
+"""The Jacobian of a model's output over a data set, as an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from backpack import backpack, disable
+from backpack.hessianfree.lop import vjp
+from backpack.linalg.objective import Objective
+from backpack.linalg.operators import LinearOperator
+
+
+class _NoLoss(Module):
+    """Stands for the loss, which a Jacobian does not have."""
+
+    reduction = "sum"
+
+
+class _Inputs:
+    """Batches whose targets are left away, if there are any."""
+
+    def __init__(self, data: Iterable[Any]):
+        self.data = data
+
+    def __iter__(self) -> Iterator[tuple[Any, None]]:
+        for batch in self.data:
+            yield (batch[0] if isinstance(batch, (tuple, list)) else batch), None
+
+
+class Jacobian(LinearOperator):
+    """Derivatives of all outputs with respect to the parameters, ``[M, P]``.
+
+    A row belongs to an entry of the model's output: sample by sample, in the order of the data, and
+    row-major for each sample. ``J.T`` is the transposed, ``J.T @ J`` the GGN of
+    ``MSELoss(reduction="sum")`` but for a factor of 2, and ``J @ J.T`` the neural tangent kernel.
+
+    Products are exact, and read the data once. The model may be any that autograd can
+    differentiate twice; it is not extended. It has to be in evaluation mode if it has dropout or
+    batch normalisation, and data and parameters must not change between two products.
+
+    Source: of products with J Pearlmutter (1994) and Townsend (2017), see
+    :func:`backpack.hessianfree.rop.R_op`.
+    """
+
+    is_symmetric = False
+
+    def __init__(
+        self,
+        model: Module,
+        data: Iterable[Any],
+        params: Iterable[Parameter] | None = None,
+        progress: bool = True,
+        vectors_at_once: int = 8,
+    ):
+        """Run forward once, to count the outputs.
+
+        Args:
+            model: Maps inputs to a tensor.
+            data: Batches of inputs X, or tuples ``(X, ...)`` of which the first entry counts, in
+                the same order in each pass.
+            params: Parameters, in the order of the columns. Default: the trainable ones of the
+                model.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+            vectors_at_once: How many vectors are multiplied at once.
+
+        Raises:
+            ValueError: If the data can be read only once, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
+        """
+        if vectors_at_once < 1:
+            raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
+        if isinstance(data, Iterator):
+            raise ValueError(
+                "The data is an iterator, which can be read only once, but each product reads it: "
+                "pass a DataLoader or a list."
+            )
+        self._objective = Objective(model, _NoLoss(), _Inputs(data), params, progress)
+        self._vectors_at_once = vectors_at_once
+        self._seen: list[tuple[int, float]] = []  # of each batch: entries and norm of the output
+        with torch.no_grad(), disable():
+            self._seen = [self._sign(self._output(X)) for X, _ in self._objective]
+        first, *_ = self._objective.params
+        rows = sum(count for count, _ in self._seen)
+        columns = sum(p.numel() for p in self._objective.params)
+        super().__init__((rows, columns), first.dtype, first.device)
+
+    def _output(self, X: Any) -> Tensor:
+        output = self._objective.model(X)
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"{type(self).__name__} needs a model that returns a tensor, got "
+                f"{type(output).__name__}. Wrap the model in a module that picks one."
+            )
+        return output
+
+    @staticmethod
+    def _sign(output: Tensor) -> tuple[int, float]:
+        return output.numel(), float(output.detach().norm())
+
+    def _outputs(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and the output of each batch."""
+        start, eps = 0, torch.finfo(self.dtype).eps
+        math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
+        with torch.inference_mode(False), torch.enable_grad(), backpack(), math:
+            for i, (X, _) in enumerate(self._objective):
+                with disable():
+                    output = self._output(X)
+                count, norm = self._sign(output)
+                known, before = self._seen[i] if i < len(self._seen) else (0, 0.0)
+                if known != count or not isclose(norm, before, rel_tol=eps**0.5, abs_tol=10 * eps):
+                    raise RuntimeError(
+                        f"{self!r} is not one matrix: batch {i} has other outputs than when it was "
+                        "built. Pass the data in the same order each time (shuffle=False), call "
+                        "model.eval(), and build a new operator if parameters have changed."
+                    )
+                yield slice(start, start + count), output
+                start += count
+
+    def _spans(self, count: int) -> list[slice]:
+        step = self._vectors_at_once
+        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        params = self._objective.params
+        pieces = matrix.T.split([p.numel() for p in params], 1)
+        vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
+        product = matrix.new_zeros(self.shape[0], matrix.shape[1])
+        for rows, output in self._outputs():
+            # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
+            w = torch.zeros_like(output, requires_grad=True)
+            transposed = vjp((output,), params, (w,), detach=False)
+            for some in self._spans(matrix.shape[1]):
+                tangents = tuple(v[some] for v in vectors)
+                (image,) = vjp(transposed, (w,), tangents, several=True)
+                product[rows, some] = image.reshape(len(image), -1).T
+        return product
+
+    def _rmatmat(self, matrix: Tensor) -> Tensor:
+        params = self._objective.params
+        product = matrix.new_zeros(matrix.shape[1], self.shape[1])  # [V, P]
+        for rows, output in self._outputs():
+            for some in self._spans(matrix.shape[1]):
+                w = matrix[rows, some].T.reshape(-1, *output.shape)
+                parts = vjp((output,), params, (w,), several=True)
+                product[some] += torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+        return product.T

@@ -1,0 +1,63 @@
+"""Tensors in files: of ``safetensors`` if that is installed, else of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_METADATA = "metadata"
+
+
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors to a file, which is there as a whole or not at all.
+
+    Args:
+        path: Name of the file.
+        tensors: Tensors by name.
+        metadata: Further strings by name.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    own = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        torch.save({"tensors": own, _METADATA: dict(metadata)}, unfinished)
+    else:
+        save_file(own, unfinished, dict(metadata))
+    unfinished.replace(path)
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what :func:`save_tensors` has written, with either library.
+
+    Args:
+        path: Name of the file.
+
+    Returns:
+        Tensors, on the CPU, and further strings.
+
+    Raises:
+        ImportError: If the file is of ``safetensors``, which is not installed.
+    """
+    with open(path, "rb") as file:  # whatever its name says
+        if file.read(2) == b"PK":
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+            return content["tensors"], content[_METADATA]
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{path} was written with safetensors. Install it: `pip install safetensors`."
+        ) from error
+    with safe_open(path, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return tensors, opened.metadata() or {}

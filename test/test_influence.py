@@ -1,0 +1,519 @@
+"""Influence against dense formulas in float64, and against training without a sample."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import CASES, Case
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from backpack import backpack, extend
+from backpack.extensions import ProjectedGrad
+from backpack.influence import Influence, ProjectedInfluence, TracIn
+from backpack.linalg import GGN, DiagonalGGN, EmpiricalFisher, Hessian, KroneckerGGN
+from backpack.utils.files import load_tensors, save_tensors
+
+N, Q, DAMPING = 9, 4, 0.05
+SIZES = (4, 3, 2)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Compute in double precision."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Sequence(nn.Module):
+    """A recurrent model with functions in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(6, 3), nn.LSTM(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0][:, -1].relu())
+
+
+class Tagger(nn.Module):
+    """An output at each position, some of which do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()).transpose(1, 2)
+
+
+def problem(name: str, reduction: str = "mean") -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A model, a loss, and N + Q samples."""
+    count = N + Q
+    labels = torch.randint(3, (count,))
+    if name == "mlp":
+        model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        return model, nn.CrossEntropyLoss(reduction=reduction), torch.randn(count, 3), labels
+    if name == "mse":
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        loss = nn.MSELoss(reduction=reduction)
+        return model, loss, torch.randn(count, 3), torch.randn(count, 3)
+    if name == "cnn":
+        body = (nn.Conv2d(1, 2, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        return nn.Sequential(*body), loss, torch.randn(count, 1, 6, 6), labels
+    if name == "sequence":
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        return Sequence(), loss, torch.randint(6, (count, 5)), labels
+    y = torch.randint(3, (count, 4))
+    y[0, 1] = y[5] = y[-1, :2] = -100
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]), reduction=reduction)
+    return Tagger(), loss, torch.randn(count, 4, 2), y
+
+
+def batches(X: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(X[:N].split(SIZES), y[:N].split(SIZES), strict=True))
+
+
+def summed(loss: nn.Module) -> nn.Module:
+    """The same loss as a sum of its terms."""
+    options = {"weight": loss.weight} if isinstance(loss, nn.CrossEntropyLoss) else {}
+    return type(loss)(**options, reduction="sum")  # type: ignore[arg-type]
+
+
+def sample_gradients(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> Tensor:
+    """``∇ℓ_n`` of the sums of terms, sample by sample with plain autograd: [N, P]."""
+    rows = []
+    for n in range(len(X)):
+        value = summed(loss)(model(X[n : n + 1]), y[n : n + 1])
+        gradient = torch.autograd.grad(value, [*model.parameters()])
+        rows.append(torch.cat([g.flatten() for g in gradient]))
+    return torch.stack(rows)
+
+
+def num_terms(loss: Any, y: Tensor) -> float:
+    """What the mean over the training data divides by."""
+    if loss.reduction == "sum":
+        return 1.0
+    if isinstance(loss, nn.MSELoss):
+        return float(y[:N].numel())
+    weight = torch.ones(3) if loss.weight is None else loss.weight
+    return float(sum(weight[k] for k in y[:N].flatten() if k >= 0))
+
+
+NAMES = ("mlp", "mse", "cnn", "sequence", "tagger")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["identity", DiagonalGGN, KroneckerGGN, GGN, Hessian])
+def test_scores(name: str, kind: Any, reduction: str) -> None:
+    """``∇ℓ_qᵀ (H + λI)⁻¹ ∇ℓ_n / W``, from dense matrices."""
+    model, loss, X, y = problem(name, reduction)
+    data = batches(X, y)
+    damping = 2.0 if kind is Hessian else DAMPING  # it has negative eigenvalues
+    damping *= num_terms(problem(name)[1], y) if reduction == "sum" else 1
+    kept = [p.clone() for p in model.parameters()]
+    influence = Influence(model, loss, data, kind, damping, tolerance=1e-12)
+    G = sample_gradients(model, loss, X, y)
+    H = torch.eye(G.shape[1])
+    if kind != "identity":
+        H = kind(model, loss, data).to_dense() + damping * H
+    both = G @ torch.linalg.solve(H, G[:N].T) / num_terms(loss, y)
+    found = influence.scores((X[N:], y[N:]))
+    assert_close(found, both[N:], rtol=1e-6, atol=1e-8)
+    several = [(X[N : N + 1], y[N : N + 1]), (X[N + 1 :], y[N + 1 :])]
+    assert_close(influence.scores(several), found, rtol=1e-6, atol=1e-8)
+    assert_close(influence.self_scores(), both[:N].diagonal(), rtol=1e-6, atol=1e-8)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(map(torch.equal, model.parameters(), kept))
+    assert not hasattr(next(iter(model.children())), "_backpack_extend")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "mixing" not in c.tags], ids=str)
+def test_every_case(case: Case) -> None:
+    """Inner products of individual gradients, of models that are not extended."""
+    torch.set_default_dtype(torch.float32)
+    given = case.build()
+    model, loss, X, y = given.model, given.loss, given.X, given.y
+    try:
+        influence = Influence(model, loss, [(X, y)], "identity")
+    except ValueError as error:
+        assert "model.eval()" in str(error) or "'reduction'" in str(error) or "mixes" in str(error)
+        pytest.skip(str(error))
+    gradients = oracle.batch_grad(*case.reference())
+    rows = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
+    weight = influence._objective.weight(model(X), (y,))
+    expected = weight * rows @ rows.T
+    assert_close(influence.scores([(X, y)]), expected, rtol=1e-6, atol=1e-9)
+    assert_close(influence.self_scores(), expected.diagonal(), rtol=1e-6, atol=1e-9)
+
+
+def test_scores_do_not_depend_on_the_reduction() -> None:
+    found = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(3)
+        model, loss, X, y = problem("mlp", reduction)
+        damping = DAMPING * (N if reduction == "sum" else 1)
+        influence = Influence(model, loss, batches(X, y), KroneckerGGN, damping)
+        found.append(influence.scores((X[N:], y[N:])))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "sequence"])
+def test_parts_add_up(name: str) -> None:
+    """Scores by module and by parameter, each from the blocks of its parameters."""
+    model, loss, X, y = problem(name)
+    influence = Influence(model, loss, batches(X, y), damping=DAMPING)
+    queries = (X[N:], y[N:])
+    whole = influence.scores(queries)
+    for by in ("module", "parameter"):
+        parts = influence.scores(queries, by=by)
+        assert_close(torch.stack([*parts.values()]).sum(0), whole)
+    assert list(parts) == [n for n, _ in model.named_parameters()]
+    G = sample_gradients(model, loss, X, y)
+    first, *_ = model.parameters()
+    some = slice(0, first.numel())
+    H = KroneckerGGN(model, loss, batches(X, y)).to_dense()[some, some]
+    H = H + DAMPING * torch.eye(len(H))
+    expected = G[N:, some] @ torch.linalg.solve(H, G[:N, some].T) / N
+    assert_close(parts[next(iter(parts))], expected)
+
+
+def test_top() -> None:
+    model, loss, X, y = problem("mlp")
+    influence = Influence(model, loss, batches(X, y), damping=DAMPING)
+    queries = (X[N:], y[N:])
+    scores = influence.scores(queries)
+    for harmful in (False, True):
+        order = scores.argsort(1, descending=not harmful)[:, :3]
+        values, numbers = influence.top(3, queries, harmful)
+        assert_close(numbers, order)
+        assert_close(values, scores.gather(1, order))
+        assert_close(influence.top(3, scores, harmful), (values, numbers))
+    assert (values < 0).any() or scores.min() >= 0
+    with pytest.raises(ValueError, match="less than 10 samples: 9"):
+        influence.top(10, queries)
+
+
+def test_low_rank_queries() -> None:
+    """Singular vectors of what is preconditioned; all of them are exact."""
+    model, loss, X, y = problem("cnn")
+    data, queries = batches(X, y), (X[N:], y[N:])
+    exact = Influence(model, loss, data, damping=DAMPING)
+    full = Influence(model, loss, data, damping=DAMPING, query_rank=2)
+    assert_close(
+        full.scores(queries, by="parameter")["0.weight"],
+        exact.scores(queries, by="parameter")["0.weight"],
+    )
+    one = Influence(model, loss, data, damping=DAMPING, query_rank=1)
+    G = sample_gradients(model, loss, X, y)
+    inverse = KroneckerGGN(model, loss, data).inverse(DAMPING)
+    along = (inverse @ G[N:].T).T[:, -27:-3].reshape(Q, 3, 8)
+    left, values, right = torch.linalg.svd(along, full_matrices=False)
+    near = torch.einsum("qo,q,qi->qoi", left[:, :, 0], values[:, 0], right[:, 0]).flatten(1)
+    expected = near @ G[:N, -27:-3].T / N
+    assert_close(one.scores(queries, by="parameter")["4.weight"], expected)
+
+
+def test_measure() -> None:
+    """Something else than the loss of a query."""
+    model, loss, X, y = problem("mlp")
+
+    def margin(f: Tensor, y: Tensor) -> Tensor:
+        return (f.gather(1, y.unsqueeze(1)).squeeze(1) - f.logsumexp(1)).sum()
+
+    data = batches(X, y)
+    measured = Influence(model, loss, data, damping=DAMPING, measure=margin)
+    plain = Influence(model, loss, data, damping=DAMPING)
+    queries = (X[N:], y[N:])
+    assert_close(measured.scores(queries), -plain.scores(queries))  # it is minus the loss
+
+
+def test_some_parameters_and_default_damping() -> None:
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    head = list(model[2].parameters())  # type: ignore[index]
+    influence = Influence(model, loss, data, params=head)
+    K = KroneckerGGN(model, loss, data, head)
+    assert influence.damping == pytest.approx(float(K.trace()) / 15 / 10)
+    G = sample_gradients(model, loss, X, y)[:, -15:]
+    expected = G[N:] @ K.inverse(influence.damping).to_dense() @ G[:N].T / N
+    assert_close(influence.scores((X[N:], y[N:])), expected)
+
+
+# --------------------------------------------------------------------------------------
+# Leaving out
+# --------------------------------------------------------------------------------------
+
+
+def trained(X: Tensor, y: Tensor, weights: Tensor, decay: float) -> Tensor:
+    """Minimise ``1/N sum_n w_n ℓ_n + decay / 2 |θ|²`` of softmax regression by Newton's method."""
+    theta = torch.zeros(3, X.shape[1] + 1)
+    rows = torch.cat([X, torch.ones(len(X), 1)], 1)
+
+    def objective(flat: Tensor) -> Tensor:
+        f = rows @ flat.reshape(3, -1).T
+        losses = nn.functional.cross_entropy(f, y, reduction="none")
+        return (weights * losses).sum() / len(X) + decay / 2 * flat.square().sum()
+
+    flat = theta.flatten()
+    for _ in range(12):
+        gradient = torch.autograd.functional.jacobian(objective, flat)
+        flat = flat - torch.linalg.solve(
+            torch.autograd.functional.hessian(objective, flat), gradient
+        )
+    assert torch.autograd.functional.jacobian(objective, flat).norm() < 1e-10
+    return flat.reshape(3, -1)
+
+
+def test_leave_one_out() -> None:
+    """Rank correlation with the change of a query's loss when a sample is really left out."""
+    count, decay = 40, 0.02
+    X, queries = torch.randn(count, 4), torch.randn(5, 4)
+    truth = torch.randn(4, 3)
+    y = (X @ truth + torch.randn(count, 3)).argmax(1)
+    y_queries = (queries @ truth).argmax(1)
+    theta = trained(X, y, torch.ones(count), decay)
+    model = nn.Linear(4, 3)
+
+    def losses(theta: Tensor) -> Tensor:
+        f = queries @ theta[:, :-1].T + theta[:, -1]
+        return nn.functional.cross_entropy(f, y_queries, reduction="none")
+
+    changes = []
+    for n in range(count):
+        without = trained(X, y, torch.arange(count).ne(n).double(), decay)
+        changes.append(losses(without) - losses(theta))
+    actual = torch.stack(changes, 1)  # [Q, N]
+    with torch.no_grad():
+        model.weight.copy_(theta[:, :-1])
+        model.bias.copy_(theta[:, -1])
+    data = list(zip(X.split(16), y.split(16), strict=True))
+    correlation = {}
+    for kind in (GGN, KroneckerGGN, DiagonalGGN, "identity"):
+        influence = Influence(model, nn.CrossEntropyLoss(), data, kind, decay, tolerance=1e-10)
+        found = influence.scores((queries, y_queries))
+        name = kind if isinstance(kind, str) else kind.__name__  # type: ignore[union-attr]
+        each = [spearmanr(a, b).statistic for a, b in zip(actual, found, strict=True)]
+        correlation[name] = sum(each) / len(each)
+        if kind is GGN:  # of a convex model: the Hessian
+            assert (found - actual).norm() < 0.35 * actual.norm()
+    assert correlation["GGN"] > 0.995  # approximations of it have 0.89
+    assert correlation["KroneckerGGN"] > 0.85
+    assert correlation["KroneckerGGN"] > correlation["identity"]
+
+
+# --------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------
+
+
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let imports of a package fail."""
+    original = builtins.__import__
+
+    def guarded(module: str, *args: Any, **kwargs: Any) -> Any:
+        if module.split(".")[0] == name:
+            raise ImportError(module)
+        return original(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+
+
+@pytest.mark.parametrize("has_safetensors", [True, False])
+@pytest.mark.parametrize("kind", ["identity", DiagonalGGN, KroneckerGGN])
+def test_save_and_load(
+    kind: Any, has_safetensors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loss, X, y = problem("cnn")
+    data, queries = batches(X, y), (X[N:], y[N:])
+    influence = Influence(model, loss, data, kind, DAMPING)
+    path = tmp_path / "new" / "factors.safetensors"
+    if not has_safetensors:
+        without("safetensors", monkeypatch)
+    influence.save(path)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    loaded = Influence.load(path, model, loss, data)
+    assert loaded.damping == influence.damping
+    assert_close(loaded.scores(queries), influence.scores(queries), rtol=0.0, atol=0.0)
+    with pytest.raises(ValueError, match="other parameters"):
+        Influence.load(path, model, loss, data, params=[next(model.parameters())])
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    tensors = {"a": whole.T, "b": whole[0], "c": whole}  # share their memory
+    save_tensors(tmp_path / "x", tensors, {"k": "v"})
+    loaded, metadata = load_tensors(tmp_path / "x")
+    assert_close(loaded, tensors)
+    assert metadata == {"k": "v"}
+    without("safetensors", monkeypatch)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        load_tensors(tmp_path / "x")
+
+
+def test_matrix_free_curvature_is_not_saved(tmp_path: Path) -> None:
+    model, loss, X, y = problem("mlp")
+    with pytest.raises(ValueError, match="matrix-free"):
+        Influence(model, loss, batches(X, y), GGN, DAMPING).save(tmp_path / "x")
+
+
+class Failing:
+    """Data that cannot be read to its end, at first."""
+
+    def __init__(self, data: list[Any], last: int):
+        self.data, self.last, self.reads = data, last, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, batch in enumerate(self.data):
+            if i > self.last:
+                raise OSError("interrupted")
+            self.reads += 1
+            yield batch
+
+
+def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that were done are not done again, and nothing else is mistaken for them."""
+    model, loss, X, y = problem("mlp")
+    queries = (X[N:], y[N:])
+    data = Failing(batches(X, y), 1)
+    curvature = KroneckerGGN(model, loss, data.data)
+    influence = Influence(model, loss, data, curvature, DAMPING)
+    with pytest.raises(OSError, match="interrupted"):
+        influence.scores(queries, folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    data.last = 9
+    computed: list[int] = []
+    original = Influence._gradients
+
+    def counting(self: Any, X: Any, targets: Any, is_query: bool = False) -> Any:
+        if not is_query:
+            computed.append(len(X))
+        return original(self, X, targets, is_query)
+
+    monkeypatch.setattr(Influence, "_gradients", counting)
+    expected = Influence(model, loss, data.data, curvature, DAMPING).scores(queries)
+    computed.clear()
+    assert_close(influence.scores(queries, folder=tmp_path), expected)
+    assert computed == [SIZES[-1]]
+    computed.clear()
+    by_parameter = influence.scores(queries, by="parameter", folder=tmp_path)
+    assert_close(torch.stack([*by_parameter.values()]).sum(0), expected)
+    assert_close(influence.top(2, queries, folder=tmp_path)[0], expected.topk(2).values)
+    assert not computed
+    with pytest.raises(ValueError, match="other queries"):
+        influence.scores((X[:2], y[:2]), folder=tmp_path)
+    with pytest.raises(ValueError, match="another damping"):
+        Influence(model, loss, data, curvature, 2 * DAMPING).scores(queries, folder=tmp_path)
+    data.data = batches(X.flip(0), y.flip(0))
+    with pytest.raises(ValueError, match="other data"):
+        influence.scores(queries, folder=tmp_path)
+
+
+# --------------------------------------------------------------------------------------
+# Others
+# --------------------------------------------------------------------------------------
+
+
+def test_tracin(tmp_path: Path) -> None:
+    model, loss, X, y = problem("sequence")
+    data, queries = batches(X, y), (X[N:], y[N:])
+    checkpoints, expected, rates = [], torch.zeros(Q, N), (0.1, 0.3)
+    for rate in rates:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        G = sample_gradients(model, loss, X, y)
+        expected += rate * G[N:] @ G[:N].T
+        checkpoints.append({name: t.clone() for name, t in model.state_dict().items()})
+    with torch.no_grad():
+        model.head.bias.add_(1.0)  # type: ignore[union-attr]
+    own = {name: t.clone() for name, t in model.state_dict().items()}
+    torch.save(checkpoints[1], tmp_path / "last.pt")
+    tracin = TracIn(model, loss, data, [checkpoints[0], tmp_path / "last.pt"], rates)
+    assert_close(tracin.scores(queries), expected)
+    assert_close(tracin.scores(queries, folder=tmp_path / "shards"), expected)
+    assert_close(tracin.scores(queries, folder=tmp_path / "shards"), expected)
+    assert_close(tracin.top(2, queries)[1], expected.topk(2).indices)
+    assert_close(dict(model.state_dict()), own)
+    with pytest.raises(ValueError, match="learning rate for each: got 2 and 1"):
+        TracIn(model, loss, data, checkpoints, [0.1])
+
+
+def features(model: nn.Module, X: Tensor, y: Tensor, dim: int) -> list[Tensor]:
+    """What the extension saves for a summed loss: [N, D] for each parameter."""
+    model, loss = (
+        extend(model, use_converter="record"),
+        extend(nn.CrossEntropyLoss(reduction="sum")),
+    )
+    with backpack(ProjectedGrad(dim, seed=2)):
+        loss(model(X), y).backward()
+    found = [p.grad_projected for p in model.parameters()]  # type: ignore[attr-defined]
+    for p in model.parameters():
+        p.grad = None
+    return found
+
+
+def test_projected_influence() -> None:
+    model, loss, X, y = problem("mlp")
+    data, queries = batches(X, y), (X[N:], y[N:])
+    influence = ProjectedInfluence(model, loss, data, ProjectedGrad(7, seed=2), DAMPING)
+    tracin = TracIn(model, loss, data, [model.state_dict()], [0.5], ProjectedGrad(7, seed=2))
+    found, traced = influence.scores(queries), tracin.scores(queries)
+    own = influence.self_scores()
+    each = features(model, X, y, 7)
+    phi = torch.stack(each).sum(0)
+    F = phi[:N].T @ phi[:N] / N + DAMPING * torch.eye(7)
+    both = phi @ torch.linalg.solve(F, phi[:N].T) / N
+    assert_close(found, both[N:])
+    assert_close(own, both[:N].diagonal())
+    expected = [0.5 * rows[N:] @ rows[:N].T for rows in each]
+    assert_close(traced, torch.stack(expected).sum(0))
+    assert_close(influence.top(2, queries)[1], both[N:].topk(2).indices)
+    with pytest.raises(ValueError, match="all parameters together"):
+        influence.scores(queries, by="parameter")
+
+
+def test_projected_influence_of_many_directions() -> None:
+    """With many directions it is that of the gradients, with the empirical Fisher information."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    G = sample_gradients(model, loss, X, y)
+    F = EmpiricalFisher(model, loss, data).to_dense() + DAMPING * torch.eye(G.shape[1])
+    expected = G[N:] @ torch.linalg.solve(F, G[:N].T) / N
+    many = ProjectedInfluence(model, loss, data, ProjectedGrad(4000), DAMPING)
+    found = many.scores((X[N:], y[N:]))
+    assert (found - expected).norm() < 0.2 * expected.norm()
+
+
+def test_wrong_arguments() -> None:
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    with pytest.raises(ValueError, match="iterator"):
+        Influence(model, loss, iter(data))
+    with pytest.raises(ValueError, match="needs a damping"):
+        Influence(model, loss, data, GGN)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        Influence(model, loss, data, damping=-1.0)
+    with pytest.raises(ValueError, match="31 entries"):
+        Influence(model, loss, data, DiagonalGGN(model, loss, data, list(model[0].parameters())))  # type: ignore[index]
+    with pytest.raises(ValueError, match="by is"):
+        Influence(model, loss, data).scores((X, y), by="layer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="query_rank"):
+        Influence(model, loss, data, query_rank=0)
+    with pytest.raises(ValueError, match="positive"):
+        ProjectedInfluence(model, loss, data, damping=0.0)
+    model.append(nn.Dropout(0.5))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"model\.eval"):
+        Influence(model, loss, data)

@@ -1,0 +1,247 @@
+"""Laplace approximations against dense formulas in float64, and exact Bayesian regression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import pi
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+from torch.autograd.functional import jacobian
+from torch.distributions import MultivariateNormal
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from backpack.laplace import Laplace
+from backpack.linalg import GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator
+from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
+
+N = 9
+SIZES = (4, 3, 2)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """Compute in double precision."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class LastState(nn.Module):
+    """Functions in the forward; the layer that is called last is defined first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.lstm = nn.Linear(4, 3), nn.LSTM(2, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def problem(name: str, reduction: str = "mean") -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    mlp = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    X, labels = torch.randn(N, 3), torch.randint(3, (N,))
+    if name == "mlp":
+        return mlp, nn.CrossEntropyLoss(reduction=reduction), X, labels
+    if name == "mse":
+        return mlp, nn.MSELoss(reduction=reduction), X, torch.randn(N, 3)
+    if name == "binary":
+        return mlp, nn.BCEWithLogitsLoss(reduction=reduction), X, torch.rand(N, 3).round()
+    return LastState(), nn.CrossEntropyLoss(reduction=reduction), torch.randn(N, 5, 2), labels
+
+
+NAMES = ("mlp", "mse", "binary", "lstm")
+
+
+def batches(X: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(X.split(SIZES), y.split(SIZES), strict=True))
+
+
+def dense_jacobian(model: nn.Module, X: Tensor) -> Tensor:
+    """[N, C, P]."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def output(vector: Tensor) -> Tensor:
+        pieces = vector_to_parameter_list(vector, params.values())
+        return functional_call(model, dict(zip(params, pieces, strict=True)), (X,))
+
+    return jacobian(output, parameter_list_to_vector(params.values()))
+
+
+def dense_curvature(kind: Any, model: nn.Module, loss: Any, X: Tensor, y: Tensor) -> Tensor:
+    """Of the summed negative log likelihood; noise 0.7 for MSE."""
+    summed = type(loss)(reduction="sum")
+    scale = 1 / (2 * 0.7**2) if isinstance(loss, nn.MSELoss) else 1.0
+    return scale * kind(model, summed, batches(X, y)).to_dense()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, "whole"])
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_formulas(name: str, kind: Any, reduction: str) -> None:
+    """Covariance of the outputs and marginal likelihood, from dense matrices."""
+    model, loss, X, y = problem(name, reduction)
+    data, delta, P = batches(X, y), 0.5, sum(p.numel() for p in model.parameters())
+    whole = kind == "whole"
+    curvature = KroneckerOperator([[GGN(model, loss, data).to_dense()]]) if whole else kind
+    laplace = Laplace(model, loss, data, curvature, delta, noise=0.7)
+    H = dense_curvature(GGN if whole else kind, model, loss, X, y)
+    assert_close(laplace.curvature.to_dense(), H)
+    precision = H + delta * torch.eye(P)
+    new = torch.randn(4, *X.shape[1:])
+    J = dense_jacobian(model, new)
+    mean, covariance = laplace.outputs(new)
+    assert_close(mean, model(new))
+    assert_close(covariance, J @ torch.linalg.inv(precision) @ J.mT)
+    theta = parameter_list_to_vector(model.parameters())
+    f = model(X)
+    if name == "mse":
+        log_likelihood = torch.distributions.Normal(f, 0.7).log_prob(y).sum()
+    else:
+        log_likelihood = -type(loss)(reduction="sum")(f, y)
+    for value in (delta, 3.0):
+        prior = torch.distributions.Normal(0.0, value**-0.5).log_prob(theta).sum()
+        logdet = torch.logdet(H + value * torch.eye(P))
+        expected = log_likelihood + prior + P / 2 * torch.tensor(2 * pi).log() - logdet / 2
+        assert_close(laplace.log_marginal_likelihood(value), expected.detach())
+    assert_close(laplace.log_marginal_likelihood(), laplace.log_marginal_likelihood(delta))
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    links = {"mlp": lambda f: f.softmax(1), "lstm": lambda f: f.softmax(1), "binary": torch.sigmoid}
+    scaled = mean / (1 + pi / 8 * variance).sqrt()
+    assert_close(laplace.predict(new), links[name](scaled) if name in links else mean)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_linear_regression_is_exact() -> None:
+    """The posterior of a linear model with normal noise is normal: nothing is approximated."""
+    X, noise, delta = torch.randn(N, 3), 0.4, 2.0
+    y = torch.randn(N, 1)
+    covariance = torch.linalg.inv(X.T @ X / noise**2 + delta * torch.eye(3))
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_((covariance @ X.T @ y / noise**2).T)
+    data = batches(X, y)
+    whole = KroneckerOperator([[GGN(model, nn.MSELoss(), data).to_dense()]])
+    laplace = Laplace(model, nn.MSELoss(), data, whole, delta, noise=noise)
+    evidence = MultivariateNormal(torch.zeros(N), X @ X.T / delta + noise**2 * torch.eye(N))
+    assert_close(laplace.log_marginal_likelihood(), evidence.log_prob(y.squeeze(1)))
+    new = torch.randn(5, 3)
+    mean, variance = laplace.outputs(new)
+    assert_close(variance.flatten(), (new @ covariance * new).sum(1))
+    assert_close(laplace.predict(new), new @ covariance @ X.T @ y / noise**2)
+    # a linear model is its own linearisation
+    for linearized in (True, False):
+        drawn = laplace.sample_outputs(new, 20000, linearized)
+        assert_close(drawn.var(0), variance.squeeze(2), rtol=0.06, atol=0.0)
+        assert (drawn.mean(0) - mean).abs().max() < 0.02
+    weights = laplace.sample_weights(20000)
+    assert (weights.T.cov() - covariance).norm() < 0.05 * covariance.norm()
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
+def test_fit_prior_precision(kind: Any) -> None:
+    """At the maximum, ``δ |θ|² = sum f / (f + δ)`` (MacKay 1992)."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y), kind)
+    delta = laplace.fit_prior_precision()
+    assert laplace.prior_precision == delta
+    spectrum = laplace.curvature.spectrum
+    theta = parameter_list_to_vector(model.parameters()).detach()
+    effective = (spectrum / (spectrum + delta)).sum()
+    assert_close(delta * theta.square().sum(), effective, rtol=1e-4, atol=0.0)
+    best = laplace.log_marginal_likelihood()
+    for other in (0.5 * delta, 0.98 * delta, 1.02 * delta, 2 * delta):
+        assert laplace.log_marginal_likelihood(other) < best
+    assert_close(laplace.posterior.to_dense(), laplace.curvature.inverse(delta).to_dense())
+    assert laplace.fit_prior_precision(10 * delta, 20 * delta) == pytest.approx(10 * delta)
+
+
+def test_sampling_runs_the_model_with_the_weights() -> None:
+    model, loss, X, y = problem("lstm")
+    laplace = Laplace(model, loss, batches(X, y), prior_precision=0.5)
+    new = torch.randn(3, 5, 2)
+    weights = laplace.sample_weights(7, Generator().manual_seed(1))
+    names = [name for name, _ in model.named_parameters()]
+    expected = []
+    for row in weights:
+        pieces = vector_to_parameter_list(row, model.parameters())
+        expected.append(functional_call(model, dict(zip(names, pieces, strict=True)), (new,)))
+    outputs = torch.stack(expected).detach()
+    found = laplace.sample_outputs(new, 7, linearized=False, generator=Generator().manual_seed(1))
+    assert_close(found, outputs)
+    predicted = laplace.predict(new, "sampling", 7, Generator().manual_seed(1))
+    assert_close(predicted, outputs.softmax(-1).mean(0))
+
+
+def test_monte_carlo() -> None:
+    """The mean of the softmax over the distribution of the outputs."""
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y), prior_precision=0.5)
+    mean, covariance = laplace.outputs(X)
+    drawn = MultivariateNormal(mean, covariance + 1e-12 * torch.eye(3)).sample((20000,))
+    found = laplace.predict(X, "monte carlo", 20000, Generator().manual_seed(0))
+    assert (found - drawn.softmax(-1).mean(0)).abs().max() < 0.01
+    closed = laplace.predict(X)
+    assert (closed - found).abs().max() < (closed - mean.softmax(1)).abs().max()
+
+
+def test_last_layer() -> None:
+    """The layer that is called last, whatever comes last in the model."""
+    model, loss, X, y = problem("lstm")
+    data = batches(X, y)
+    hooks = len(model.head._forward_hooks)  # type: ignore[union-attr]
+    laplace = Laplace(model, loss, data, params="last", prior_precision=0.5)
+    assert len(model.head._forward_hooks) == hooks  # type: ignore[union-attr]
+    assert len(laplace.mean) == 15
+    named = list(model.head.parameters())  # type: ignore[union-attr]
+    same = Laplace(model, loss, data, params=named, prior_precision=0.5)
+    J = dense_jacobian(model, X)[:, :, :15]
+    H = N * KroneckerGGN(model, loss, data, named).to_dense() + 0.5 * torch.eye(15)
+    expected = J @ torch.linalg.inv(H) @ J.mT
+    for one in (laplace, same):
+        assert_close(one.outputs(X)[1], expected)
+    drawn = laplace.sample_outputs(X, 5, linearized=False)
+    assert drawn.shape == (5, N, 3)
+
+
+def test_uncertainty_grows_away_from_data() -> None:
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, batches(X, y))
+    _, near = laplace.outputs(0.1 * X)
+    _, far = laplace.outputs(100 * X)
+    assert far.diagonal(dim1=1, dim2=2).mean() > near.diagonal(dim1=1, dim2=2).mean()
+
+
+def test_wrong_arguments() -> None:
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    with pytest.raises(ValueError, match="prior precision has to be positive, got 0"):
+        Laplace(model, loss, data, prior_precision=0.0)
+    with pytest.raises(ValueError, match="noise"):
+        Laplace(model, loss, data, noise=0.0)
+    with pytest.raises(ValueError, match="iterator"):
+        Laplace(model, loss, iter(data))
+    with pytest.raises(ValueError, match="structured operator of 31 rows"):
+        Laplace(model, loss, data, GGN)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="structured operator of 15 rows"):
+        Laplace(model, loss, data, DiagonalGGN(model, loss, data), params="last")
+    with pytest.raises(ValueError, match="'all', 'last'"):
+        Laplace(model, loss, data, params="first")  # type: ignore[arg-type]
+    laplace = Laplace(model, loss, data)
+    with pytest.raises(ValueError, match="monte carlo"):
+        laplace.predict(X, "exact")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="positive, got -1"):
+        laplace.log_marginal_likelihood(-1.0)
+    huber = Laplace(model, nn.SmoothL1Loss(), batches(X, torch.randn(N, 3)))
+    with pytest.raises(ValueError, match=r"SmoothL1Loss .* says nothing"):
+        huber.predict(X)
+    assert huber.outputs(X)[1].shape == (N, 3, 3)
+    positions = nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (3, 2)))
+    of_positions = Laplace(positions, loss, batches(X, torch.randint(3, (N, 2))))
+    with pytest.raises(ValueError, match="C classes for each sample"):
+        of_positions.predict(X)
+    assert of_positions.outputs(X)[1].shape == (N, 6, 6)
