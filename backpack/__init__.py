@@ -163,6 +163,7 @@ class backpack(ShowsOptions):
             self._sum_individual_gradients,
             self.process_group,
             self.accumulate,
+            scope.outer.slice_bytes,
             scope=scope,
         )
         # a mode notices what backward() is called on: first-order extensions ask that of losses

@@ -70,6 +70,7 @@ class Configuration:
     sum_individual_gradients: bool = False
     process_group: Any = "module"  # of torch.distributed; None: each process on its own
     accumulate: bool = False
+    slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/sweep.py
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
 

@@ -1544,12 +1544,8 @@ def test_slices_of_samples_with_different_numbers_of_rows(
         extensions.SqrtGGNExact(subsampling),
     )
     model = extend(network, use_converter="record")
-    outer_limit, slice_bytes.limit = slice_bytes.limit, limit
-    try:
-        with backpack(each, whole, root):
-            extend(lossfunc)(model(X), *arguments).backward()
-    finally:
-        slice_bytes.limit = outer_limit
+    with slice_bytes(limit), backpack(each, whole, root):
+        extend(lossfunc)(model(X), *arguments).backward()
     for k, p in enumerate(model.parameters()):
         diagonals = torch.stack([expected[n][k].reshape(p.shape) for n in rows])
         close(p.diag_ggn_exact_batch, diagonals)

@@ -50,6 +50,38 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+# What takes long to import, or is not torch's: whoever needs it imports it then.
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "torch.utils.tensorboard",
+    "functorch",
+    "backpack.linalg",
+    "backpack.monitor",
+    "backpack.optim",
+    "backpack.support",
+)
+IMPORT = """
+import sys
+import torch
+before = set(sys.modules)
+import backpack, backpack.extensions, backpack.core.derivatives
+print(*(set(sys.modules) - before))
+"""
+
+
+def test_import_brings_nothing_heavy() -> None:
+    """What torch has not imported is ours, of Python itself, or small."""
+    names = run(sys.executable, "-c", IMPORT, cwd=ROOT).split()
+    assert "backpack.core.engine.sweep" in names
+    packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert packages <= {"backpack", "torch"}
+    assert not [name for name in names if name.startswith(HEAVY)]
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the source distribution from a copy of the sources, without the network."""

@@ -689,7 +689,7 @@ def test_recall_tells_results_apart() -> None:
     numbers = itertools.count()
 
     def value(*tensors: Tensor | None, fact: Any = None) -> int:
-        return recurrent.recall(saved, "x", tensors, (fact,), lambda: next(numbers))
+        return recurrent.memoise(saved, "x", tensors, (fact,), lambda: next(numbers))
 
     assert [value(x), value(x[:]), value(x.view(2, 2)), value(x[1:]), value(x)] == [0, 0, 1, 2, 3]
     assert [value(x, None), value(None, x), value(x, x), value(x, x, fact=1)] == [4, 5, 6, 7]

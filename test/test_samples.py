@@ -452,6 +452,27 @@ def test_an_interrupted_call_leaves_no_notes() -> None:
         assert not layout.running()
 
 
+def interrupts(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_call_of_a_converted_model_leaves_no_notes_in_the_next() -> None:
+    one, other = (
+        extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), use_converter="trace")
+        for _ in range(2)
+    )
+    layout.running().clear()  # interrupted calls of the models of other tests
+    known: list[list[Any]] = []
+    one.get_submodule("1").register_forward_hook(interrupts)
+    other.get_submodule("0").register_forward_hook(lambda *_: known.append([*layout.running()]))
+    with pytest.raises(KeyboardInterrupt):
+        one(torch.rand(4, 3))
+    (stale,) = layout.running()
+    other(torch.rand(5, 3))
+    (during,) = known
+    assert len(during) == 1 and stale not in during and not layout.running()
+
+
 def _at(model: nn.Module, positions: Tensor, table: Tensor | None = None) -> nn.Module:
     class At(nn.Module):
         def __init__(self) -> None:

@@ -432,7 +432,7 @@ print(*(set(sys.modules) - before))
         assert computed == [0] and not pending
 
     def test_a_pass_through_another_layer(self, computed: list[int]) -> None:
-        """While a node runs, in a hook of that node: it has nothing to do with the substitute."""
+        """While a node runs, in a hook of that node: it has nothing to do with the override."""
         layer, other = extend(nn.LSTM(3, 4)), nn.LSTM(3, 4)
         x = torch.rand(5, 2, 3)
         wanted = torch.autograd.grad(other(x)[0].sum(), [*other.parameters()])
@@ -444,7 +444,7 @@ print(*(set(sys.modules) - before))
                 other(x)[0].sum().backward()
 
         def begin(_: Tensor) -> None:
-            node.register_prehook(nested)  # after those of the substitute
+            node.register_prehook(nested)  # after those of the override
 
         output.register_hook(begin)
         with backpack(Variance()):

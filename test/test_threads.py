@@ -8,6 +8,8 @@ import copy
 import gc
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from backpack import CTX, backpack, disable, extend
+from backpack.core import memory
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.sweep import slice_bytes
 from backpack.core.record import tape
 from backpack.extensions import (
     KFLR,
@@ -352,6 +356,78 @@ def test_the_rule_for_convolutions_is_chosen_in_one_thread() -> None:
 
     side_by_side(chooses, others)
     assert not weight_jac_t_save_memory.active
+
+
+def test_the_size_of_slices_is_chosen_in_one_thread() -> None:
+    inside, done, device = threading.Event(), threading.Event(), torch.device("cpu")
+    default = slice_bytes.on(device, False)
+
+    def chooses() -> None:
+        with slice_bytes(5):
+            with backpack(DiagGGNExact(), debug=True):
+                assert slice_bytes.on(device, False) == 5
+            inside.set()
+            assert done.wait(30)
+            assert slice_bytes.on(device, False) == 5
+
+    def others() -> None:
+        assert inside.wait(30)
+        assert slice_bytes.on(device, False) == default
+        with slice_bytes(7):
+            assert slice_bytes.on(device, False) == 7
+        done.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no backward pass has run
+        side_by_side(chooses, others)
+    assert slice_bytes.on(device, False) == default
+
+
+def test_memory_for_results_is_that_of_one_thread() -> None:
+    taken, done, like = threading.Event(), threading.Event(), torch.zeros(1024, 1024)
+
+    def takes() -> None:
+        p: Any = nn.Parameter(torch.ones(2))
+        p.grad_batch = torch.zeros(1024, 1024)
+        address = p.grad_batch.data_ptr()
+        with torch.no_grad():
+            assert memory.recycle(p, [BatchGrad()])
+            taken.set()
+            assert done.wait(30)
+            assert memory.empty(like.shape, like).data_ptr() == address
+        memory.forget()
+
+    def others() -> None:
+        assert taken.wait(30)
+        memory.empty(like.shape, like)
+        memory.forget()
+        done.set()
+
+    side_by_side(takes, others)
+
+
+def fails(grad: Tensor) -> None:
+    raise ZeroDivisionError("a hook")
+
+
+def test_failed_passes_are_gone_while_somebody_has_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[Any] = []
+    noting = BackwardPass.__init__
+
+    def init(self: BackwardPass, *arguments: Any) -> None:
+        noting(self, *arguments)
+        passes.append(weakref.ref(self))
+
+    monkeypatch.setattr(BackwardPass, "__init__", init)
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))), nn.MSELoss()
+    model[0].weight.register_hook(fails)
+    loss = extend(lossfunc)(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(BatchGrad(), DiagGGNExact()), pytest.raises(ZeroDivisionError) as error:
+        loss.backward()
+    assert error.value.__traceback__ is not None
+    assert len(passes) == 1 and passes[0]() is None and not BackwardPass._running
 
 
 def test_one_thread_runs_forward_and_another_backward() -> None:

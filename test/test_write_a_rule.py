@@ -26,6 +26,7 @@ from backpack.core.derivatives import (
 )
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.interface import _translations
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, derivatives_of
 from backpack.utils.kroneckers import kfacs_to_mat
@@ -270,14 +271,43 @@ def doubled(self: Any, c: Any, t: Any) -> Any:
 
 
 def of_first(self: Any, c: Any, t: Any) -> Any:
-    return self.vjp(c, t)[0] if t is not None else None
+    return type(self).__base__.vjp(self, c, t)[0]
+
+
+def and_one_more(self: Any, c: Any, v: Tensor) -> Any:
+    return *type(self).__base__.vjp(self, c, v), None
+
+
+def of_numbers(self: Any, c: Any, v: Tensor) -> Tensor:
+    return type(self).__base__.vjp(self, c, v.detach())
+
+
+def of_cotangents(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    return [(v, c.x @ c.params["V"]) if name == "U" else (v @ c.params["U"], c.x * v.any())]
+
+
+def of_many_samples(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    s, x = (v, c.x @ c.params["V"]) if name == "U" else (v @ c.params["U"], c.x)
+    return [(s if v.shape[1] > 1 else 2 * s, x)]
+
+
+def nothing_reduced(self: Any, *arguments: Any) -> dict[str, Tensor]:
+    return {}
+
+
+def doubled_rows(self: Any, *arguments: Any) -> Tensor:
+    return 2 * BaseDerivatives.kron_rows(self, *arguments)
 
 
 def yes(self: Any, module: Any) -> bool:
     return True
 
 
-WRONG = {
+def no(self: Any, module: Any) -> bool:
+    return False
+
+
+WRONG: dict[str, Any] = {
     "transposed": (
         "LowRank",
         {"vjp": half},
@@ -287,7 +317,7 @@ WRONG = {
     "a part transposed": (
         "LowRank",
         {"assemble": not_transposed},
-        r"affine of .V.*\[2, 5, 2, 4\]",
+        r"assemble of .V.*\[2, 5, 2, 4\]",
     ),
     "missing gain": ("RMSNorm", {"vjp": without_gain}, "vjp .*all samples.*deviate"),
     "forgotten rows": (
@@ -296,7 +326,35 @@ WRONG = {
         r"weight_vjp .*\[4, 0\]. raises",
     ),
     "first rows": ("TwoInputs", {"vjp": first_rows}, r"vjp .samples \[4, 0\].*deviate"),
-    "one gradient": ("TwoInputs", {"vjp": of_first}, "vjp .*raises"),
+    "one gradient": (
+        "TwoInputs",
+        {"vjp": of_first},
+        "vjp .*it returned one tensor, but the module has 2 inputs. Return a tuple",
+    ),
+    "too many gradients": (
+        "TwoInputs",
+        {"vjp": and_one_more},
+        "vjp .*it returned 3 entries, but the module has 2 inputs",
+    ),
+    "x of cotangents": (
+        "LowRank",
+        {"affine": of_cotangents},
+        "affine of 'V' returns pairs .* depends on the cotangents",
+    ),
+    "own sum": ("RMSNorm", {"weight_vjp_sum": each_position}, "weight_vjp_sum"),
+    "own squares": ("LowRank", {"reduced": nothing_reduced}, "reduced of 'V' .*raises"),
+    "own rows": ("LowRank", {"kron_rows": doubled_rows}, "kron_rows of 'V' .*deviate", (N, F)),
+    "rows of pairs": (
+        "LowRank",
+        {"affine": of_many_samples},
+        r"affine of 'V' \(all samples\), for Kronecker factors,.*deviate",
+        (N, F),
+    ),
+    "no transpose": (
+        "RMSNorm",
+        {"vjp": of_numbers},
+        r"vjp \(all samples\), for its transpose jvp,.*deviate",
+    ),
     "forgotten sum": ("RMSNorm", {"weight_vjp": each_position}, r"weight_vjp.*\[2, 5, 2, 4\]"),
     "one position": ("RMSNorm", {"weight_vjp": last_position}, "weight_vjp.*deviate"),
     "no return": ("RMSNorm", {"weight_vjp": lambda self, c, v: None}, "weight_vjp.*None"),
@@ -308,8 +366,21 @@ WRONG = {
     ),
     "own product": ("RMSNorm", {"hvp": doubled}, "hvp .*deviate"),
     "own diagonal": ("Gate", {"hessian_is_diagonal": yes}, "hessian_diag .*raises"),
-    "claims to be linear": ("RMSNorm", {"hessian_is_zero": yes}, "hessian_is_zero"),
-    "claims to be linear in W": ("Gate", {"is_linear_in_params": yes}, "is_linear_in_params"),
+    "claims to be linear": (
+        "RMSNorm",
+        {"hessian_is_zero": yes},
+        "hessian_is_zero says .* function of the input.*Let `hessian_is_zero` return False",
+    ),
+    "claims to be linear in a call": (
+        "RMSNorm",
+        {"is_curved": no},
+        "is_curved says .* function of the input.*Let `hessian_is_zero` return False",
+    ),
+    "claims to be linear in W": (
+        "Gate",
+        {"is_linear_in_params": yes},
+        "is_linear_in_params says .* function of the weight.*Let `is_linear_in_params` return",
+    ),
     "unknown parameter": ("LowRank", {"params": ("U",)}, "params lacks .'V'"),
     "no vjp": ("LowRank", {"vjp": BaseDerivatives.vjp}, "vjp .*raises .*needs a method 'vjp'"),
 }
@@ -317,10 +388,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_rule_is_found_by_name(names: dict[str, Any], case: str) -> None:
-    name, methods, message = WRONG[case]
+    name, methods, message, *shape = WRONG[case]
     module = names[name]
     register(module)(type("Wrong", (type(REGISTRY[module]),), methods))
     arguments, shapes = CALLS[name]
+    shapes = (*shape,) or shapes
     with pytest.raises(AssertionError, match=rf"Wrong\.{message}"):
         check_rule(module(*arguments), *map(torch.randn, shapes))
 
@@ -339,7 +411,7 @@ class Quartic(nn.Module):
         return (f - y).pow(4).mean()
 
 
-@pytest.mark.parametrize("factor, message", [(1, None), (2, "hessian_diag .*deviate")])
+@pytest.mark.parametrize("factor, message", [(1, None), (2, r"Rule\.d2f .*deviate")])
 def test_check_of_an_activation(factor: int, message: str | None) -> None:
     class Rule(ElementwiseDerivatives):
         def df(self, c: Any) -> Tensor:
@@ -353,7 +425,7 @@ def test_check_of_an_activation(factor: int, message: str | None) -> None:
         check_rule(Cubed(), torch.randn(N, 2, F))
 
 
-@pytest.mark.parametrize("factor, message", [(1, None), (2, "hessian_product .*deviate")])
+@pytest.mark.parametrize("factor, message", [(1, None), (2, r"Rule\.second .*deviate")])
 def test_check_of_a_loss(factor: int, message: str | None) -> None:
     class Rule(ElementwiseLossDerivatives):
         def second(self, c: Any) -> Tensor:
@@ -440,6 +512,174 @@ def test_mixed_samples_are_noticed() -> None:
         check_rule(Centred(), torch.randn(N, F))
     register(Centred)(type("Mixing", (Rule,), {"mixes_samples": yes}))
     check_rule(Centred(), torch.randn(N, F))
+
+
+class Family(nn.Module):
+    """A module that calls a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(F, F, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x).sin()
+
+
+class FamilyDerivatives(BaseDerivatives):
+    """Describes what the child computes, too."""
+
+    def inner(self, c: Any, v: Tensor) -> Tensor:
+        return v * (c.x @ c.module.child.weight.T).cos()
+
+    def vjp(self, c: Any, v: Tensor) -> Tensor:
+        return self.inner(c, v) @ c.module.child.weight
+
+    def affine(self, c: Any, name: str, v: Tensor) -> Any:
+        return [(self.inner(c, v), c.x)]
+
+
+@pytest.mark.parametrize("params", [(), ("child.weight",)])
+def test_children_that_a_rule_does_not_include(params: tuple[str, ...]) -> None:
+    Rule: Any = type("Rule", (FamilyDerivatives,), {"params": params})
+    register(Family)(Rule)
+    what = r"params has \['child.weight'\]" if params else r"the module calls .*\['child'\]"
+    message = rf"Rule\.includes_children is False, but {what}.*includes_children = True"
+    with pytest.raises(AssertionError, match=message):
+        check_rule(Family(), torch.randn(N, F))
+    if not params:
+        model = nn.Sequential(nn.Linear(F, F), Family(), nn.Linear(F, C))
+        message = r"is a part of '1' \(Family\).*includes_children = True` in Rule"
+        with pytest.raises(ValueError, match=message):
+            run(model, torch.randn(N, F), torch.randint(C, (N,)), extensions.DiagGGNExact())
+    else:
+        Rule.includes_children = True
+        check_rule(Family(), torch.randn(N, F))
+
+
+class MeanOfLinear(nn.Module):
+    """Multiplies a weight with several parts of a sample: its factors approximate the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, F))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T).mean(1)
+
+
+def test_factors_of_several_positions_are_no_block() -> None:
+    class Rule(BaseDerivatives):
+        params = ("weight",)
+
+        def each(self, c: Any, v: Tensor) -> Tensor:
+            count = c.x.shape[1]
+            return v.unsqueeze(2).expand(-1, -1, count, -1) / count
+
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return self.each(c, v) @ c.params["weight"]
+
+        def affine(self, c: Any, name: str, v: Tensor) -> Any:
+            return [(self.each(c, v), c.x)]
+
+    register(MeanOfLinear)(Rule)
+    check_rule(MeanOfLinear(), torch.randn(N, 3, F))
+
+
+# ------------------------------------------------------------------ what a rule does not say
+
+FACTS = ("hessian_is_zero", "is_linear_in_params")
+SECOND = (extensions.DiagHessian, extensions.BatchDiagHessian)
+
+
+@each_example
+def test_facts_that_a_rule_forgets_are_found(names: dict[str, Any], example: str) -> None:
+    model, X, y = build(names, example)
+    module = names[EXAMPLES[example][0]]
+    known = vars(type(REGISTRY[module]))
+    methods = {name: value for name, value in known.items() if name not in FACTS}
+    register(module)(type("Forgetful", (BaseDerivatives,), methods))
+    arguments = copy.deepcopy(model), nn.CrossEntropyLoss(), X, y
+    params = run(model, X, y, *(ext() for ext in SECOND), extensions.HMP())
+    for ext in SECOND:
+        for p, expected in zip(params, TENSORS[ext](*arguments), strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), expected, **TOLERANCE)
+    for p, expected in zip(params, oracle.hessian_blocks(*arguments), strict=True):
+        torch.testing.assert_close(block(p, "hmp"), expected, **TOLERANCE)
+    sizes, shapes = CALLS[EXAMPLES[example][0]]
+    check_rule(module(*sizes), *map(torch.randn, shapes))
+
+
+class Squares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+def test_facts_of_a_rule_that_others_derive_from_are_found() -> None:
+    """A linear layer is linear, but with another Jacobian nothing is known of a subclass."""
+
+    class Rule(LinearDerivatives):
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return super().vjp(c, self.inner(c, v))
+
+        def affine(self, c: Any, name: str, v: Any) -> Any:
+            return super().affine(c, name, self.inner(c, v))
+
+        jvp, squares_with_input = BaseDerivatives.jvp, False
+        affine_jvp, affine_inputs = BaseDerivatives.affine_jvp, LinearDerivatives.affine_inputs
+
+        def inner(self, c: Any, v: Tensor) -> Tensor:
+            return 2 * v * (c.x @ c.params["weight"].T + c.params["bias"])
+
+    register(Squares)(Rule)
+    check_rule(Squares(3, 3), torch.randn(N, 3))
+    model = nn.Sequential(nn.Linear(F, 3), nn.Tanh(), Squares(3, 3), nn.Linear(3, C))
+    X, y = torch.randn(N, F), torch.randint(C, (N,))
+    arguments = copy.deepcopy(model), nn.CrossEntropyLoss(), X, y
+    params = run(model, X, y, extensions.DiagHessian())
+    for p, expected in zip(params, oracle.hessian_diag(*arguments), strict=True):
+        torch.testing.assert_close(p.diag_h, expected, **TOLERANCE)
+
+
+class Once(torch.autograd.Function):
+    """A square that autograd differentiates once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class SquareOnce(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Once.apply(x)
+
+
+def test_a_fact_that_cannot_be_found() -> None:
+    class Rule(BaseDerivatives):
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return 2 * c.x * v
+
+    register(SquareOnce)(Rule)
+    model = nn.Sequential(nn.Linear(F, 3), SquareOnce(), nn.Linear(3, C))
+    batch = torch.randn(N, F), torch.randint(C, (N,))
+    run(model, *batch, extensions.DiagGGNExact())
+    with pytest.raises(NotImplementedError, match="Rule needs a method 'hessian_is_zero'"):
+        run(model, *batch, extensions.DiagHessian())
+
+
+def test_built_in_rules_say_what_is_affine() -> None:
+    """Nothing is tried where it is known."""
+    rules = {type(rule) for rule in REGISTRY.values() if type(rule).__module__ != "page"}
+    assert len(rules) > 50
+    for rule in rules:
+        known = rule.tells_curvature or rule.is_curved is not BaseDerivatives.is_curved
+        assert known, rule
+        assert rule.tells_linearity or not rule.params, rule
 
 
 # ------------------------------------------------------------------ the page

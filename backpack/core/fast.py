@@ -36,7 +36,7 @@ class Path:
         self.is_on = True
 
     def set(self, is_on: bool) -> None:
-        """Take it, or do not."""
+        """Switch the path on or off."""
         self.is_on = is_on
 
 
@@ -161,7 +161,7 @@ class _Noticed(Path):
 
     @property
     def is_on(self) -> bool:  # type: ignore[override]
-        """Take it."""
+        """Note the name, and take the path."""
         self.names.add(self.name)
         return True
 

@@ -14,6 +14,7 @@ import itertools
 import mmap
 import sys
 from collections.abc import Iterable, MutableMapping, Sequence
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 from weakref import getweakrefcount
@@ -35,14 +36,18 @@ LARGE = 2**22
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-_spare: dict[int, Tensor] = {}  # by id; threads take what they find
+# What :func:`recycle` has taken, by id, until :func:`forget`: of the parameter or the propagation
+# that a pass is at, which begins and ends in one thread.
+_spare: ContextVar[dict[int, Tensor] | None] = ContextVar("backpack_spare", default=None)
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Allocate a tensor of the precision and device of ``like``, to be written as a whole."""
-    for key, tensor in list(_spare.items()):
+    spare = _spare.get() or {}
+    for key, tensor in spare.items():
         same = tensor.dtype == like.dtype and tensor.device == like.device
-        if same and tensor.numel() == prod(shape) and _spare.pop(key, None) is not None:
+        if same and tensor.numel() == prod(shape):
+            del spare[key]
             return tensor.resize_(shape)  # no view, which would keep both alive
     tensor = like.new_empty(shape)
     if HUGE_PAGES.is_on and tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
@@ -87,7 +92,10 @@ def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
         if _is_alone(own, name):
             result = own.pop(name)
             vars(result).clear()  # what belongs to the result that it was
-            _spare[id(result)] = result
+            spare = _spare.get()
+            if spare is None:
+                _spare.set(spare := {})
+            spare[id(result)] = result
             is_holding = True
         else:
             attributes.update(own)
@@ -95,8 +103,9 @@ def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
 
 
 def forget() -> None:
-    """Free what was taken and not used."""
-    _spare.clear()
+    """Free what was taken in this thread and not used."""
+    if _spare.get() is not None:
+        _spare.set(None)
 
 
 def give_back() -> None:

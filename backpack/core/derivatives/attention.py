@@ -21,7 +21,7 @@ from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
-from backpack.core.derivatives.recall import recall
+from backpack.core.derivatives.memoise import memoise
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
 from backpack.core.record.registry import register
@@ -204,11 +204,11 @@ class AttentionDerivatives(AutomaticDerivatives):
         return None if self.has_formula(c) else super().refusal(c)
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return False."""
+        """Return False: the softmax of the scores is nonlinear."""
         return False
 
     def is_curved(self, call: Call) -> bool:
-        """Return True."""
+        """Return True for every call, without trying."""
         return True
 
 
@@ -289,7 +289,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
             return attend(q, k, v, mask, scale, zero_rows=True)
 
         tensors = [x for x in c.inputs if isinstance(x, Tensor)]
-        whole = recall(c.saved, "attention", tensors, (), compute)
+        whole = memoise(c.saved, "attention", tensors, (), compute)
         return whole.of_samples(self._axis(c), c.rows)
 
     def _tangents(self, c: Context, t: Sequence[Tensor | None]) -> list[Tensor]:
@@ -566,7 +566,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             return Trace(inputs, attention, _side_by_side(attention.output()))
 
         tensors = [x for x in (*c.inputs, *c.params.values()) if isinstance(x, Tensor)]
-        return recall(c.saved, "trace", tensors, (), compute)
+        return memoise(c.saved, "trace", tensors, (), compute)
 
     # ------------------------------------------------------------------ input and outputs
 
@@ -634,7 +634,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         selected = None if c.rows is None else tuple(c.numbers(len(whole.heads)))
         # the trace tells whether an input or a parameter has changed
         given = [*vs, whole.heads, c.params["out_proj.weight"]]
-        return y, recall(c.saved, "arrived", given, (selected,), compute)
+        return y, memoise(c.saved, "arrived", given, (selected,), compute)
 
     @or_automatic(AutomaticDerivatives)
     def vjp(self, c: Context, v: Any) -> Any:

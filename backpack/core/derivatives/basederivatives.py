@@ -21,10 +21,15 @@ from torch.nn import Module, Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
-from backpack.core.derivatives.by_autograd import Evaluation, second_products, transposed
+from backpack.core.derivatives.by_autograd import (
+    Evaluation,
+    has_second_derivative,
+    second_products,
+    transposed,
+)
 from backpack.core.derivatives.interface import Interface
-from backpack.core.record.context import Context
-from backpack.core.record.kernels import Substitute
+from backpack.core.record.context import Context, context_of
+from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
@@ -48,7 +53,14 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
+    ("hessian_is_zero",): {"vjp"},
+    ("is_linear_in_params",): {"affine", "param_vjp"},
 }
+
+
+def always(rule: Any, module: Module) -> bool:
+    """Return True: a fact about all modules that a rule is for."""
+    return True
 
 
 class BatchAxis(Enum):
@@ -63,9 +75,10 @@ class BaseDerivatives(Interface):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 
     A subclass implements ``vjp`` and, for each name in ``params``, ``<name>_vjp``, or ``affine``
-    where a parameter is multiplied with something; it says with ``hessian_is_zero`` and
-    ``is_linear_in_params`` what is not affine. Everything else has a generic body; override it
+    where a parameter is multiplied with something. Everything else has a generic body; override it
     where the module's structure allows a faster one, marked with :func:`backpack.core.fast.body`.
+    With ``hessian_is_zero`` and ``is_linear_in_params`` a rule says what is affine; where it does
+    not, each call is differentiated twice to find out.
 
     A subclass of another rule inherits what that says of methods (:data:`FACTS`), and its fast
     bodies, as long as it does not override the methods that these are about.
@@ -89,6 +102,8 @@ class BaseDerivatives(Interface):
             squared input squares them.
         has_one_part: Whether a parameter is what is multiplied, nothing to put together.
         acts_affinely: Whether ``affine`` says what ``param_vjp`` does.
+        tells_curvature: Whether the rule has a ``hessian_is_zero`` of its own.
+        tells_linearity: Whether the rule has an ``is_linear_in_params`` of its own.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -107,6 +122,8 @@ class BaseDerivatives(Interface):
     squares_with_input: ClassVar[bool] = False
     has_one_part: ClassVar[bool] = True
     acts_affinely: ClassVar[bool] = False
+    tells_curvature: ClassVar[bool] = False
+    tells_linearity: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
@@ -133,12 +150,17 @@ class BaseDerivatives(Interface):
         if "affine" in vars(cls) or "param_vjp" in vars(cls):
             cls.acts_affinely = "affine" in vars(cls)
         cls.has_one_part = cls.assemble is BaseDerivatives.assemble
+        cls.tells_curvature = cls.hessian_is_zero is not BaseDerivatives.hessian_is_zero
+        cls.tells_linearity = cls.is_linear_in_params is not BaseDerivatives.is_linear_in_params
 
     # ------------------------------------------------------------------ facts about the module
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return whether the output is an affine (or piecewise affine) function of the input."""
-        return True
+        """Return whether the output is an affine (or piecewise affine) function of the input.
+
+        False where a rule does not say so: then :meth:`is_curved` finds out for each call.
+        """
+        return False
 
     def hessian_is_diagonal(self, module: Module) -> bool:
         """Return whether output entry i depends on input entry i alone."""
@@ -153,8 +175,39 @@ class BaseDerivatives(Interface):
         return False
 
     def is_curved(self, call: Call) -> bool:
-        """Return whether the output of a call is no (piecewise) affine function of the input."""
-        return not self.hessian_is_zero(call.module)
+        """Return whether the output of a call is no (piecewise) affine function of the input.
+
+        Raises:
+            NotImplementedError: If the rule does not say so, and autograd cannot find out.
+        """
+        if self.tells_curvature:
+            return not self.hessian_is_zero(call.module)
+        return self._bends(call, "hessian_is_zero", of_params=False)
+
+    def bends_params(self, call: Call) -> bool:
+        """Return whether the output of a call is no affine function of each of its parameters.
+
+        Raises:
+            NotImplementedError: If the rule does not say so, and autograd cannot find out.
+        """
+        if self.tells_linearity or not call.trained:
+            return bool(call.trained) and not self.is_linear_in_params(call.module)
+        return self._bends(call, "is_linear_in_params", of_params=True)
+
+    def _bends(self, call: Call, fact: str, of_params: bool) -> bool:
+        """Find out whether a second derivative of a call is not zero, by products with vectors."""
+        key = f"{fact} of {[g is not None for g in call.g_out]}"
+        if key not in call.saved:
+            c = context_of(call, check=False)
+            try:
+                with torch.no_grad():
+                    call.saved[key] = has_second_derivative(self.evaluation(c), of_params)
+            except RuntimeError as error:
+                raise NotImplementedError(
+                    f"{type(self).__name__} needs a method '{fact}' for {describe(call.module)}: "
+                    f"autograd cannot differentiate it twice to find out ({error})."
+                ) from error
+        return call.saved[key]
 
     def refusal(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
@@ -183,9 +236,9 @@ class BaseDerivatives(Interface):
         """
         return ()
 
-    def substitutes(
+    def kernel_overrides(
         self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
-    ) -> Sequence[Substitute] | None:
+    ) -> Sequence[KernelOverride] | None:
         """Return what takes the place of kernels, so that they compute no parameter's gradient.
 
         Args:
@@ -234,8 +287,11 @@ class BaseDerivatives(Interface):
         return False
 
     def is_linear_in_params(self, module: Module) -> bool:
-        """Return whether the output is an affine function of each parameter."""
-        return True
+        """Return whether the output is an affine function of each parameter.
+
+        False where a rule does not say so: then :meth:`bends_params` finds out for each call.
+        """
+        return False
 
     def min_dims(self, module: Module) -> int:
         """Return how many axes an output has at least, the batch axis included."""
@@ -742,7 +798,7 @@ class BaseDerivatives(Interface):
         Only for modules whose second derivative is diagonal; g is ``c.grad_out``.
         """
         if self.is_curved(c.call):
-            raise NotImplementedError(f"{type(self).__name__} has no diagonal second derivative.")
+            raise self._missing("hessian_diag", "_hessian_diagonal", describe(c.module))
         return torch.zeros_like(c.x)
 
     def hvp(self, c: Context, t: Any) -> Any:
@@ -760,7 +816,7 @@ class BaseDerivatives(Interface):
         return results[0] if isinstance(t, Tensor) else results
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters, differentiably.
+        """Return the output for other inputs and parameters, differentiably; buffers stay the same.
 
         Args:
             c: The call at hand.
@@ -769,7 +825,8 @@ class BaseDerivatives(Interface):
         """
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
-            return functional_call(c.module, dict(params), args, keywords)
+            buffers = {name: buffer.clone() for name, buffer in c.module.named_buffers()}
+            return functional_call(c.module, {**buffers, **params}, args, keywords)
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again."""

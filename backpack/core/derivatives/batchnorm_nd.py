@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.convnd import sum_positions
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
@@ -27,6 +27,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
     """
 
     params = ("weight", "bias")
+    is_linear_in_params = always
 
     def refusal(self, c: Context) -> str | None:
         """Refuse statistics of samples that are not here."""

@@ -10,7 +10,7 @@ from torch.nn import Bilinear, Module
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, always
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -24,6 +24,7 @@ class BilinearDerivatives(BaseDerivatives):
     """
 
     params = ("weight", "bias")
+    is_linear_in_params = always
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False: the output is linear in each input, but not in both."""

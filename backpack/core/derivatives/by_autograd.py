@@ -555,6 +555,45 @@ def second_products(
     return put_together([of_samples(i, 1) for i in range(count)])
 
 
+def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
+    """Return whether a second derivative is not zero in a call, with probability one.
+
+    Then its products with random vectors are not zero: a sum over the outputs that have a gradient,
+    with random weights, is differentiated twice. Rounding counts as a second derivative.
+
+    Args:
+        evaluation: The call.
+        of_params: That of each parameter, instead of that of the inputs.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(x: Tensor, *v: int) -> Tensor:
+        drawn = torch.randn(*v, *x.shape, generator=generator, dtype=torch.float64)
+        return drawn.to(x)
+
+    keys: list[Any] = [i for i, x in enumerate(evaluation.inputs) if is_real(x)]
+    groups = [[name] for name in evaluation.c.call.trained] if of_params else [keys]
+    arrived = evaluation.c.call.g_out
+    g_out = [
+        None if g is None else draw(y) for g, y in zip(arrived, evaluation.stored, strict=True)
+    ]
+    if not any(g is not None for g in g_out):
+        return False
+    numbers = range(evaluation.num_samples)
+    for group in groups:
+        tangents = {key: draw(evaluation.value(key), 1) for key in group}
+        if tangents:
+            found = second_products(evaluation, g_out, tangents, numbers, sum_batch=True)
+            if any(bool((product != 0).any()) for product in found.values()):
+                return True
+    return False
+
+
+def is_real(x: Any) -> bool:
+    """Return whether something is a tensor of floating point."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def _second_of_samples(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
@@ -579,7 +618,12 @@ def _second_of_samples(
                 given[key] = spread(t, axis + 1, numbers, size, evaluation.c.module)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
-        pairs = [(y, g) for y, g in zip(ys, g_out, strict=True) if g is not None]
+        # what is once differentiable (a function in Python) says so if the gradient has a graph
+        pairs = [
+            (y, g if g.requires_grad else g.detach().requires_grad_())
+            for y, g in zip(ys, g_out, strict=True)
+            if g is not None
+        ]
         gradients = _grad(
             [y for y, _ in pairs],
             list(values.values()),
@@ -587,6 +631,8 @@ def _second_of_samples(
             create_graph=True,
             allow_unused=True,
         )
+        if not create_graph:
+            _refuse_once_differentiable(gradients, evaluation.c.module)
         used = [(g, given[key]) for key, g in zip(values, gradients, strict=True) if g is not None]
         found = pull_back(
             [g for g, _ in used], list(values.values()), [t for _, t in used], create_graph
@@ -598,6 +644,27 @@ def _second_of_samples(
             product = take(product, _axis(evaluation.axes_in[key]) + 1, numbers)
         results[key] = product
     return results
+
+
+def _refuse_once_differentiable(gradients: Sequence[Tensor | None], module: Module) -> None:
+    """Refuse gradients that have no derivative: autograd would take it for zero.
+
+    Raises:
+        RuntimeError: If a function of the module is marked ``once_differentiable``.
+    """
+    nodes = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "Error":
+            raise RuntimeError(
+                f"A function of {describe(module)} is marked as once_differentiable, so its second "
+                "derivative is not known. Write its backward with functions of torch, and without "
+                "that mark."
+            )
+        above = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        nodes += above
+        seen |= above
 
 
 def _vmapped_second(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, allclose, einsum, rand_like, randn_like, zeros_like
@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from backpack.context import disable
 from backpack.core.derivatives import by_autograd, reductions
+from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.context import Context, context_of
@@ -20,9 +21,23 @@ from backpack.core.record.registry import derivatives_of
 from backpack.core.record.tape import Call, describe, flatten_outputs
 from backpack.utils.kroneckers import kfacs_to_mat
 
-# The name of what a rule has, a call of it, and what that should return.
-Comparison = tuple[str, Callable[[], Any], Sequence[Tensor]]
 RTOL, ATOL = 1e-6, 1e-9
+
+
+class Comparison(NamedTuple):
+    """What a rule computes, and what autograd does.
+
+    Attributes:
+        method: Method of the rule that is to blame if they differ.
+        compute: Calls the rule.
+        expected: What that should return.
+        use: What the method is used for in ``compute``, if that is not the method itself.
+    """
+
+    method: str
+    compute: Callable[[], Any]
+    expected: Sequence[Tensor]
+    use: str = ""
 
 
 def check_rule(module: Module, *inputs: Any) -> None:
@@ -57,15 +72,53 @@ def check_rule(module: Module, *inputs: Any) -> None:
             keys, compare = keys[:1], _of_loss
         for i in keys:
             leaves[i].requires_grad_()
+        called = _called_children(module)
         outputs = flatten_outputs(module(*leaves))
+        _check_children(rule, module, called)
         call = Call(module, tuple(leaves), {}, outputs, rule, True)
         call.g_out = [randn_like(y) for y in outputs]
         c = context_of(call)
         for rows in [None] if rule.mixes_samples(module) else [None, [len(inputs[0]) - 1, 0]]:
-            for method, compute, expected in compare(rule, c.at(rows), keys):
+            for method, compute, expected, use in compare(rule, c.at(rows), keys):
                 name = getattr(getattr(rule, method, None), "translates", method)
                 which = "all samples" if rows is None else f"samples {rows}"
-                _compare(f"{type(rule).__name__}.{name} ({which})", compute, expected)
+                where = f"{type(rule).__name__}.{name} ({which}){use and f', for {use},'}"
+                _compare(where, compute, expected)
+
+
+def _called_children(module: Module) -> dict[str, None]:
+    """Return the names of the children with parameters that a module calls, once it has."""
+    called: dict[str, None] = {}
+
+    def note(name: str, *_: Any) -> None:
+        called[name] = None
+
+    for name, child in module.named_modules():
+        if child is not module and any(True for _ in child.parameters()):
+            child.register_forward_pre_hook(partial(note, name))
+    return called
+
+
+def _check_children(rule: Any, module: Module, called: Iterable[str]) -> None:
+    """Require that a rule says so if it is about what children of the module compute.
+
+    Raises:
+        AssertionError: If they are called, or the rule names their parameters.
+    """
+    if rule.includes_children or isinstance(rule, AutomaticDerivatives):
+        return
+    own = rule.own(module)
+    theirs = {name for name, _ in module.named_parameters()} - own.keys()
+    named = sorted(theirs & {*rule.param_names(module)})
+    if not (named or called):
+        return
+    calls = f"the module calls its children {[*called]}"
+    what = f"params has {named}" if named else calls
+    raise AssertionError(
+        f"{type(rule).__name__}.includes_children is False, but {what}. What children of "
+        f"{describe(module)} compute belongs to the rule: write `includes_children = True` in the "
+        "class, and name their parameters in `params`, as 'child.weight'."
+    )
 
 
 def _compare(where: str, compute: Callable[[], Any], expected: Sequence[Tensor]) -> None:
@@ -73,6 +126,8 @@ def _compare(where: str, compute: Callable[[], Any], expected: Sequence[Tensor])
         found = _listed(compute())
     except Exception as error:
         raise AssertionError(f"{where} raises {type(error).__name__}: {error}") from error
+    if len(found) != len(expected):
+        raise AssertionError(f"{where} returns {len(found)} tensors, expected {len(expected)}")
     for one, truth in zip(found, expected, strict=True):
         shape = list(one.shape) if isinstance(one, Tensor) else one
         if shape != list(truth.shape):
@@ -96,6 +151,22 @@ def _random(x: Tensor) -> Tensor:
     return randn_like(x.detach().expand(2, *x.shape), memory_format=torch.contiguous_format)
 
 
+def _written(rule: Any, *methods: str) -> str:
+    """Return which of some methods that call each other is that of the most derived class."""
+    classes = type(rule).__mro__
+
+    def depth(method: str) -> int:
+        known = (i for i, cls in enumerate(classes) if method in vars(cls))
+        return next(known, len(classes))
+
+    return min(methods, key=depth)
+
+
+def _is_generic(rule: Any, method: str) -> bool:
+    """Whether a rule leaves a method to the base class."""
+    return getattr(type(rule), method) is getattr(BaseDerivatives, method)
+
+
 def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
     truth = rule.evaluation(c)
     numbers, mixes = c.numbers(truth.num_samples), rule.mixes_samples(c.module)
@@ -105,9 +176,6 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
     ts, vs = [along.get(i) for i in range(len(c.inputs))], [_random(y) for y in ys]
     t, v = ts[0] if c.takes_one else ts, vs[0] if len(vs) == 1 else vs
 
-    def at_keys(method: Callable[..., Any], mats: Any) -> list[Any]:
-        return [_listed(method(c, mats))[i] for i in keys]
-
     def second(tangents: dict[Any, Tensor]) -> list[Tensor]:
         found = by_autograd.second_products(truth, gs, tangents, numbers, sum_batch=mixes)
         return [*found.values()]
@@ -116,14 +184,22 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
         raise AssertionError(f"{type(rule).__name__}.mixes_samples returns False, but they mix")
     if keys:
         backs = by_autograd.transposed_products(truth, vs, keys, c.rows)
-        yield "vjp", partial(at_keys, rule.vjp, v), [_or_zeros(backs[i], ts[i]) for i in keys]
-        yield "jvp", partial(rule.jvp, c, t), by_autograd.products(truth, along, c.rows)
+        vjp = partial(_at_inputs, rule.vjp, c, v, along)
+        yield Comparison(
+            _written(rule, "vjp", "df"), vjp, [_or_zeros(backs[i], ts[i]) for i in keys]
+        )
+        is_own = not _is_generic(rule, "jvp")
+        method, use = (_written(rule, "jvp", "df"), "") if is_own else ("vjp", "its transpose jvp")
+        forward = by_autograd.products(truth, along, c.rows)
+        yield Comparison(method, partial(rule.jvp, c, t), forward, use)
         curved = second({**along})
         if not rule.is_curved(c.call):
-            yield "hessian_is_zero", lambda: [*map(zeros_like, curved)], curved
+            _refuse_curvature(rule, "hessian_is_zero", "input", curved)
         elif rule.hessian_is_diagonal(c.module):
-            yield "hessian_diag", lambda: t * rule.hessian_diag(c), curved
-        yield "hvp", partial(at_keys, rule.hvp, t), curved
+            yield Comparison(
+                _written(rule, "hessian_diag", "d2f"), lambda: t * rule.hessian_diag(c), curved
+            )
+        yield Comparison("hvp", partial(_at_inputs, rule.hvp, c, t, along), curved)
     unknown = sorted(c.call.params.keys() - {*rule.param_names(c.module)})
     if unknown:
         raise AssertionError(f"{type(rule).__name__}.params lacks {unknown}")
@@ -131,18 +207,48 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
         t_p = {name: _random(p)}
         each = by_autograd.per_sample_products(truth, vs, [name], c.rows, numbers)[name]
         each = _or_zeros(each, t_p[name].unsqueeze(1).expand(2, len(numbers), *p.shape))
-        yield from _of_parameter(rule, c, name, v, each)
-        forward = partial(rule.param_jvp, c, name, t_p[name])
-        yield f"{name}_jvp", forward, by_autograd.products(truth, t_p, c.rows)
+        along_p = by_autograd.products(truth, t_p, c.rows)
+        yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p)
         (bent,) = second({**t_p})
-        if rule.is_linear_in_params(c.module):
-            yield "is_linear_in_params", partial(zeros_like, bent), [bent]
+        if not rule.bends_params(c.call):
+            _refuse_curvature(rule, "is_linear_in_params", name, [bent])
         method = f"mixed_hvp of {name!r}"
-        yield method, partial(_mixed, rule, c, ts, t_p, mixes), second({**along, **t_p})
+        compute = partial(_mixed, rule, c, ts, t_p, mixes)
+        yield Comparison(method, compute, second({**along, **t_p}))
 
 
 def _or_zeros(product: Tensor | None, like: Any) -> Tensor:
     return zeros_like(like) if product is None else product
+
+
+def _at_inputs(
+    method: Callable[..., Any], c: Context, mats: Any, like: Mapping[int, Tensor]
+) -> list[Any]:
+    """Call ``vjp`` or ``hvp``, which have an entry for each input (but for options at the end)."""
+    found, count = _listed(method(c, mats)), len(c.inputs)
+    if not max(like) < len(found) <= count:
+        what = f"{len(found)} entries" if len(found) > 1 else "one tensor"
+        raise ValueError(
+            f"it returned {what}, but the module has {count} inputs. Return a tuple with an entry "
+            "for each, None where it is zero"
+        )
+    return [zeros_like(t) if found[i] is None and count > 1 else found[i] for i, t in like.items()]
+
+
+def _refuse_curvature(rule: Any, fact: str, of: str, curved: Sequence[Tensor]) -> None:
+    """Require that a second derivative is zero where a rule says so.
+
+    Raises:
+        AssertionError: If it is not.
+    """
+    size = max(one.abs().max().item() if one.numel() else 0.0 for one in curved)
+    if size > ATOL:
+        method = _written(rule, fact, "is_curved") if fact == "hessian_is_zero" else fact
+        raise AssertionError(
+            f"{type(rule).__name__}.{method} says that the output is an affine function of the "
+            f"{of}, at least piecewise, but its second derivative is not zero: products with "
+            f"random vectors have entries of up to {size:.3g}. Let `{fact}` return False."
+        )
 
 
 def _mixed(rule: Any, c: Context, ts: Any, t_p: dict[str, Tensor], sums: bool) -> list[Tensor]:
@@ -151,20 +257,67 @@ def _mixed(rule: Any, c: Context, ts: Any, t_p: dict[str, Tensor], sums: bool) -
     return [*at_keys, *at_params.values()]
 
 
-def _of_parameter(rule: Any, c: Context, name: str, v: Any, each: Tensor) -> Iterator[Comparison]:
-    is_own = hasattr(rule, f"{name}_vjp") or type(rule).affine is BaseDerivatives.affine
-    method = f"{name}_vjp" if is_own else f"affine of {name!r}"
-    yield method, partial(rule.param_vjp, c, name, v), [each]
-    yield f"{name}_vjp_sum", partial(rule.param_vjp_sum, c, name, v), [each.sum(1)]
+def _of_parameter(
+    rule: Any, c: Context, name: str, v: Any, each: Tensor, t: Tensor, along: Sequence[Tensor]
+) -> Iterator[Comparison]:
+    own = [f"{name}_vjp"] if hasattr(rule, f"{name}_vjp") else ["param_vjp", "affine", "assemble"]
+    acts_affinely = rule.acts_affinely and len(own) > 1
+    if not acts_affinely and len(own) > 1 and _is_generic(rule, "param_vjp"):
+        own = [f"{name}_vjp"]  # there is neither
+    basis = _written(rule, *own)
+    basis = basis if basis == f"{name}_vjp" else f"{basis} of {name!r}"
+
+    def blamed(method: str, use: str) -> tuple[str, str]:
+        """Return the method itself if the rule has one, else what it follows from."""
+        if hasattr(rule, f"{name}_{method}"):
+            return f"{name}_{method}", ""
+        whole = {"vjp_sum": "param_vjp_sum", "jvp": "param_jvp"}.get(method, method)
+        return (basis, use) if _is_generic(rule, whole) else (f"{whole} of {name!r}", "")
+
+    yield Comparison(basis, partial(rule.param_vjp, c, name, v), [each])
+    if acts_affinely:
+        _check_pairs(rule, c, name, v)
+    method, use = blamed("vjp_sum", "the sum over the samples")
+    yield Comparison(method, partial(rule.param_vjp_sum, c, name, v), [each.sum(1)], use)
     weights = rand_like(each.flatten(2)[..., 0])
+    method, use = blamed("reduced", "squares and norms")
     for wanted in (reductions.NAMES, *({one} for one in sorted(reductions.NAMES))):
         expected = reductions.of_products(each, wanted, weights)
         found = partial(_reduced, rule, c, name, v, expected, weights)
-        yield f"reduced of {name!r}", found, [*expected.values()]
-    if c.output.dim() == 2 and isinstance(v, Tensor):
+        yield Comparison(method, found, [*expected.values()], use)
+    if isinstance(v, Tensor) and _is_used_once(rule, c, name, v, acts_affinely):
         # of one sample at one position, the product of Kronecker factors is the block
         first, at = each[:, 0].flatten(1), c.at(c.numbers(len(c.output))[:1])
-        yield f"kron_rows of {name!r}", partial(_block, rule, at, name, v[:, :1]), [first.T @ first]
+        method, use = blamed(_written(rule, "kron_rows", "kron_inputs"), "Kronecker factors")
+        compute = partial(_block, rule, at, name, v[:, :1])
+        yield Comparison(method, compute, [first.T @ first], use)
+    method, use = blamed("jvp", f"its transpose {name}_jvp")
+    yield Comparison(method, partial(rule.param_jvp, c, name, t), along, use)
+
+
+def _check_pairs(rule: Any, c: Context, name: str, v: Any) -> None:
+    """Require that ``affine`` returns pairs whose inputs do not depend on the cotangents.
+
+    Raises:
+        AssertionError: If it does not.
+    """
+    where = f"{type(rule).__name__}.affine of {name!r}"
+    inputs = rule.affine_inputs(c, name)
+    for (_, x), known in zip(rule.affine(c, name, v), inputs, strict=True):
+        if x is None or known is None:
+            continue
+        if x.numel() != known.numel() or not allclose(x.flatten(), known.flatten(), RTOL, ATOL):
+            raise AssertionError(
+                f"{where} returns pairs (s, x) whose x depends on the cotangents v. Let s alone "
+                "depend on them: x is what the parameter is multiplied with."
+            )
+
+
+def _is_used_once(rule: Any, c: Context, name: str, v: Tensor, acts_affinely: bool) -> bool:
+    """Whether a sample is multiplied with a parameter at one position, for all that is known."""
+    if not acts_affinely:
+        return c.output.dim() == 2
+    return all(s.dim() == 3 or s.shape[2:-1].numel() == 1 for s, _ in rule.affine(c, name, v))
 
 
 def _reduced(rule: Any, c: Context, name: str, v: Any, like: Any, weights: Tensor) -> list[Tensor]:
@@ -186,15 +339,18 @@ def _of_loss(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]
     g = g + 0 * x  # it may be constant
     each = [torch.autograd.grad(g, x, one, retain_graph=True)[0] for one in whole]
     expected = c.select(torch.stack(each), 1)
-    yield "hessian_product", partial(rule.hessian_product, c, t), [expected]
+    product = _written(rule, "hessian_product", "second")
+    yield Comparison(product, partial(rule.hessian_product, c, t), [expected])
     if rule.couples_samples(c):
         return
-    yield "signed_hessian_root", lambda: _squared(t, *rule.signed_hessian_root(c)), [expected]
+    root = _written(rule, "signed_hessian_root", "hessian_root", "root")
+    yield Comparison(root, lambda: _squared(t, *rule.signed_hessian_root(c)), [expected])
     try:
         rule.need_convex(c)
     except ValueError:  # there is no root
         return
-    yield "hessian_root", lambda: _squared(t, rule.hessian_root(c)), [rule.ggn_product(c, t)]
+    root, ggn = _written(rule, "hessian_root", "root"), rule.ggn_product(c, t)
+    yield Comparison(root, lambda: _squared(t, rule.hessian_root(c)), [ggn])
 
 
 def _squared(t: Tensor, root: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpo
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
+from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.convnd import (
     ChannelBiasDerivatives,
     PerSampleConvolution,
@@ -35,6 +36,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     kronecker_rows_are_constant = True
     squares_with_input = True
+    hessian_is_zero = is_linear_in_params = always
     repeats_output = ChannelBiasDerivatives.repeats_output
     param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
 
@@ -93,7 +95,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         return product
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the kernel alone says what the Jacobian is."""
         return True
 
     # ------------------------------------------------------------------ weight [I, O/G, *k]
@@ -112,7 +114,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     @fast.body("One product sums over all samples.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Do that, summed over the samples."""
+        """Sum :meth:`weight_vjp` over the samples, in one product."""
         return self._multiply(c, v, sum_batch=True)
 
     def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:

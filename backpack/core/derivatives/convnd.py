@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.record.context import Context
@@ -152,13 +152,14 @@ class ChannelBiasDerivatives(BaseDerivatives):
     """A bias for each channel, added at every position."""
 
     params = ("weight", "bias")
+    hessian_is_zero = is_linear_in_params = always
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
         return self.params
 
     def repeats_output(self, call: Call) -> bool:
-        """Return True."""
+        """Return True: the output follows from the input and the parameters."""
         return True
 
     def param_vjp_reads_inputs_alone(self, module: Any, name: str) -> bool:
@@ -199,6 +200,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     squares_with_input = True
+    hessian_is_zero = is_linear_in_params = always
     repeats_output = ChannelBiasDerivatives.repeats_output
     param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
 
@@ -273,7 +275,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         return product
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the kernel alone says what the Jacobian is."""
         return True
 
     # ------------------------------------------------------------------ weight

@@ -13,7 +13,7 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.derivatives.recall import recall
+from backpack.core.derivatives.memoise import memoise
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.record.tape import describe
@@ -155,7 +155,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         else:
             tensors = (c.input, c.inputs[1], c.params.get("weight"))
             rows = tuple(c.rows) if isinstance(c.rows, list) else c.rows
-            p, scale = recall(c.saved, "p", tensors, (rows,), compute)
+            p, scale = memoise(c.saved, "p", tensors, (rows,), compute)
         product = p * t
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
 
@@ -199,11 +199,11 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
     thin_hessian_root = CrossEntropyLossDerivatives.thin_hessian_root
 
     def log_p(self, c: Context) -> Tensor:
-        """Return the prediction."""
+        """Return the prediction: it is a logarithm of probabilities."""
         return c.x
 
     def p(self, c: Context) -> Tensor:
-        """Return its exponential."""
+        """Return the probabilities, the exponentials of the prediction."""
         return self.log_p(c).exp()
 
     def need_convex(self, c: Context) -> None:
@@ -225,9 +225,9 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
         return super().hessian_product(c, t)
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
-        """Return zero."""
+        """Return zero: the loss is linear in the log-probabilities."""
         return torch.zeros_like(c.x)[None], None
 
     def hessian_product(self, c: Context, t: Tensor) -> Tensor:
-        """Return zero."""
+        """Return zero: the loss is linear in the log-probabilities."""
         return torch.zeros_like(t)

@@ -146,7 +146,7 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     """
 
     def second(self, c: Context) -> Tensor:
-        """Return zero."""
+        """Return zero: the loss is linear in the prediction, at least piecewise."""
         return torch.zeros_like(c.x)
 
 

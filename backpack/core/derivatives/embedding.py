@@ -12,7 +12,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -68,6 +68,7 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     params = ("weight",)
     batch_axis = BatchAxis.LEADING
+    hessian_is_zero = is_linear_in_params = always
     kronecker_rows_are_constant = True
     # the weight is [W, D]: the vocabulary, which the input's factor belongs to, comes first
     kronecker_input_first = True
@@ -204,6 +205,7 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
     """
 
     batch_axis = BatchAxis.FIXED
+    hessian_is_zero = is_linear_in_params = always
     kronecker_rows_are_constant = False  # those of the maximum are not
 
     def jacobian_is_constant(self, c: Context) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty, unbatched
 from backpack.core.record.registry import register
@@ -26,9 +26,7 @@ from backpack.custom_module.slicing import Slicing
 class ReindexingDerivatives(FunctionDerivatives):
     """Each entry of the output is one of the input: an affine function."""
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return True."""
-        return True
+    hessian_is_zero = always
 
 
 @register(SumModule)
@@ -39,12 +37,10 @@ class SumModuleDerivatives(FunctionDerivatives):
     automatically.
     """
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return True."""
-        return True
+    hessian_is_zero = always
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the sum passes the same cotangents on for every sample."""
         return True
 
     def layouts(self, call: Call) -> list[Layout | None]:
@@ -111,6 +107,7 @@ class ParameterModuleDerivatives(BaseDerivatives):
     """A parameter that a function reads: it has no samples, and each sample's Jacobian is ``I``."""
 
     params = ("parameter",)
+    hessian_is_zero = is_linear_in_params = always
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
         """Return the parameter; nothing for a buffer."""
@@ -122,15 +119,15 @@ class ParameterModuleDerivatives(BaseDerivatives):
         return c.module.parameter
 
     def layouts(self, call: Call) -> list[Layout | None]:
-        """Return that there are no samples."""
+        """Return a layout without samples: a parameter is the same for all of them."""
         return [unbatched()]
 
     def folds_rows(self, module: Any) -> bool:
-        """Return True: that of the samples."""
+        """Return True: the value is the same wherever the rows are."""
         return True
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the Jacobian is the identity for every sample."""
         return True
 
     def parameter_jvp(self, c: Context, t: Tensor) -> Tensor:
@@ -138,5 +135,5 @@ class ParameterModuleDerivatives(BaseDerivatives):
         return t.unsqueeze(1).expand(-1, *c.y.shape)
 
     def parameter_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Return the cotangent."""
+        """Return ``v``: the output is the parameter."""
         return v

@@ -122,7 +122,7 @@ def _translations(name: str, function: Any) -> list[tuple[str, Any]]:
         form, found = SUMMED[name], None
     elif name in FORMS:
         form, found = FORMS[name], None
-        if form.method == name and "module" not in signature(function).parameters:
+        if form.method == name and "module" not in _arguments(function):
             return []
     else:
         found = _OF_PARAMETER.fullmatch(name)
@@ -136,6 +136,14 @@ def _translations(name: str, function: Any) -> list[tuple[str, Any]]:
         (form.method, _translated(name, function, form, sum_batch=False)),
         (f"{form.method}_sum", _translated(name, function, form, sum_batch=True)),
     ]
+
+
+def _arguments(function: Any) -> Iterable[str]:
+    """Return the names of a function's arguments, without ``signature``, which takes long."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        return signature(function).parameters
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.nn import Linear, Module
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call
@@ -30,6 +30,7 @@ class LinearDerivatives(BaseDerivatives):
 
     params = ("weight", "bias")
     batch_axis = BatchAxis.LEADING
+    hessian_is_zero = is_linear_in_params = always
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     squares_with_input = True
@@ -54,7 +55,7 @@ class LinearDerivatives(BaseDerivatives):
         return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
     def repeats_output(self, call: Call) -> bool:
-        """Return True."""
+        """Return True: the output follows from the input and the parameters."""
         return True
 
     def reaches_one_output(self, call: Call) -> bool:
@@ -75,7 +76,7 @@ class LinearDerivatives(BaseDerivatives):
         return 1
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the Jacobian is W."""
         return True
 
     @fast.body("All samples have the Jacobian W.", "vjp", "jacobian_is_constant")
@@ -125,6 +126,7 @@ class TransposedLinearDerivatives(LinearDerivatives):
 
     kronecker_input_first = True
     squares_with_input = True
+    hessian_is_zero = always
     repeats_output = LinearDerivatives.repeats_output
     jacobian_is_constant = LinearDerivatives.jacobian_is_constant
     batch_averaged = LinearDerivatives.batch_averaged

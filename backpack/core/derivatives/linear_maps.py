@@ -41,7 +41,7 @@ from torch.nn import (
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
@@ -108,6 +108,7 @@ class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J t = f(t)``."""
 
     reads_input = False
+    hessian_is_zero = always
 
     def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
@@ -115,7 +116,7 @@ class LinearMapDerivatives(BaseDerivatives):
             return c.module.forward(x)
 
     def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True."""
+        """Return True: the map is its own Jacobian."""
         return True
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     includes_children = True
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return False."""
+        """Return False: a loss is no affine function of its prediction, as a rule."""
         return False
 
     def hessian_is_psd(self) -> bool:

@@ -23,7 +23,12 @@ from torch.nn import (
 )
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import (
+    FIRST_DERIVATIVES,
+    BaseDerivatives,
+    BatchAxis,
+    always,
+)
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -41,9 +46,10 @@ class NormalizationDerivatives(BaseDerivatives):
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     subtracts_mean: ClassVar[bool] = True
+    is_linear_in_params = always
 
     def group_size(self, c: Context) -> int:
-        """Return m."""
+        """Return m, the number of entries of a group."""
         raise NotImplementedError
 
     def inner_axes(self, c: Context) -> int:
@@ -51,11 +57,11 @@ class NormalizationDerivatives(BaseDerivatives):
         return 0
 
     def epsilon(self, c: Context) -> float:
-        """Return ε."""
+        """Return ε, which is added to the variance."""
         return c.module.eps
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return False."""
+        """Return False: the scale that a group is divided by depends on its entries."""
         return False
 
     # ------------------------------------------------------------------ the pieces: x̂, s, P, γ

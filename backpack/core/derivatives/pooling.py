@@ -21,7 +21,7 @@ from torch.nn import (
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -30,6 +30,8 @@ from backpack.core.record.tape import Call
 
 class SelectionDerivatives(BaseDerivatives):
     """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds."""
+
+    hessian_is_zero = always
 
     def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
@@ -128,6 +130,8 @@ class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
 @register(MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
 class MaxUnpoolNDDerivatives(BaseDerivatives):
     """``y[index(t)] = x[t]``, with the indices as second argument: the Jacobian scatters."""
+
+    hessian_is_zero = always
 
     def _flat_indices(self, c: Context) -> Tensor:
         """Return the indices: ``[N, C, T]``."""

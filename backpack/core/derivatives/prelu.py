@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import PReLU
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, always
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
@@ -23,6 +23,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
     """Derivatives of ``torch.nn.PReLU``, with one slope or one for each channel, ``[N, C, *]``."""
 
     params = ("weight",)
+    is_linear_in_params = always
 
     def min_dims(self, module: Any) -> int:
         """Return 1, and 2 if there are channels."""

@@ -18,7 +18,7 @@ from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCe
 from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.recall import is_same, recall
+from backpack.core.derivatives.memoise import is_same, memoise
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
     LSTMStep,
@@ -43,7 +43,7 @@ from backpack.core.derivatives.recurrent_network import (
     trace,
 )
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.kernels import Substitute
+from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
 from backpack.core.record.tape import Call, describe, state_of
@@ -82,11 +82,11 @@ class RecurrentDerivatives(BaseDerivatives):
         raise NotImplementedError
 
     def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Undo :meth:`inside`."""
+        """Bring a tensor from the form of :meth:`inside` back to that of the module."""
         raise NotImplementedError
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Return False."""
+        """Return False: the gates are nonlinear."""
         return False
 
     def is_linear_in_params(self, module: Module) -> bool:
@@ -244,7 +244,7 @@ class RecurrentDerivatives(BaseDerivatives):
             return trace(network, x, start, output)
 
         tensors = [*c.inputs, output, *(p for of_k in network.weights for p in of_k)]
-        return recall(c.saved, "traces", tensors, (), compute)
+        return memoise(c.saved, "traces", tensors, (), compute)
 
     def _arrived(self, c: Context, v: Mats) -> tuple[list[Trace], list[Arrived | ManyArrived]]:
         """Return the forward pass, and what arrives at the pre-activations from cotangents."""
@@ -261,7 +261,7 @@ class RecurrentDerivatives(BaseDerivatives):
         selected = None if c.rows is None else tuple(c.numbers(traces[0].x.shape[1]))
         # the traces tell whether an input or a parameter has changed
         tensors = [output, *finals, traces[0].before]
-        return traces, recall(c.saved, "arrived", tensors, (selected,), compute)
+        return traces, memoise(c.saved, "arrived", tensors, (selected,), compute)
 
     def received(self, c: Context, k: int) -> Arrived | ManyArrived:
         """Return what arrives from what a :class:`FusedLayer` has received."""
@@ -486,7 +486,7 @@ class LSTMDerivatives(SequenceDerivatives):
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return all parameters, also where kernels compute the gradient of an input with them.
 
-        Unless norms alone are wanted: then a substitute is no faster.
+        Unless norms alone are wanted: then an override is no faster.
         """
         output = call.outputs[0]
         has_kernels = output.is_cpu and output.dtype is torch.float32
@@ -494,9 +494,9 @@ class LSTMDerivatives(SequenceDerivatives):
             return self._all_parameters(call)
         return super().costly_gradients(call, wanted)
 
-    def substitutes(
+    def kernel_overrides(
         self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
-    ) -> Sequence[Substitute] | None:
+    ) -> Sequence[KernelOverride] | None:
         """Return one for the kernel of each direction of a layer."""
         weights = self.weights(call.module, {})
         found = [
@@ -511,7 +511,7 @@ class LSTMDerivatives(SequenceDerivatives):
         return [] if _is_first(call) else None
 
 
-class FusedLayer(Substitute):
+class FusedLayer(KernelOverride):
     """Computes what oneDNN's kernel of a layer's direction would, but no parameter's gradient.
 
     Individual gradients need what arrives at the pre-activations anyway, and the gradient of the
@@ -552,7 +552,7 @@ class FusedLayer(Substitute):
         return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, args[5:7])
 
     def forget(self) -> None:
-        """Forget what has arrived."""
+        """Free the cotangents that were received for this layer."""
         self.call.saved.pop("received", None)
 
 
@@ -569,7 +569,7 @@ class CellDerivatives(RecurrentDerivatives):
     """Derivatives of modules that take one time step: T = L = D = 1."""
 
     def suffixes(self, module: Any) -> list[str]:
-        """Return one, empty."""
+        """Return one empty suffix: a cell has one set of parameters."""
         return [""]
 
     def min_dims(self, module: Module) -> int:

@@ -114,6 +114,8 @@ class BackwardPass:
     elsewhere too. Everything else runs when the backward pass is over.
     """
 
+    # Hooks of nodes know autograd's number of a pass alone, in whatever thread they run; a pass is
+    # taken out when it ends, also by an error of somebody else (``_Ending``).
     _running: ClassVar[dict[int, BackwardPass]] = {}
 
     def __init__(self, configuration: Configuration, entry: Entry | None, is_nested: bool) -> None:

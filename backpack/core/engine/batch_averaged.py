@@ -163,7 +163,7 @@ class BatchAveragedSweep:
                     self._add(a, b, _average(terms))
 
     def _twins(self, call: Call) -> dict[Parameter, Parameter]:
-        """Map parameters to the one of the same call that has the same Kronecker factor."""
+        """Map each parameter to the first one of its call that has the same Kronecker factor."""
         derivatives, trained = call.derivatives, list(call.trained.values())
         alone = all(len(self.plan.uses[p]) == 1 for p in trained)
         shared = SHARED.is_on and derivatives is not None and derivatives.kronecker_rows_are_shared
@@ -240,7 +240,7 @@ class BatchAveragedSweep:
 
 
 def _chooses(call: Call) -> bool:
-    """Whether samples have different numbers of rows: averages over them are something else."""
+    """Whether samples have different numbers of rows: rows do not average like samples."""
     layouts = () if call.is_plain else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
 

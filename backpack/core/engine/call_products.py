@@ -117,7 +117,7 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
 
 
 def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
-    """Do that for a call without samples: every sample has columns of its own."""
+    """Call such a method for a call without samples, with cotangents of each sample apart."""
     like = next(m for m in v if m is not None)
     rule: Any = c.call.derivatives
     product = rule.param_vjp_sum(c.at(None), name, _argument(_flat(v)))
@@ -209,12 +209,19 @@ def _argument(mats: Columns) -> Any:
 
 
 def _padded(call: Call, backs: list[Tensor | None]) -> list[Tensor | None]:
-    """Add what the rule leaves out: options at the end of the arguments."""
-    return backs + [None] * (len(call.inputs) - len(backs))
+    """Add None for options at the end of the arguments, which rules leave out."""
+    missing = call.origins_in[len(backs) :]
+    if any(missing) and call.repeats is None:
+        raise ValueError(
+            f"The rule {type(call.derivatives).__name__} has returned cotangents for "
+            f"{len(backs)} of the {len(call.inputs)} inputs of {call!r}. vjp (and hvp) should "
+            "return a tuple with an entry for each input, None where it is zero."
+        )
+    return backs + [None] * len(missing)
 
 
 class _Side:
-    """What the rule of one call sees, if it expects the samples where the engine has them: first.
+    """What the rule of a call sees, if it expects samples along the first axis, as the engine does.
 
     Attributes:
         c: The call, for the rows that the rule is given.

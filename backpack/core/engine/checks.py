@@ -39,7 +39,7 @@ _followed: WeakSet[Module] = WeakSet()
 
 
 def check_extensions(exts: Sequence[Extension]) -> None:
-    """Refuse extensions that cannot work, or not together.
+    """Refuse extensions that cannot work, and those that cannot work together.
 
     Raises:
         ValueError: If ``needs`` names what there is not, or an extension would overwrite another.

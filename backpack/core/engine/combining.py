@@ -268,13 +268,13 @@ class Combining:
 
     @property
     def write(self) -> SaveResult:
-        """Saves a result at a parameter. It is the method itself: nobody on the way has a name."""
+        """Saves a result at a parameter. No wrapper: that would hold the result as well."""
         write = self._write()
         assert write is not None
         return write
 
     def holds(self, products: Products, exts: Sequence[Extension]) -> bool:
-        """Take products, unless results of them can be made at once."""
+        """Keep products whose results need other processes or passes; return whether they do."""
         p = products.parameter = self.originals.get(products.parameter, products.parameter)
         if not self._combines(p, exts):
             return False

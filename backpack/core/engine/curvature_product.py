@@ -39,7 +39,7 @@ def identity(residual: Tensor) -> Tensor:
 
 
 def clip(residual: Tensor) -> Tensor:
-    """Keep its positive part."""
+    """Keep the positive part of the second derivative."""
     return residual.clamp(min=0)
 
 
@@ -234,14 +234,12 @@ class CurvatureBlock:
         assert derivatives is not None
         curved = derivatives.is_curved(call)
         diagonal = curved and derivatives.hessian_is_diagonal(call.module)
-        affine = derivatives.is_linear_in_params(call.module)
+        bent = name is not None and derivatives.bends_params(call)
         if self.modify is not identity:
             if not (at.fed and curved):
                 return none, None
             return self._modified(c, inputs, diagonal), None
-        if name is not None and (
-            (at.fed and len(self.plan.uses[self.parameter]) > 1) or not affine
-        ):
+        if name is not None and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or bent):
             if self.plan.mixing:
                 raise NotImplementedError(
                     f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
@@ -257,7 +255,7 @@ class CurvatureBlock:
     def _modified(
         self, c: Context, inputs: list[Tensor | None], diagonal: bool
     ) -> list[Tensor | None]:
-        """Apply the positive part (say) of the second derivative, for each sample."""
+        """Apply the modified second derivative, such as its positive part, for each sample."""
         assert self.modify is not None
         if diagonal:
             (tangent,) = inputs

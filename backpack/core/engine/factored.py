@@ -47,10 +47,10 @@ class Source(Protocol):
         """Number of entries that are kept."""
 
     def tensors(self) -> list[Tensor]:
-        """Return what is kept, and may belong to others."""
+        """Return the tensors that are kept; others may hold them as well."""
 
     def take(self, samples: Samples) -> Source:
-        """Return that of some samples."""
+        """Return the same source for some of the samples."""
 
     def to(self, device: torch.device) -> Source:
         """Return a copy on another device."""
@@ -86,7 +86,7 @@ class Dense:
         return [self.values]
 
     def take(self, samples: Samples) -> Dense:
-        """Return those of some samples."""
+        """Return the same factors of some of the samples."""
         return Dense(self.values[samples])
 
     def to(self, device: torch.device) -> Dense:
@@ -177,7 +177,7 @@ class Pair:
         return _cat(rows)
 
     def dot(self, other: Pair) -> Tensor:
-        """Return the same for partners alone: ``[N]``."""
+        """Return the diagonal of :meth:`gram`: inner products of equal samples, ``[N]``."""
         if self.x is None or other.x is None:
             return (self.s * other.s).sum(1)
         return ((self.s @ other.s.mT) * (self.x @ other.x.mT)).sum((1, 2))
@@ -222,7 +222,7 @@ class Pairs:
         return Pairs(parts, self.assemble, self.kind)
 
     def take(self, samples: Samples) -> Pairs:
-        """Return those of some samples."""
+        """Return the same factors of some of the samples."""
         return self._each(lambda t: t[samples])
 
     def to(self, device: torch.device) -> Pairs:
@@ -247,7 +247,7 @@ class Pairs:
         return reduce(torch.add, [part.square_norms() for part in self.parts])
 
     def gram_is_cheaper(self, other: Pairs, num_n: int, num_m: int) -> bool:
-        """Whether products of pairs take fewer multiplications than those of what they make.
+        """Whether inner products of pairs take fewer multiplications than those of gradients.
 
         Args:
             other: Those of the other gradients.
@@ -273,7 +273,7 @@ class Pairs:
 
 @dataclass
 class Cotangents:
-    """What has arrived at a call whose rule multiplies without pairs (patches, looked-up rows).
+    """Cotangents of a call whose rule multiplies without pairs (patches, looked-up rows).
 
     Attributes:
         c: The call, of the rows that the cotangents have.
@@ -304,7 +304,7 @@ class Cotangents:
         return self._known() + [x for x in self.c.inputs if isinstance(x, Tensor)]
 
     def take(self, samples: Samples) -> Cotangents:
-        """Return those of some samples."""
+        """Return the same factors of some of the samples."""
         each = self._rows_per_sample
         device = self._known()[0].device
         chosen = torch.arange(self.num_samples, device=device)[samples]
@@ -465,7 +465,7 @@ class FactoredGrad:
 
     @classmethod
     def of(cls, gradients: Tensor | FactoredGrad) -> FactoredGrad:
-        """Give gradients ``[N, *p]`` the same methods."""
+        """Wrap gradients ``[N, *p]``, so that they have the methods of factored ones."""
         if isinstance(gradients, FactoredGrad):
             return gradients
         return cls([Dense(gradients)], gradients.shape, gradients.dtype)
@@ -495,7 +495,7 @@ class FactoredGrad:
         return f"FactoredGrad({list(self.shape)}, {self.dtype}, {kinds} of {self.label})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FactoredGrad:
-        """Return itself: nothing can be changed."""
+        """Return the object itself, which cannot be changed."""
         return self
 
     def _check(self) -> None:
@@ -742,7 +742,7 @@ class FactoredGrad:
 
 
 def _joined(sources: Sequence[Source]) -> list[Source]:
-    """Make one of those pairs that are of one kind: their gradients add up."""
+    """Join sources of one kind into one: the gradients of several uses add up."""
     found: list[Source] = []
     for part in sources:
         for i, other in enumerate(found):

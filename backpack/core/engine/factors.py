@@ -100,7 +100,7 @@ class Factor:
         return factor.holding(factor.mat.unflatten(1, (groups, -1)).sum(2))
 
     def reduced(self) -> Factor:
-        """Return as many columns as a sample has entries: S = Rᵀ Qᵀ has the S Sᵀ of Rᵀ."""
+        """Return the R of ``Sᵀ = Q R``: a column for each entry of a sample, the same ``S Sᵀ``."""
         num_v, rows, *shape = self.mat.shape
         stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
         precision = torch.promote_types(stacked.dtype, torch.float32)

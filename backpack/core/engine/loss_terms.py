@@ -136,7 +136,7 @@ class LossTerms:
 
 
 def _is_usual(node: Any) -> bool:
-    """Whether a loss has the form that most have: short steps are spared the rest."""
+    """Whether a loss has the form that most have: then nothing else is looked at, to save time."""
     while kind(node) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
         parents = [parent for parent, _ in node.next_functions]
         if parents[0] is None or any(parent is not None for parent in parents[1:]):
@@ -185,7 +185,7 @@ def _carrying(path: Path) -> set[Any]:
 
 
 def _between(path: Path, nodes: Sequence[Any]) -> list[Any]:
-    """Return those nodes of a path that are above some, and those, but what reshapes."""
+    """Return some nodes of a path and those above them, without nodes that only reshape."""
     inside = set(path.nodes)
     found: dict[Any, None] = {}
     stack = list(reversed(nodes))
@@ -216,7 +216,7 @@ def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
 def _most_samples(
     path: Path, edges: Sequence[Edge], by_rows: bool, run: Callable[..., Any] | None = None
 ) -> int | None:
-    """Return on how many samples an entry depends at most, of some that are looked at.
+    """Return on how many samples an entry depends at most, of some entries.
 
     Args:
         path: The functions.
@@ -247,7 +247,7 @@ def _most_samples(
 
 
 def _places(numel: int) -> list[int]:
-    """Return numbers of entries, in no regular order: a diagonal would say little."""
+    """Return the numbers of some entries, in no regular order, as those of a diagonal would be."""
     spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, ENTRIES - 1)]
     return sorted({0, numel - 1, *spread_out})
 
@@ -261,7 +261,7 @@ def _one_at(node: Any, slot: int, rank: int, place: int) -> Tensor:
 
 
 def _count(path: Path, grads: Mapping[Edge, Tensor]) -> int | None:
-    """Return how many samples have a gradient, those with equal numbers taken for one."""
+    """Return how many samples have a gradient; samples of equal numbers count as one."""
     samples: dict[int, Tensor] = {}
     count = 0
     for key, grad in grads.items():

@@ -210,7 +210,7 @@ class Plan:
 
     @lazy
     def read(self) -> KeptParameters:
-        """What the parameters and buffers that the calls have read are now."""
+        """State of the parameters and buffers that the calls have read, as it is now."""
         kept = KeptParameters(copies=False)
         for call in self.calls:
             # a module that mixes samples changes its buffers (running statistics) and reads none
@@ -444,6 +444,14 @@ class Plan:
             nodes += [parent for parent, _ in node.next_functions]
         return list(names)
 
+    def _rule_around(self, call: Call) -> Call | None:
+        """Find the call of a module with a rule that has made a call of one of its children."""
+        for outer in self.calls:
+            is_later = outer.index > call.index and outer.module is not call.module
+            if is_later and any(call.module is part for part in outer.module.modules()):
+                return outer
+        return None
+
     def _above(self, x: Tensor) -> tuple[list[Origin], list[Tensor]]:
         """Find the closest reached calls above a tensor, and the parameters on the way."""
         return upstream(x, self.producers.__contains__)
@@ -469,6 +477,14 @@ class Plan:
                 f"the output of {call!r} does not end in a supported loss. Second-order quantities "
                 "need a scalar loss that is the output of an extended loss module, such as "
                 "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss."
+            )
+        around = self._rule_around(call)
+        if around is not None:
+            name = type(around.derivatives).__name__
+            return (
+                f"{call!r} is a part of {around!r}, for which there is a rule: {name}. Write "
+                f"`includes_children = True` in {name}, and name the parameters of children in its "
+                "`params`, as 'child.weight'."
             )
         return (
             f"the output of {call!r} influences what backward() was called on, but not through "

@@ -61,7 +61,7 @@ class Propagation:
         return True
 
     def check(self, ext: Extension) -> None:
-        """Refuse an extension that needs something else.
+        """Refuse an extension that needs what the propagation does not offer.
 
         Raises:
             ValueError: If that is so.
@@ -137,7 +137,7 @@ class ExactFactor(Propagation):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
     def reads_gradients(self) -> bool:
-        """Return False."""
+        """Return False: the exact factor depends on the prediction alone."""
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
@@ -161,7 +161,7 @@ class SampledFactor(Propagation):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
 
     def reads_gradients(self) -> bool:
-        """Return False."""
+        """Return False: the factor depends on the prediction alone."""
         return False
 
     mc_samples: int = 1
@@ -260,7 +260,7 @@ class HessianFactors(Propagation):
             if call in plan.after_loss or derivatives is None:
                 continue
             below = not above.isdisjoint(call.origins_out)
-            if below or not derivatives.is_linear_in_params(call.module):
+            if below or derivatives.bends_params(call):
                 found += call.trained.values()
             dense = call in curved and not derivatives.hessian_is_diagonal(call.module)
             if below or dense:
@@ -320,7 +320,7 @@ class BatchAveraged(Propagation):
     adds_up = False
 
     def reads_gradients(self) -> bool:
-        """Return False."""
+        """Return False: the matrix depends on first derivatives alone."""
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:

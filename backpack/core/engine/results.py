@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 
 class Beside(NamedTuple):
-    """What ``p.grad`` was when a backward pass had saved a result that is used together with it.
+    """The ``p.grad`` that a result belongs to: that of the time when the result was saved.
 
     Attributes:
         value: The result.
@@ -51,7 +51,7 @@ class Attributes(dict[str, Any]):
         return {name: value for name, value in self.items() if name not in self.results}
 
     def __reduce__(self) -> Any:
-        """Pickle what torch would if there were no results."""
+        """Pickle the attributes without results, as if there were none."""
         return OrderedDict, (self.others(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:

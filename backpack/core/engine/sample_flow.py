@@ -89,7 +89,7 @@ def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
 
 
 class Verdict(NamedTuple):
-    """What was found out of functions.
+    """Whether functions keep samples apart, and for which stored values that was found out.
 
     Attributes:
         apart: Whether they leave the samples apart; None if that could not be found out.

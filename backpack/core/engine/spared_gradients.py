@@ -5,7 +5,7 @@ convolution's weight takes about a third of a backward pass. Where individual gr
 anyway, it is their sum. Autograd is then asked for the gradients of all other leaves
 (``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's kernel
 computes the gradients of all its parameters with that of its input. It is spared where the input
-needs none, or where a :class:`~backpack.core.record.kernels.Substitute` computes that from what
+needs none, or where a :class:`~backpack.core.record.kernels.KernelOverride` computes that from what
 individual gradients need as well.
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from backpack.context import Configuration, disable
 from backpack.core import fast
 from backpack.core.record import tape
-from backpack.core.record.kernels import Substitute
+from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.tape import Call, Origin, is_output
 
 SPARED = fast.path(
@@ -46,7 +46,7 @@ PRECISIONS = (torch.float32, torch.float64)
 
 
 def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
-    """Find parameters whose individual gradients are computed, and whose gradient is dear.
+    """Find parameters whose individual gradients are computed, and whose gradient takes long.
 
     Args:
         configuration: What is active.
@@ -138,11 +138,11 @@ def _is_ordinary(p: Any) -> bool:
 
 
 class Spared(NamedTuple):
-    """What autograd is spared, and what is left to do."""
+    """What autograd need not compute, what it is asked for, and what replaces its kernels."""
 
     parameters: set[Parameter]  # whose gradients it need not compute
     asked: list[Tensor | GradientEdge]  # all other leaves of the graph, and its first functions
-    substitutes: list[Substitute]  # for its kernels
+    overrides: list[KernelOverride]  # for its kernels
 
 
 NOTHING = Spared(set(), [], [])
@@ -186,17 +186,17 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
         nodes_of[owner[node]].append(node)
     for node in filter(is_output, order):
         outputs_of[owner[node.next_functions[0][0]]].append(node)
-    substitutes: list[Substitute] = []
+    overrides: list[KernelOverride] = []
     for call, parameters in candidates.items():
         assert call.derivatives is not None
         if any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
             spared -= parameters
             continue
-        own = call.derivatives.substitutes(call, nodes_of[call], spared)
+        own = call.derivatives.kernel_overrides(call, nodes_of[call], spared)
         if own is None:
             spared -= parameters
         else:
-            substitutes += own
+            overrides += own
     asked: list[Tensor | GradientEdge] = []
     running: set[Any] = set()
     bare: set[Any] = set()  # leads to nothing but entries of what is spared
@@ -217,11 +217,11 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
             else:
                 asked.append(GradientEdge(node, 0))
                 running.add(node)
-    return Spared(spared, asked, substitutes) if spared else NOTHING
+    return Spared(spared, asked, overrides) if spared else NOTHING
 
 
 def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """List the nodes of a graph, each after those that it leads to, and who leads to each.
+    """List the nodes of a graph, each behind the nodes above it, and the nodes below each.
 
     Nobody (None) leads to the roots.
     """
@@ -261,7 +261,7 @@ def _is_hooked(node: Any) -> bool:
 
 
 def _nothing(*_: Any) -> None:
-    """Change nothing."""
+    """Leave a gradient alone: a hook whose handle leads to the others."""
 
 
 def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:

@@ -85,7 +85,7 @@ def saved_tensors(node: Any) -> list[Tensor]:
 
 
 def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    """Tell what the inputs of a node may matter for.
+    """Find the entries of a function's arguments that entries of its result may depend on.
 
     Args:
         node: A node of the autograd graph.

@@ -46,7 +46,7 @@ class Statistics(ABC):
 
     @abstractmethod
     def signature(self) -> str:
-        """Describe what other processes need to have as well."""
+        """Describe the statistics: other processes need to have the same."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -74,7 +74,7 @@ class Statistics(ABC):
 
     @abstractmethod
     def plus(self, other: Any) -> Statistics:
-        """Return those of two parts together."""
+        """Return the statistics of two parts together."""
 
     @abstractmethod
     def extract(self, save: Save) -> None:
@@ -86,7 +86,7 @@ class Statistics(ABC):
 
 
 class OfProducts(Statistics):
-    """Those that extensions extract of products.
+    """Statistics that extensions extract of products.
 
     Averages over samples are held as sums.
     """
@@ -242,7 +242,7 @@ class OfRule(Statistics):
             self.value = next(shards)
 
     def counts(self) -> list[int]:
-        """Return nothing."""
+        """Return no counts: the value does not depend on them."""
         return []
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
@@ -288,7 +288,7 @@ class SumOfMaps:
         self.total = total
 
     def __call__(self, mat: Tensor) -> Tensor:
-        """Apply it.
+        """Apply the sum of the maps.
 
         Args:
             mat: ``[V, *p]``, or ``[*p]``.
@@ -327,11 +327,11 @@ class OfMaps(Statistics):
         self.factor *= factor
 
     def sums(self) -> list[Tensor]:
-        """Return nothing: vectors are summed later."""
+        """Return no vectors: products are summed over processes when they are computed."""
         return []
 
     def counts(self) -> list[int]:
-        """Return nothing."""
+        """Return no counts: products do not depend on them."""
         return []
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.context import disable
+from backpack.context import CTX, STATE, disable, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
@@ -63,30 +63,29 @@ class slice_bytes:
             large networks; elsewhere 256 MiB.
     """
 
-    limit: int | None = None
-
-    def __init__(self, limit: int):
-        """Remember the limit."""
+    def __init__(self, limit: int | None):
+        """Remember the limit; None for the default."""
         self._limit = limit
 
     @classmethod
     def on(cls, device: torch.device, is_large: bool) -> int:
         """Return the limit on a device, for a network that is large or not."""
-        if cls.limit is not None:
-            return cls.limit
+        own = STATE.get().configuration.slice_bytes
+        if own is not None:
+            return own
         if device.type != "cpu" or not CACHED_COLUMNS.is_on:
             return BYTES_ELSEWHERE
         limit = min(BYTES_PER_CORE * torch.get_num_threads(), BYTES_OF_HEAP)
         return max(BYTES_PER_CORE, limit // 2) if is_large else limit
 
     def __enter__(self) -> None:
-        """Set the limit."""
-        self._outer = slice_bytes.limit
-        slice_bytes.limit = self._limit
+        """Set the limit, in this thread."""
+        self._outer = CTX.configuration.slice_bytes
+        update(configuration=replace(CTX.configuration, slice_bytes=self._limit))
 
     def __exit__(self, *exception: object) -> None:
         """Restore the limit."""
-        slice_bytes.limit = self._outer
+        update(configuration=replace(CTX.configuration, slice_bytes=self._outer))
 
 
 class Source(Protocol):

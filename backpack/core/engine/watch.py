@@ -72,13 +72,13 @@ class WatchBackward(overrides.TorchFunctionMode):
         self.was_left = False
 
     def __enter__(self) -> WatchBackward:
-        """Put it on."""
+        """Push the mode: from now on, calls of ``backward()`` are seen."""
         self.was_left = False
         super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Take it off, also from below modes that are not left yet.
+        """Pop the mode, also from below modes that are not left yet.
 
         If it is in use, or was put on in another thread, it stays there, does nothing, and the next
         one takes it along.
@@ -129,12 +129,12 @@ class WatchBackward(overrides.TorchFunctionMode):
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
-        spared, asked, substitutes = spared_gradients.spare(roots, candidates)
+        spared, asked, instead = spared_gradients.spare(roots, candidates)
         if not spared:
             return func(*args, **kwargs)
         call.arguments["inputs"] = asked
         entry.spared = spared
-        with kernels.in_use(substitutes, roots, self.completed):
+        with kernels.in_use(instead, roots, self.completed):
             result = func(*call.args, **call.kwargs)
         if spared:  # what is accumulated is taken out
             shapes = [list(p.shape) for p in spared]
@@ -152,7 +152,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 class _Away:
-    """Takes a mode off, and puts it on again."""
+    """Context manager: a mode is popped, and pushed again afterwards."""
 
     __slots__ = ("mode",)
 
@@ -167,6 +167,6 @@ class _Away:
 
 
 def unwatched() -> AbstractContextManager[Any]:
-    """Work where no backward pass starts: a mode sees every function of tensors, and takes time."""
+    """Pop our mode, which slows down every function, where no backward pass starts."""
     mode = overrides._get_current_function_mode()
     return _Away(mode) if isinstance(mode, WatchBackward) else nullcontext()

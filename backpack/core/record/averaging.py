@@ -21,7 +21,7 @@ class Averaging(NamedTuple):
 
     @classmethod
     def by(cls, wrapper: Any) -> Averaging:
-        """Ask the wrapper while it runs: what it does at its end is not told later."""
+        """Ask the wrapper while it runs: whether it averages cannot be found out later."""
         return cls(
             wrapper.process_group, wrapper.require_backward_grad_sync, wrapper._join_config.enable
         )

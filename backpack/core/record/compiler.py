@@ -17,7 +17,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 
 def is_traced() -> bool:
-    """Whether what runs is written down to be run elsewhere: no backward pass follows here.
+    """Whether a compiler or an export traces what runs: no backward pass follows here.
 
     By ``torch.jit.trace``, ``torch.export`` or ``make_fx``.
     """

@@ -83,7 +83,7 @@ class Context:
         return self._copy(inputs, self.rows)
 
     def share(self) -> None:
-        """Let the parameters share what is computed of the cotangents at hand."""
+        """Memoise what parameters compute alike of the cotangents at hand."""
         self.memo = {} if SHARED.is_on and len(self.call.trained) > 1 else None
 
     def counting(self, rows: Rows) -> Context:
@@ -221,6 +221,7 @@ class Shown:
         c, call = self.context, self.context.call
         self.module = c.module
         own, thread = vars(self.module), get_ident()
+        # who shows a call is noted where it is shown: at the module, in one step for all threads
         self.is_first = "_backpack_thread" not in own
         if own.setdefault("_backpack_thread", thread) != thread:
             self.is_first = False

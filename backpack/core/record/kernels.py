@@ -18,10 +18,10 @@ from backpack.core.record.tape import Call
 Cotangents = Sequence[Tensor | None]
 
 
-class Substitute(TorchDispatchMode):
+class KernelOverride(TorchDispatchMode):
     """Computes what the kernel of one node of a graph would, while autograd runs the node.
 
-    The node finds what it has stored, and frees it, as ever.
+    The node unpacks what it has stored, and frees it, as without the override.
 
     Args:
         node: The node.
@@ -41,15 +41,15 @@ class Substitute(TorchDispatchMode):
         self.task: int | None = None
 
     def receive(self, grads: Cotangents) -> None:
-        """Take what has arrived at the node's outputs: always, and first."""
+        """Take the cotangents at the node's outputs: always, and before :meth:`compute`."""
         raise NotImplementedError
 
     def compute(self, *args: Any) -> Cotangents:
-        """Return what the kernel would for these arguments, if autograd needs anything of it."""
+        """Return what the kernel would for these arguments; called only if autograd needs it."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Forget what has arrived."""
+        """Free the cotangents that were received."""
         raise NotImplementedError
 
     @property
@@ -71,44 +71,44 @@ class Substitute(TorchDispatchMode):
 
 @contextmanager
 def in_use(
-    substitutes: Sequence[Substitute], roots: Sequence[Tensor], completed: Callable[[Call], None]
+    overrides: Sequence[KernelOverride], roots: Sequence[Tensor], completed: Callable[[Call], None]
 ) -> Iterator[None]:
-    """Let the next backward pass use substitutes.
+    """Let the next backward pass use overrides.
 
     Args:
-        substitutes: All that it uses.
+        overrides: All that it uses.
         roots: Where it starts.
-        completed: Called when all nodes of a call that have a substitute have run.
+        completed: Called when all nodes of a call that have one have run.
     """
-    left = Counter(substitute.call for substitute in substitutes)
+    left = Counter(override.call for override in overrides)
 
     def start(_: Any) -> None:
-        for substitute in substitutes:
-            if substitute.task is None:
-                substitute.task = torch._C._current_graph_task_id()
+        for override in overrides:
+            if override.task is None:
+                override.task = torch._C._current_graph_task_id()
 
-    def before(substitute: Substitute, grads: Cotangents) -> None:
-        if substitute.is_running:
-            substitute.receive(grads)
-            # not `with substitute`: after an error the engine takes it off itself
-            _push_mode(substitute)
+    def before(override: KernelOverride, grads: Cotangents) -> None:
+        if override.is_running:
+            override.receive(grads)
+            # not `with override`: after an error the engine takes it off itself
+            _push_mode(override)
 
-    def after(substitute: Substitute, *_: Any) -> None:
-        if substitute.is_running:
+    def after(override: KernelOverride, *_: Any) -> None:
+        if override.is_running:
             _pop_mode()
-            left[substitute.call] -= 1
-            if not left[substitute.call]:
-                completed(substitute.call)
+            left[override.call] -= 1
+            if not left[override.call]:
+                completed(override.call)
 
-    nodes: list[Any] = [root.grad_fn for root in roots] if substitutes else []
+    nodes: list[Any] = [root.grad_fn for root in roots] if overrides else []
     hooks = [node.register_prehook(start) for node in nodes]
-    for substitute in substitutes:
-        hooks.append(substitute.node.register_prehook(partial(before, substitute)))
-        hooks.append(substitute.node.register_hook(partial(after, substitute)))
+    for override in overrides:
+        hooks.append(override.node.register_prehook(partial(before, override)))
+        hooks.append(override.node.register_hook(partial(after, override)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for substitute in substitutes:
-            substitute.forget()
+        for override in overrides:
+            override.forget()

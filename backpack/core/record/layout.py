@@ -14,10 +14,12 @@ of rows, those with fewer have rows of zeros behind theirs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from threading import local
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
@@ -504,14 +506,32 @@ def begin_call(module: Module) -> tuple[Inputs, bool]:
     Returns:
         The notes of this call, and whether it is one of a part of a model that runs.
     """
-    names = [inputs.module() for inputs in _calls.running]
-    if module in names:  # an interrupt has ended that call: nobody was told
-        del _calls.running[names.index(module) :]
+    if _calls.running:
+        _forget_interrupted(module)
     owners = filter(None, (inputs.module() for inputs in _calls.running))
     is_part = any(module is part for owner in owners for part in owner.modules())
     inputs = Inputs(module)
     _calls.running.append(inputs)
     return inputs, is_part
+
+
+def _forget_interrupted(module: Module) -> None:
+    """Forget calls that an interrupt has ended: torch calls no hooks then.
+
+    Args:
+        module: The model that is called now: a call of it before is over.
+    """
+    called: list[Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Module._wrapped_call_impl.__code__:
+            called.append(frame.f_locals["self"])
+        frame = frame.f_back
+    _calls.running = [
+        inputs
+        for inputs in _calls.running
+        if (own := inputs.module()) is not module and any(own is one for one in called)
+    ]
 
 
 def end_call(module: Module) -> Inputs | None:

@@ -1811,6 +1811,8 @@ def _tensors_in(value: Any) -> tuple[Tensor, ...]:
 
 
 # Modules that have mixed samples where no gradient passes, and when; until a backward pass knows.
+# One for all threads, since a backward pass may run in another one than the forward pass: to tell
+# too much of private training is safe, to forget something is not.
 _mixing: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
 
 

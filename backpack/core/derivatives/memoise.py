@@ -1,4 +1,4 @@
-"""Results that a rule needs more than once, kept with what the forward pass has stored."""
+"""Memoised results of rules, kept with what the forward pass has stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMOISED = fast.path("memoised results", "A rule keeps what it needs more than o
 Value = TypeVar("Value")
 
 
-class Remembered(NamedTuple):
+class Memo(NamedTuple):
     """A result and what it was computed from. Holding the memory keeps its address unique."""
 
     facts: tuple[Any, ...]
@@ -36,7 +36,7 @@ def is_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one.shape == other.shape and _identity(one.squeeze()) == _identity(other.squeeze())
 
 
-def recall(
+def memoise(
     saved: dict[str, Any],
     name: str,
     tensors: Sequence[Tensor | None],
@@ -64,5 +64,5 @@ def recall(
     found = saved.get(name)
     if found is None or found.facts != facts:
         saved.pop(name, None)  # its memory is free before the new result takes some
-        found = saved[name] = Remembered(facts, [t.detach() for t in given], compute())
+        found = saved[name] = Memo(facts, [t.detach() for t in given], compute())
     return found.value
