@@ -210,6 +210,11 @@ class CTX:
         cls._extended[module] = [*(one for one in known if _is_there(one)), handle]
 
     @classmethod
+    def extended(cls) -> list[Module]:
+        """Return the extended modules that live."""
+        return list(cls._extended)
+
+    @classmethod
     def remove_hooks(cls) -> None:
         """Take all hooks off; a later ``extend`` installs them again."""
         for handle in cls._handles:

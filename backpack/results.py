@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.engine.results import saved
+from backpack.utils.kroneckers import EigenKronecker
 
 
 class Results:
@@ -35,6 +36,7 @@ class Results:
     diag_h_batch: Tensor
     sqrt_ggn_exact: Tensor
     sqrt_ggn_mc: Tensor
+    ekfac: EigenKronecker
     kfac: list[Tensor]
     kflr: list[Tensor]
     kfra: list[Tensor]
@@ -173,6 +175,9 @@ def summary(model: Module) -> Summary:
             parts = {quantity: value}
             if isinstance(value, list | tuple):
                 parts = {f"{quantity}[{i}]": part for i, part in enumerate(value)}
+            elif isinstance(value, EigenKronecker):
+                parts = {f"{quantity}.bases[{i}]": part for i, part in enumerate(value.bases)}
+                parts[f"{quantity}.eigenvalues"] = value.eigenvalues
             rows += [_row(name, label, part) for label, part in parts.items()]
     return Summary(tuple(rows))
 

@@ -430,13 +430,59 @@ def kflr(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Te
     H = _loss_hessian_blocks(lossfunc, f, y)
     values, vectors = torch.linalg.eigh(H)
     S = vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)  # [N, C, V], H = S S^T
+    return _factors_of(model, f, calls, S)
 
+
+def kfac_empirical(model: nn.Module, lossfunc: Any, X: Tensor, y: Tensor) -> list[list[Tensor]]:
+    """Kronecker factors [B, A], and blocks, of the empirical Fisher."""
+    f, calls = _record_calls(model, X)
+    gradient, _ = _loss_derivatives(lossfunc, f, y)
+    S = gradient.flatten(1).unsqueeze(2) * math.sqrt(num_terms(lossfunc, f, y))
+    return _factors_of(model, f, calls, S)
+
+
+def kfac_inputs(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[list[Tensor]]:
+    """Kronecker factors [1, A] of weights, the identity for everything else."""
+    _, calls = _record_calls(model, X)
+    result = []
+    for p in trainable(model):
+        uses = _kron_uses(p, calls, model)
+        A = _input_factor(uses) if uses else torch.ones(1, 1)
+        B = torch.eye(p.numel() // len(A), dtype=p.dtype)
+        result.append(_in_order(B, uses) if uses else [B])
+    return result
+
+
+def num_terms(lossfunc: Any, f: Tensor, y: Tensor) -> float:
+    """Return what the mean over the terms of a loss divides by; 1 for a sum."""
+    losses = [m for m in lossfunc.modules() if hasattr(m, "reduction")]
+    if all(loss.reduction == "sum" for loss in losses):
+        return 1.0
+    summed = copy.deepcopy(lossfunc)
+    for loss in summed.modules():
+        if hasattr(loss, "reduction"):
+            loss.reduction = "sum"
+    return (summed(f, y) / lossfunc(f, y)).item()
+
+
+def empirical_blocks(model: nn.Module, lossfunc: Any, X: Tensor, y: Tensor) -> list[Tensor]:
+    """Second moments of the individual gradients, on the scale of the loss: [P, P]."""
+    f = model(X)
+    gradient, _ = _loss_derivatives(lossfunc, f, y)
+    root = gradient.flatten(1) * math.sqrt(num_terms(lossfunc, f, y))  # [N, C]
+    rows = [einsum("ncp,nc->np", J, root) for J in _output_jacobian(f, trainable(model))]
+    return [r.T @ r for r in rows]
+
+
+def _factors_of(model: nn.Module, f: Tensor, calls: list[Call], S: Tensor) -> list[list[Tensor]]:
+    """Kronecker factors of ``J^T S S^T J``, S [N, C, V]; the block where there are none."""
     result = []
     for p in trainable(model):
         uses = _kron_uses(p, calls, model)
         if not uses:
             (J,) = _output_jacobian(f, [p])
-            result.append([einsum("ncp,ncd,ndq->pq", J, H, J)])
+            root = einsum("ncp,ncv->nvp", J, S).flatten(0, 1)
+            result.append([root.T @ root])
             continue
         # [V, N, G, O/G]
         s = torch.stack([_arriving(f, column.reshape(f.shape), uses) for column in S.unbind(2)])

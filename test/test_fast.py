@@ -29,6 +29,7 @@ from backpack.core.record import tape
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
 from backpack.custom_module.attention import ScaledDotProductAttention
+from backpack.utils.kroneckers import EigenKronecker
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-12}
 ORACLE = {"rtol": 1e-7, "atol": 1e-10}
@@ -172,6 +173,7 @@ GROUPS: tuple[Callable[[], list[Any]], ...] = (
     lambda: [extensions.SumGradSquared(), extensions.Variance()],
     lambda: [extensions.DiagGGNExact(), extensions.BatchDiagGGNExact()],
     lambda: [extensions.KFLR()],
+    lambda: [extensions.EKFAC(fisher="exact")],
     lambda: [extensions.SqrtGGNExact()],
     lambda: [extensions.DiagHessian(), extensions.BatchDiagHessian()],
     lambda: [extensions.DiagHessian()],
@@ -238,6 +240,8 @@ def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
 
 def _value(p: nn.Parameter, ext: Any) -> Any:
     value = vars(p)[ext.savefield]
+    if isinstance(value, EigenKronecker):  # eigenvectors that are not unique may be others
+        return value.eigenvalues.sum()
     if callable(value):
         generator = torch.Generator().manual_seed(2)
         value = value(torch.rand(2, *p.shape, generator=generator, dtype=torch.float64).to(p))

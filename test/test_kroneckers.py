@@ -174,3 +174,13 @@ def test_shift_goes_to_the_factors() -> None:
     inverse = kfacs_to_mat(inv_kfacs([A, B], shift=[1.0, 2.0]))
     damped = kron(A + torch.eye(2), B + 2 * torch.eye(3))
     torch.testing.assert_close(inverse @ damped, torch.eye(6, dtype=torch.float64))
+
+
+def test_factors_of_any_layout() -> None:
+    """Eigenvectors lie in memory column by column, which torch.kron refuses beside others."""
+    torch.manual_seed(0)
+    A, B = torch.rand(3, 3, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+    expected = torch.einsum("ij,kl->ikjl", A, B).reshape(12, 12)
+    column_by_column = A.T.contiguous().T
+    assert torch.equal(kfacs_to_mat([column_by_column, B]), expected)
+    assert torch.equal(kfacs_to_mat([A, B.T.contiguous().T]), expected)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions
+from backpack.core.engine.sweep import slice_bytes
 from backpack.optim import (
     DPSGD,
     KFAC,
@@ -44,6 +45,7 @@ OPTIMISERS: dict[str, Callable[..., Any]] = {
     "KFAC": partial(KFAC, inverse_every=2),
     "KFLR": partial(KFAC, extension=extensions.KFLR(), factored=False, kl_clip=None),
     "KFRA": partial(KFAC, extension=extensions.KFRA(), curvature_every=3),
+    "EKFAC": partial(KFAC, ekfac=True, inverse_every=2),
     "DPSGD": partial(DPSGD, **PRIVATE, momentum=0.9),
 }
 every_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=list(OPTIMISERS))
@@ -199,6 +201,74 @@ def test_kflr_of_one_sample_is_the_damped_newton_step() -> None:
         matrix = block + 0.01 * torch.eye(len(block), dtype=block.dtype)
         step = torch.linalg.solve(matrix, p.grad.flatten())  # type: ignore[union-attr]
         assert_close(p.detach(), old - step.reshape(p.shape))
+
+
+@pytest.mark.parametrize("kind", ["exact", "empirical"])
+def test_ekfac_averages_second_moments_along_eigenvectors(kind: str) -> None:
+    """Steps with dense matrices of autograd; the eigenvectors change in each but the last."""
+    lr, damping, (beta1, beta2), decay = 0.2, 0.05, (0.8, 0.6), 0.02
+    function = {"exact": oracle.kflr, "empirical": oracle.kfac_empirical}[kind]
+    blocks_of = {"exact": oracle.ggn_blocks, "empirical": oracle.empirical_blocks}[kind]
+    model, loss_function = network(), nn.CrossEntropyLoss()
+    reference = copy.deepcopy(model)
+    ext = extensions.KFAC(fisher=kind)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"ekfac": True, "extension": ext, "kl_clip": None}
+    options |= {"inverse_every": 3, "weight_decay": decay, "betas": (beta1, beta2)}
+    optimiser = KFAC(model.parameters(), lr, damping, **options)
+    factors: list[Any] = [[] for _ in parameters(model)]
+    grads: list[Any] = [[] for _ in factors]
+    bases: list[Any] = [None for _ in factors]
+    moments: list[Any] = [None for _ in factors]
+    for t in range(5):
+        optimiser.step(make_closure(model, optimiser))
+        new = function(reference, loss_function, X, Y)
+        blocks = blocks_of(reference, loss_function, X, Y)
+        loss = loss_function(reference(X), Y)
+        gradient = torch.autograd.grad(loss, list(reference.parameters()))
+        for i, p in enumerate(reference.parameters()):
+            factors[i].append(new[i])
+            grads[i].append(gradient[i] + decay * p.detach())
+            means = [average(fs, beta2) for fs in zip(*factors[i], strict=True)]  # type: ignore[arg-type]
+            if bases[i] is None:
+                bases[i] = [torch.linalg.eigh(f).eigenvectors for f in means]
+            Q = kfacs_to_mat(bases[i])
+            moment = (Q.T @ blocks[i] @ Q).diagonal()
+            weight = (1 - beta2) / (1 - beta2 ** (t + 1))
+            moments[i] = moment if t == 0 else moments[i] + weight * (moment - moments[i])
+            if t < 3 or t % 3 == 0:
+                whole = Q @ moments[i].diag() @ Q.T
+                bases[i] = [torch.linalg.eigh(f).eigenvectors for f in means]
+                Q = kfacs_to_mat(bases[i])
+                moments[i] = (Q.T @ whole @ Q).diagonal()
+            matrix = Q @ moments[i].diag() @ Q.T + (damping + decay) * torch.eye(len(Q)).double()
+            step = torch.linalg.solve(matrix, average(grads[i], beta1).flatten())
+            with torch.no_grad():
+                p -= lr * step.reshape(p.shape)
+    assert_close(parameters(model), parameters(reference))
+
+
+def test_ekfac_trains_in_slices() -> None:
+    """The first step, which has no eigenvectors yet, takes those of the whole batch, too."""
+    found = []
+    for limit in (1, 2**24):
+        model = network()
+        options: dict[str, Any] = {"ekfac": True, "extension": extensions.KFLR()}
+        optimiser = KFAC(model.parameters(), **options)
+        with slice_bytes(limit):
+            for _ in range(3):
+                optimiser.step(make_closure(model, optimiser))
+        found.append(parameters(model))
+    assert_close(*found)
+
+
+def test_ekfac_refuses() -> None:
+    for ext in (extensions.KFRA(), extensions.KFAC(fisher="inputs")):
+        with pytest.raises(ValueError, match="second moments"):
+            KFAC(network().parameters(), ekfac=True, extension=ext)
+    model = extend(nn.Sequential(nn.ConvTranspose1d(2, 2, 1), nn.Flatten()).double())
+    optimiser = KFAC(model.parameters(), ekfac=True)
+    with pytest.raises(NotImplementedError, match="transposed convolutions"):
+        optimiser.step(make_closure(model, optimiser, torch.rand(3, 2, 1).double(), Y[:3]))
 
 
 def test_kfac_averages_each_factor() -> None:
@@ -968,3 +1038,25 @@ def test_curvature_beats_tuned_sgd_per_step() -> None:
     assert mean_digits_loss(DiagGGN) < 0.8 * sgd
     assert mean_digits_loss(KFAC) < 0.3 * sgd
     assert mean_digits_loss(partial(KFAC, extension=extensions.KFLR())) < 0.3 * sgd
+
+
+def test_kfac_of_a_transposed_convolution() -> None:
+    """Its factors are those of ``weight.transpose(0, 1)``, which sizes alone do not tell."""
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(3, 3, 2).double()
+    model = extend(nn.Sequential(layer, nn.Flatten()))
+    lossfunc = extend(nn.MSELoss())
+    optimizer = KFAC(
+        layer.parameters(), lr=1.0, damping=0.1, betas=(0.0, 0.0), factored=False, kl_clip=None
+    )
+    x = torch.rand(5, 3, 4, dtype=torch.float64)
+    before = layer.weight.detach().clone()
+    loss = lossfunc(model(x), torch.rand(5, 15, dtype=torch.float64))
+    with backpack(*optimizer.extensions):
+        loss.backward()
+    block = kfacs_to_mat(layer.weight.kfac)
+    g = layer.weight.grad.transpose(0, 1)
+    step = torch.linalg.solve(block + 0.1 * torch.eye(18, dtype=torch.float64), g.flatten())
+    expected = before - step.reshape(3, 3, 2).transpose(0, 1)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), expected)

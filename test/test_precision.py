@@ -358,7 +358,7 @@ LOSSES: list[tuple[Any, Callable[[], Tensor]]] = [
 ]
 
 
-MONTE_CARLO = {"KFAC", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"}
+MONTE_CARLO = {"EKFAC", "KFAC", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"}
 
 
 def network() -> nn.Module:

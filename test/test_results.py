@@ -54,7 +54,8 @@ def test_extensions(shown: object, text: str) -> None:
 
 def test_signatures() -> None:
     """Those of the constructors, for documentation and editors."""
-    assert list(signature(KFAC).parameters) == ["mc_samples", "subsampling", "approximation"]
+    options = ["mc_samples", "subsampling", "approximation", "fisher"]
+    assert list(signature(KFAC).parameters) == options
     assert list(signature(Own).parameters) == ["power", "names", "options"]
     assert next(iter(signature(backpack).parameters)) == "exts"
 

@@ -11,7 +11,7 @@
 torch.Size([8, 10])
 """
 
-from backpack.linalg.approximations import DiagonalGGN, DiagonalHessian, KroneckerGGN
+from backpack.linalg.approximations import EKFAC, DiagonalGGN, DiagonalHessian, KroneckerGGN
 from backpack.linalg.conjugate_gradients import Preconditioner, Solution
 from backpack.linalg.curvature import (
     GGN,
@@ -25,15 +25,22 @@ from backpack.linalg.estimators import Estimate, diagonal, frobenius_norm, trace
 from backpack.linalg.jacobian import Jacobian
 from backpack.linalg.ntk import NTK
 from backpack.linalg.operators import DampedOperator, LinearOperator
-from backpack.linalg.structured import DiagonalOperator, KroneckerOperator, SpectralOperator
+from backpack.linalg.structured import (
+    DiagonalOperator,
+    EigenOperator,
+    KroneckerOperator,
+    SpectralOperator,
+)
 
 __all__ = [
+    "EKFAC",
     "GGN",
     "NTK",
     "DampedOperator",
     "DiagonalGGN",
     "DiagonalHessian",
     "DiagonalOperator",
+    "EigenOperator",
     "EmpiricalFisher",
     "Estimate",
     "FisherMC",

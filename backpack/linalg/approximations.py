@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import isclose
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack import backpack
-from backpack.core.engine.products import Products, add, axis_factors
+from backpack import backpack, extensions
+from backpack.core.engine.products import (
+    EIGEN_SQUARES,
+    IDENTITY,
+    Bases,
+    Products,
+    add,
+    axis_factors,
+)
+from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
     Approximation,
     BackpropStrategy,
     Curvature,
     ExpectationApproximation,
+    Fisher,
     LossHessianStrategy,
+    strategies,
 )
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective
-from backpack.linalg.structured import DiagonalOperator, KroneckerOperator
+from backpack.linalg.structured import (
+    DiagonalOperator,
+    EigenOperator,
+    KroneckerOperator,
+    order_of,
+)
 from backpack.utils.convert_parameters import parameter_list_to_vector
+from backpack.utils.kroneckers import EigenKronecker, eigh_semidefinite
 
 
 class DiagonalGGN(DiagonalOperator):
@@ -96,14 +114,16 @@ class KroneckerGGN(KroneckerOperator):
 
     One block for each parameter, computed with :class:`~backpack.extensions.KFLR`,
     :class:`~backpack.extensions.KFAC` or :class:`~backpack.extensions.KFRA` in one pass over the
-    data, when it is built; a snapshot. Factors of the inputs are averages over the samples of all
+    data, when it is built; a snapshot. ``fisher`` chooses other matrices, see
+    :class:`~backpack.extensions.KFAC`. Factors of the inputs are averages over the samples of all
     batches, those with the scale of the loss are put together as for
     :class:`~backpack.linalg.GGN`: KFLR is the one of a single batch with all data (without batches
     of which no target counts). KFRA averages over each batch before it propagates, so it depends on
     how the data is cut. Model and loss are left as they were; no gradient is touched.
 
     Attributes:
-        factors: For each parameter its Kronecker factors, as the extension orders them.
+        factors: For each parameter its Kronecker factors, as the extension orders them: those of
+            the weight of a transposed convolution belong to ``weight.transpose(0, 1)``.
     """
 
     def __init__(
@@ -117,6 +137,7 @@ class KroneckerGGN(KroneckerOperator):
         approximation: Approximation = None,
         use_converter: UseConverter = False,
         progress: bool = True,
+        fisher: Fisher | None = None,
     ):
         """Compute the factors.
 
@@ -133,17 +154,98 @@ class KroneckerGGN(KroneckerOperator):
             use_converter: How functions in the forward are seen: recorded while it runs (default),
                 or ``"trace"``, see :func:`backpack.extend`.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+            fisher: ``"exact"`` (as KFLR), ``"sampled"`` (as KFAC), ``"empirical"`` or ``"inputs"``,
+                instead of a method.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, or if there is no such method.
         """
         if method not in _STRATEGIES:
             raise ValueError(f"method is one of {', '.join(_STRATEGIES)}, got {method!r}.")
+        chosen = _STRATEGIES[method] if fisher is None else strategies(fisher, mc_samples)
         objective = _extended(model, loss_function, data, params, use_converter, progress)
-        ext = _KroneckerSums(method, mc_samples, approximation)
+        ext = _KroneckerSums(chosen, mc_samples, approximation)
         totals, norm = _totals(objective, ext)
         super().__init__(
-            [ext.factors(p, sums, norm) for p, sums in zip(objective.params, totals, strict=True)]
+            [ext.factors(p, sums, norm) for p, sums in zip(objective.params, totals, strict=True)],
+            order_of([(p, ext.swaps_axes[p]) for p in objective.params]),
+        )
+
+
+class EKFAC(EigenOperator):
+    """Kronecker-factored eigenvectors with corrected eigenvalues, over a data set.
+
+    One block for each parameter, as for :class:`~backpack.extensions.EKFAC`, from two passes over
+    the data when it is built; a snapshot. The first pass has the Kronecker factors, as for
+    :class:`~backpack.linalg.KroneckerGGN`, the second one the second moments along their
+    eigenvectors. Batches are put together as for :class:`~backpack.linalg.GGN`: the exact one
+    is that of a single batch with all data, and its trace is that of the GGN. Sampled targets are
+    drawn anew in the second pass. Model and loss are left as they were; no gradient is touched.
+
+    Source: George, Laurent, Bouthillier, Ballas, Vincent, Fast approximate natural gradient descent
+    in a Kronecker-factored eigenbasis (NeurIPS 2018).
+
+    Attributes:
+        blocks: For each parameter a :class:`~backpack.utils.kroneckers.EigenKronecker`.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        data: Iterable[Any],
+        params: Iterable[Parameter] | None = None,
+        fisher: Fisher = "exact",
+        mc_samples: int = 1,
+        approximation: Approximation = None,
+        use_converter: UseConverter = False,
+        progress: bool = False,
+    ):
+        """Compute eigenvectors and eigenvalues.
+
+        Args:
+            model: The model.
+            loss_function: The loss, called as ``loss_function(model(X), y)``.
+            data: Batches ``(X, y)``, or ``(X, y, ...)`` with further arguments of the loss. They
+                are gone through twice, in any order.
+            params: Parameters, in the order of the rows. Default: the trainable ones of the model.
+            fisher: ``"exact"``, ``"sampled"`` or ``"empirical"``, see
+                :class:`~backpack.extensions.KFAC`.
+            mc_samples: Number of Monte-Carlo samples; they follow ``torch.manual_seed``.
+            approximation: How the factors treat weights that are used at several positions, see
+                :class:`~backpack.extensions.HBP`.
+            use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
+            progress: Show a bar for each pass (needs ``tqdm``).
+
+        Raises:
+            ValueError: As for :class:`~backpack.linalg.GGN`, if there is no such ``fisher``, or if
+                the data is another one in the second pass, or can be gone through once alone.
+        """
+        if iter(data) is data:
+            raise ValueError(
+                f"EKFAC goes through the data twice, but {type(data).__name__} is an iterator. Use "
+                "a list of batches, or a DataLoader."
+            )
+        template = extensions.EKFAC(mc_samples, approximation=approximation, fisher=fisher)
+        objective = _extended(model, loss_function, data, params, use_converter, progress)
+        params = objective.params
+        factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, approximation)
+        totals, norm = _totals(objective, factors)
+        bases = {
+            p: [eigh_semidefinite(f)[1] for f in factors.factors(p, sums, norm)]
+            for p, sums in zip(params, totals, strict=True)
+        }
+        totals, again = _totals(objective, _EigenSquares(template, bases))
+        if not isclose(norm, again):
+            raise ValueError(
+                f"The data has changed between the two passes of EKFAC: they count {norm:g} and "
+                f"{again:g} terms of the loss. It has to be the same, in any order."
+            )
+        super().__init__(
+            [
+                EigenKronecker(bases[p], total / norm, p.shape, factors.swaps_axes[p])
+                for p, total in zip(params, totals, strict=True)
+            ]
         )
 
 
@@ -154,44 +256,66 @@ _STRATEGIES = {
 }
 
 
+class _EigenSquares(SecondOrderBackpropExtension):
+    """Sums of squares along eigenvectors that are known."""
+
+    def __init__(self, template: extensions.EKFAC, bases: Mapping[Parameter, Sequence[Tensor]]):
+        approximation = template.approximation
+        assert isinstance(template.propagation, LossFactor)
+        known: dict[Parameter, Bases] = {p: {approximation: own} for p, own in bases.items()}
+        self.propagation = InBases(template.propagation, known)
+        self.needs = (EIGEN_SQUARES[approximation],)  # type: ignore[misc]
+        super().__init__("_backpack_linalg")
+
+
 class _KroneckerSums(HBP):
     """Sums that the Kronecker factors are made of, and that add up over batches.
 
     Attributes:
         scaled: For each parameter, which factor carries the scale of the loss; the others are
             averages over the samples. None if there are marginals instead of factors.
-        num_samples: For each parameter, the number of samples of all batches.
+        num_samples: For each parameter, the number of samples (or positions) of all batches.
+        swaps_axes: For each parameter, whether the factors are those of ``p.transpose(0, 1)``.
     """
 
-    def __init__(self, method: str, mc_samples: int, approximation: Approximation):
+    def __init__(self, chosen: tuple[str, str], mc_samples: int, approximation: Approximation):
         super().__init__(
             Curvature.GGN,
-            *_STRATEGIES[method],
+            *chosen,
             ExpectationApproximation.BOTEV_MARTENS,
             mc_samples=mc_samples,
             approximation=approximation,
         )
         self.scaled: dict[Parameter, int | None] = {}
         self.num_samples: dict[Parameter, int] = {}
+        self.swaps_axes: dict[Parameter, bool] = {}
+
+    @property
+    def _has_scale(self) -> bool:
+        """Whether a factor carries the scale of the loss: not the identity."""
+        return self.needs != (IDENTITY,)
 
     def extract(self, products: Products) -> list[Tensor]:
         p = products.parameter
-        self.num_samples[p] = self.num_samples.get(p, 0) + products.num_samples
+        count = products.weight_of_inputs(self.approximation)
+        self.num_samples[p] = self.num_samples.get(p, 0) + count
+        self.swaps_axes[p] = products.swaps_axes
         gram: Any = products[self.needs[0]]
         if isinstance(gram, list):
             self.scaled[p] = None
-            return gram
+            return gram if self._has_scale else [eye * count for eye in gram]
         factors = super().extract(products)
         input_first = products.uses[0].derivatives.kronecker_input_first
-        self.scaled[p] = scaled = len(factors) - 1 if input_first else 0
+        scaled = len(factors) - 1 if input_first else 0
+        self.scaled[p] = scaled if self._has_scale else -1
         return [
-            factor if i == scaled else factor * products.num_samples
-            for i, factor in enumerate(factors)
+            factor if i == self.scaled[p] else factor * count for i, factor in enumerate(factors)
         ]
 
     def factors(self, p: Parameter, sums: Sequence[Tensor], norm: float) -> list[Tensor]:
         """Return the Kronecker factors of a parameter, for a loss that is divided by a norm."""
         if self.scaled[p] is None:
+            norm = norm if self._has_scale else self.num_samples[p]
             return axis_factors([marginal / norm for marginal in sums])
         norms = [norm if i == self.scaled[p] else self.num_samples[p] for i in range(len(sums))]
         return [factor / n for factor, n in zip(sums, norms, strict=True)]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import CrossEntropyLoss, Module, NLLLoss, Parameter
-from torch.nn.functional import nll_loss
+from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
+from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
-from backpack.custom_module.weighted_loss import WeightedLoss
 
-REDUCTIONS = ("mean", "sum", "batchmean")
 # Classes of torch, torchvision and timm that are random in training mode, beside dropout.
 ALWAYS_RANDOM = ("RReLU", "StochasticDepth", "DropPath")
 
@@ -117,33 +113,13 @@ class Objective:
     def weight(self, output: Tensor, targets: Sequence[Any]) -> float:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
 
-        That is the number of terms of the loss: of samples and positions for most, of entries for
-        losses such as ``MSELoss``; for targets that are classes, the sum of their weights, where
-        ``ignore_index`` counts zero. A loss of your own is the mean over the samples.
+        See :func:`backpack.core.derivatives.terms.num_terms`.
 
         Args:
             output: Output of the model. ``[N, *]``
             targets: Further arguments of the loss.
         """
-        loss: Any = self.loss_function
-        if self.reduction == "sum":
-            return 1.0
-        with torch.no_grad():
-            classes = isinstance(loss, (CrossEntropyLoss, NLLLoss))
-            if classes and not targets[0].is_floating_point():
-                ones = torch.ones_like(output)
-                weights = nll_loss(
-                    -ones, targets[0], loss.weight, None, loss.ignore_index, None, "sum"
-                )
-                return float(weights)
-            if isinstance(loss, WeightedLoss):
-                y, _, *options = targets
-                return float(loss.loss.forward(output, y, *options).numel())
-            if self.reduction == "mean" and type(loss).__module__ == "torch.nn.modules.loss":
-                unreduced = copy(loss)
-                unreduced.reduction = "none"
-                return float(unreduced.forward(output, *targets).numel())
-        return float(len(output))
+        return num_terms(self.loss_function, output, targets)
 
     def norm(self, weights: float) -> float:
         """Return what a sum over the batches is divided by, for a sum of their weights.

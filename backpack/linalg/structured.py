@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from backpack.linalg.operators import LinearOperator
 from backpack.utils.kroneckers import (
+    EigenKronecker,
     apply_kfac_mat_prod,
     eigh_semidefinite,
     factored_damping,
@@ -26,12 +27,14 @@ class SpectralOperator(LinearOperator):
         spectrum: The eigenvalues f. ``[P]``
         bases: Q is block-diagonal, each block a Kronecker product of these matrices
             ``[d_1, d_1], [d_2, d_2], …``. Default: the identity.
+        order: The entries of vectors in the order of the rows of Q. Default: as they are. ``[P]``
     """
 
-    def __init__(self, spectrum: Tensor, bases: Blocks = ()):
+    def __init__(self, spectrum: Tensor, bases: Blocks = (), order: Tensor | None = None):
         """Store eigenvalues and eigenvectors."""
         super().__init__(len(spectrum), spectrum.dtype, spectrum.device)
         self._given = spectrum, bases
+        self.order = order
 
     @property
     def spectrum(self) -> Tensor:
@@ -43,14 +46,25 @@ class SpectralOperator(LinearOperator):
         """Kronecker factors of the blocks of Q."""
         return self._given[1]
 
+    def _ordered(self, vectors: Tensor) -> Tensor:
+        """Bring entries to the order of the rows of Q."""
+        return vectors if self.order is None else vectors[self.order]
+
+    def _restored(self, vectors: Tensor) -> Tensor:
+        """Bring them back."""
+        if self.order is None:
+            return vectors
+        return torch.empty_like(vectors).index_copy_(0, self.order, vectors)
+
     def _matmat(self, matrix: Tensor) -> Tensor:
         transposed = [[q.T for q in factors] for factors in self.bases]
-        return _multiply(self.bases, self.spectrum.unsqueeze(1) * _multiply(transposed, matrix))
+        turned = self.spectrum.unsqueeze(1) * _multiply(transposed, self._ordered(matrix))
+        return self._restored(_multiply(self.bases, turned))
 
     def diagonal(self) -> Tensor:
         """Return the diagonal ``[P]``."""
         squares = [[q.square() for q in factors] for factors in self.bases]
-        return _multiply(squares, self.spectrum.clone())
+        return self._restored(_multiply(squares, self.spectrum.clone()))
 
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
@@ -78,7 +92,17 @@ class SpectralOperator(LinearOperator):
             raise ValueError(
                 f"{self!r} with damping {damping:g} is singular. Use a positive damping."
             )
-        return SpectralOperator(1 / damped, self.bases)
+        return SpectralOperator(1 / damped, self.bases, self.order)
+
+    def root(self) -> SpectralOperator:
+        """Return the symmetric square root, whose product with itself is the matrix.
+
+        Raises:
+            ValueError: If the matrix is not positive semidefinite.
+        """
+        if not self.spectrum.min() >= 0:
+            raise ValueError(f"{self!r} has no root: it is {_NOT_POSITIVE}")
+        return SpectralOperator(self.spectrum.sqrt(), self.bases, self.order)
 
     def sample(self, num_samples: int = 1, generator: Generator | None = None) -> Tensor:
         """Draw from the normal distribution with mean zero and this matrix as its covariance.
@@ -100,7 +124,7 @@ class SpectralOperator(LinearOperator):
         noise = torch.randn(
             self.shape[0], num_samples, dtype=self.dtype, device=self.device, generator=generator
         )
-        return _multiply(self.bases, self.spectrum.sqrt().unsqueeze(1) * noise)
+        return self._restored(_multiply(self.bases, self.spectrum.sqrt().unsqueeze(1) * noise))
 
 
 class DiagonalOperator(SpectralOperator):
@@ -125,12 +149,14 @@ class KroneckerOperator(SpectralOperator):
     Args:
         factors: For each block its factors, symmetric and positive semidefinite, such as
             ``[p.kfac for p in params]``. ``[d_1, d_1], [d_2, d_2], …``
+        order: The entries of vectors in the order of the rows of the factors, which is another one
+            for the weights of transposed convolutions. Default: as they are. ``[P]``
 
     Raises:
         ValueError: If a factor is not a square matrix, or there is none.
     """
 
-    def __init__(self, factors: Blocks):
+    def __init__(self, factors: Blocks, order: Tensor | None = None):
         """Store the factors."""
         shapes = [[list(factor.shape) for factor in block] for block in factors]
         if not shapes or any(
@@ -138,11 +164,12 @@ class KroneckerOperator(SpectralOperator):
         ):
             raise ValueError(f"Expected lists of square Kronecker factors, got shapes {shapes}.")
         self.factors = [list(block) for block in factors]
+        self.order = order
         first = self.factors[0][0]
         LinearOperator.__init__(self, sum(map(_size, factors)), first.dtype, first.device)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        return _multiply(self.factors, matrix)
+        return self._restored(_multiply(self.factors, self._ordered(matrix)))
 
     @cached_property
     def _eigenpairs(self) -> list[list[tuple[Tensor, Tensor]]]:
@@ -160,7 +187,8 @@ class KroneckerOperator(SpectralOperator):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal ``[P]``."""
-        return torch.cat([_outer([factor.diagonal() for factor in b]) for b in self.factors])
+        blocks = [_outer([factor.diagonal() for factor in b]) for b in self.factors]
+        return self._restored(torch.cat(blocks))
 
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
@@ -194,7 +222,71 @@ class KroneckerOperator(SpectralOperator):
             _outer([v + shift for v, shift in zip(values, block_shifts, strict=True)])
             for values, block_shifts in zip(blocks, shifts, strict=True)
         ]
-        return SpectralOperator(torch.cat(damped), self.bases).inverse()
+        return SpectralOperator(torch.cat(damped), self.bases, self.order).inverse()
+
+
+class EigenOperator(SpectralOperator):
+    """A block-diagonal matrix with eigenvectors of Kronecker structure, and any eigenvalues.
+
+    Args:
+        blocks: For each parameter its block, such as ``[p.ekfac for p in params]``.
+
+    Raises:
+        ValueError: If there is no block.
+    """
+
+    def __init__(self, blocks: Sequence[EigenKronecker]):
+        """Store eigenvalues and eigenvectors."""
+        if not blocks:
+            raise ValueError("Expected the blocks of some parameters, got none.")
+        spectrum = torch.cat([block.eigenvalues.flatten() for block in blocks])
+        shapes = [(spectrum.new_empty(1).expand(b.shape), b.swaps_axes) for b in blocks]
+        super().__init__(spectrum, [block.bases for block in blocks], order_of(shapes))
+        self.blocks = list(blocks)
+
+    def solve(
+        self,
+        rhs: Tensor,
+        damping: float = 0.0,
+        tolerance: float = 0.0,
+        max_iterations: int | None = None,
+        preconditioner: object = None,
+    ) -> Tensor:
+        """Return ``(A + damping · I)⁻¹ rhs``, exactly; nothing is iterated.
+
+        Args:
+            rhs: Right-hand sides. ``[P]`` or ``[P, V]``
+            damping: Multiple of the identity that is added.
+            tolerance: Not used.
+            max_iterations: Not used.
+            preconditioner: Not used.
+
+        Returns:
+            The solutions, of the shape of ``rhs``.
+
+        Raises:
+            ValueError: If the matrix is singular, or ``rhs`` does not fit it.
+        """
+        return self.inverse(damping) @ rhs
+
+
+def order_of(parameters: Sequence[tuple[Tensor, bool]]) -> Tensor | None:
+    """Return the entries of parameters in the order of blocks; None if that is the usual one.
+
+    Args:
+        parameters: Each with whether its block is that of ``p.transpose(0, 1)``.
+
+    Returns:
+        ``[P]``, or None.
+    """
+    if not any(swaps for _, swaps in parameters):
+        return None
+    numbers, start = [], 0
+    for p, swaps in parameters:
+        own = torch.arange(start, start + p.numel(), device=p.device).reshape(p.shape)
+        numbers.append((own.transpose(0, 1) if swaps else own).flatten())
+        start += p.numel()
+    return torch.cat(numbers)
 
 
 _NOT_POSITIVE = "not positive definite. Use (more) damping, or the GGN instead of the Hessian."

@@ -18,10 +18,12 @@ from backpack.optim.diag_ggn import DiagGGN
 from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
 from backpack.optim.kfac import KFAC
 from backpack.optim.privacy import privacy_spent, renyi_divergence
+from backpack.optim.soap import SOAP
 
 __all__ = [
     "DPSGD",
     "KFAC",
+    "SOAP",
     "AdaptiveClipping",
     "DPOptimizer",
     "DiagGGN",

@@ -66,6 +66,6 @@ class DiagGGN(PreconditionedOptimizer):
         }
         super().__init__(params, defaults, extension, kl_clip, adapt_damping_every)
 
-    def _solve(self, group: Group, state: dict[str, Any], shift: float) -> Tensor:
+    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
         (curvature,) = state["curvature"]
         return state["gradient"] / (curvature + shift)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -9,8 +11,14 @@ import torch
 from torch import Tensor
 
 from backpack import extensions
+from backpack.context import CTX
+from backpack.core.engine.products import EIGEN_SQUARES, GRAMS, Bases, Products
+from backpack.core.engine.propagations import InBases, LossFactor
+from backpack.core.record.registry import derivatives_of
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions import HBP
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.optim.base import Group
 from backpack.optim.preconditioned import PreconditionedOptimizer
 from backpack.utils.kroneckers import (
@@ -18,6 +26,50 @@ from backpack.utils.kroneckers import (
     eigh_semidefinite,
     factored_damping,
 )
+
+
+class AveragedEKFAC(SecondOrderBackpropExtension):
+    """Kronecker factors, and second moments along eigenvectors that do not change with each batch.
+
+    The value is a list: the factors, and the sums of squares along the eigenvectors of a parameter,
+    or of those factors if it has none yet.
+    """
+
+    def __init__(self, factors: HBP):
+        """Do what an extension for Kronecker factors does.
+
+        Raises:
+            ValueError: If nothing travels back that there are second moments of.
+        """
+        if not isinstance(factors.propagation, LossFactor):
+            raise ValueError(
+                f"KFAC with ekfac=True needs second moments of what travels back, but "
+                f"{factors!r} has none. Use KFAC() or KFLR() of backpack.extensions."
+            )
+        self.inner = self.propagation = factors.propagation
+        self.approximation = factors.approximation
+        self.needs = (  # type: ignore[misc]
+            GRAMS[self.approximation],
+            EIGEN_SQUARES[self.approximation],
+        )
+        super().__init__("_backpack_ekfac", subsampling=factors.get_subsampling())
+
+    def along(self, bases: Mapping[Any, Sequence[Tensor]]) -> AveragedEKFAC:
+        """Return the extension for some eigenvectors."""
+        known: dict[Any, Bases] = {p: {self.approximation: own} for p, own in bases.items()}
+        other = copy(self)
+        other.propagation = InBases(self.inner, known) if known else self.inner
+        return other
+
+    def extract(self, products: Products) -> list[Tensor]:
+        """Return the factors, and the sums of squares."""
+        if products.swaps_axes:
+            raise NotImplementedError(
+                f"KFAC with ekfac=True has no transposed convolutions (a weight "
+                f"{list(products.parameter.shape)}). Leave them out, for another optimiser."
+            )
+        squares = products[EIGEN_SQUARES[self.approximation]]
+        return [*products.kronecker_factors(self.approximation), squares]
 
 
 class KFAC(PreconditionedOptimizer):
@@ -28,10 +80,17 @@ class KFAC(PreconditionedOptimizer):
     factors will do: two for the weight of a layer, one for a bias or another small parameter, one
     for each axis of a large one.
 
+    With ``ekfac=True``, ``A ⊗ B ⊗ …`` is replaced by ``Q diag(s) Qᵀ``, with the eigenvectors
+    ``Q = U_A ⊗ U_B ⊗ …`` of the averaged factors and a moving average s of the second moments along
+    them. When the eigenvectors change to ``Q'``, s becomes the diagonal of the same matrix there,
+    ``(Q'ᵀ Q)² s`` with entrywise squares.
+
     Sources: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate
     curvature (ICML 2015); for other factors, Botev, Ritter, Barber, Practical Gauss-Newton
     optimisation for deep learning (ICML 2017); for the bound, Ba, Grosse, Martens, Distributed
-    second-order optimization using Kronecker-factored approximations (ICLR 2017).
+    second-order optimization using Kronecker-factored approximations (ICLR 2017); for ``ekfac``,
+    George, Laurent, Bouthillier, Ballas, Vincent, Fast approximate natural gradient descent in a
+    Kronecker-factored eigenbasis (NeurIPS 2018).
     """
 
     at_least: ClassVar = {**PreconditionedOptimizer.at_least, "inverse_every": 1}
@@ -50,6 +109,7 @@ class KFAC(PreconditionedOptimizer):
         extension: HBP | None = None,
         kl_clip: float | None = 0.03,
         adapt_damping_every: int | None = None,
+        ekfac: bool = False,
     ):
         """Store the options. Those up to ``factored`` may differ between groups.
 
@@ -71,9 +131,13 @@ class KFAC(PreconditionedOptimizer):
             adapt_damping_every: Number of steps after which the closure runs a second time, to
                 compare the gain with what the quadratic model promised: λ falls if it was more than
                 3/4 of that, grows if it was less than 1/4. None: λ stays.
+            ekfac: Average the second moments along the eigenvectors, instead of multiplying the
+                eigenvalues of the factors. The damping is then added to them, whatever
+                ``factored`` says.
 
         Raises:
-            ValueError: If an option is out of range.
+            ValueError: If an option is out of range, or the extension has nothing to take second
+                moments of.
         """
         extension = extensions.KFAC() if extension is None else extension
         if not isinstance(extension, HBP):
@@ -90,22 +154,58 @@ class KFAC(PreconditionedOptimizer):
             "inverse_every": inverse_every,
             "factored": factored,
         }
-        super().__init__(params, defaults, extension, kl_clip, adapt_damping_every)
+        self.ekfac = ekfac
+        own = AveragedEKFAC(extension) if ekfac else extension
+        super().__init__(params, defaults, own, kl_clip, adapt_damping_every)
 
-    def _solve(self, group: Group, state: dict[str, Any], shift: float) -> Tensor:
+    @property
+    def extensions(self) -> tuple[BackpropExtension, ...]:
+        """The extension, if the next step updates the curvature; else nothing."""
+        found = super().extensions
+        if not found or not isinstance(self.extension, AveragedEKFAC):
+            return found
+        known = {p: state.get("eigenvectors") for p, state in self.state.items()}
+        return (self.extension.along({p: bases for p, bases in known.items() if bases}),)
+
+    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
         age, interval = state["step"] - 1, group["inverse_every"]
+        factors = state["curvature"][:-1] if self.ekfac else state["curvature"]
         if age < interval or age % interval == 0:  # at the start, the averages change fast
-            decompositions = [eigh_semidefinite(factor) for factor in state["curvature"]]
+            before = state.get("eigenvectors")
+            decompositions = [eigh_semidefinite(factor) for factor in factors]
             state["eigenvalues"] = [values for values, _ in decompositions]
             state["eigenvectors"] = [vectors for _, vectors in decompositions]
+            if self.ekfac and before is not None:
+                turns = zip(state["eigenvectors"], before, strict=True)
+                squares = [(new.T @ old).square() for new, old in turns]
+                moments = state["curvature"][-1]
+                moments.copy_(apply_kfac_mat_prod(squares, moments.flatten()).view_as(moments))
 
         eigenvalues = state["eigenvalues"]
-        if group["factored"]:
+        if self.ekfac:
+            damped = state["curvature"][-1].flatten() + shift
+        elif group["factored"]:
             dampings = factored_damping(eigenvalues, shift)
             damped = reduce(torch.kron, [e + s for e, s in zip(eigenvalues, dampings, strict=True)])
         else:
             damped = reduce(torch.kron, eigenvalues) + shift
         gradient = whole(state["gradient"])
+        if "swaps_axes" not in state:
+            state["swaps_axes"] = _swaps_axes(p)
+        if state["swaps_axes"]:
+            gradient = gradient.transpose(0, 1)
         rotated = apply_kfac_mat_prod([q.T for q in state["eigenvectors"]], gradient.flatten())
         direction = apply_kfac_mat_prod(state["eigenvectors"], rotated / damped)
-        return own_part(direction.reshape(gradient.shape), state["gradient"])
+        direction = direction.reshape(gradient.shape)
+        if state["swaps_axes"]:
+            direction = direction.transpose(0, 1).contiguous()
+        return own_part(direction, state["gradient"])
+
+
+def _swaps_axes(p: Tensor) -> bool:
+    """Whether the Kronecker factors are those of ``p.transpose(0, 1)``: of a transposed layer."""
+    for module in CTX.extended():
+        rule = derivatives_of(module)
+        if rule is not None and any(p is own for own in module._parameters.values()):
+            return p.dim() > 1 and getattr(rule, "kronecker_swaps_axes", False)
+    return False

@@ -118,7 +118,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             state = self.state[p]
             gradient = grad.add(p, alpha=group["weight_decay"])
             self._average(group, p, state, gradient)
-            direction = self._solve(group, state, group["damping"] + group["weight_decay"])
+            direction = self._solve(group, p, state, group["damping"] + group["weight_decay"])
             directions.append((group, p, direction))
             if interval is not None or self.kl_clip is not None:
                 # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its length
@@ -169,7 +169,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             for average, v in zip(state["curvature"], values, strict=True):
                 update_average(average, v, group["betas"][1], state["curvatures"])
 
-    def _solve(self, group: Group, state: dict[str, Any], shift: float) -> Tensor:
+    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
         """Return ``(C + shift I)⁻¹ m``, of shape ``[*p]``."""
         raise NotImplementedError
 

@@ -8,11 +8,12 @@ on the flattened tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 Shift = float | Sequence[float] | None
 
@@ -31,7 +32,8 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
         ValueError: If there are no factors, or one is not a matrix.
     """
     _check_matrices(factors)
-    first, *others = factors
+    # torch.kron refuses some pairs of layouts, such as eigenvectors (column by column) and others
+    first, *others = (factor.contiguous() for factor in factors)
     return reduce(torch.kron, others, first.clone())
 
 
@@ -183,6 +185,86 @@ def factored_damping(eigenvalues: Sequence[Tensor], shift: float) -> list[float]
     if prod(means) == 0:
         means = [1.0 for _ in means]
     return [mean * (shift / prod(means)) ** (1 / len(means)) for mean in means]
+
+
+@dataclass(frozen=True)
+class EigenKronecker:
+    """A matrix whose eigenvectors have Kronecker structure, and whose eigenvalues need not.
+
+    ``Q diag(λ) Qᵀ`` with ``Q = U_1 ⊗ U_2 ⊗ …``. It acts on tensors of the shape of a parameter; for
+    inverse, root, determinant and samples see :class:`~backpack.linalg.EigenOperator`.
+
+    Attributes:
+        bases: Orthogonal matrices, ``[d_1, d_1], [d_2, d_2], ...``
+        eigenvalues: ``[d_1, d_2, ...]``
+        shape: Shape of the parameter, ``[*p]``.
+        swaps_axes: Whether the first basis belongs to the second axis of the parameter (that of a
+            transposed convolution), and the second one to all others.
+    """
+
+    bases: list[Tensor]
+    eigenvalues: Tensor
+    shape: Size
+    swaps_axes: bool = False
+
+    def product(self, mat: Tensor) -> Tensor:
+        """Multiply with tensors.
+
+        Args:
+            mat: ``[*p]`` or ``[V, *p]``
+
+        Returns:
+            Same shape.
+
+        Raises:
+            ValueError: If the shape is another.
+        """
+        return self._apply(self.eigenvalues, mat)
+
+    def solve(self, mat: Tensor, damping: float = 0.0) -> Tensor:
+        """Multiply with the inverse of the matrix plus a multiple of the identity.
+
+        Args:
+            mat: ``[*p]`` or ``[V, *p]``
+            damping: The multiple.
+
+        Returns:
+            Same shape.
+
+        Raises:
+            ValueError: If the shape is another, or the damped matrix is singular.
+        """
+        damped = self.eigenvalues + damping
+        if not damped.abs().min() > 0:
+            raise ValueError(
+                f"{self!r} with damping {damping:g} is singular. Use a positive damping."
+            )
+        return self._apply(1 / damped, mat)
+
+    def dense(self) -> Tensor:
+        """Return the matrix, ``[P, P]``, in the order of the parameter's entries."""
+        size = self.shape.numel()
+        units = torch.eye(size, dtype=self.eigenvalues.dtype, device=self.eigenvalues.device)
+        return self.product(units.reshape(size, *self.shape)).reshape(size, size)
+
+    def _apply(self, values: Tensor, mat: Tensor) -> Tensor:
+        if mat.shape != self.shape and mat.shape[1:] != self.shape:
+            raise ValueError(
+                f"{self!r} multiplies with tensors {list(self.shape)} and "
+                f"{['V', *self.shape]}, got {list(mat.shape)}."
+            )
+        rows = mat.reshape(-1, *self.shape)
+        rows = rows.transpose(1, 2) if self.swaps_axes else rows
+        shape = rows.shape
+        turned = apply_kfac_mat_prod([q.T for q in self.bases], rows.reshape(len(rows), -1).T)
+        turned = values.flatten().unsqueeze(1) * turned
+        found = apply_kfac_mat_prod(self.bases, turned).T.reshape(shape)
+        found = found.transpose(1, 2) if self.swaps_axes else found
+        return found.reshape(mat.shape)
+
+    def __repr__(self) -> str:
+        """Show the shapes."""
+        return f"EigenKronecker(shape={list(self.shape)}, bases={[len(q) for q in self.bases]})"
 
 
 def _inverse(mat: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ position, x and s may come without the axis T.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -214,6 +214,43 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
         known["products of positions"] = sum(others, start=first)
     norms = (known["products of positions"] * torch.bmm(x, x.mT)).sum((1, 2))
     return norms if torch.is_grad_enabled() else norms.clamp_(min=0)  # terms may cancel
+
+
+def square_in_bases(
+    s: Tensor, x: Tensor | None, bases: Sequence[Tensor], weights: Tensor | None
+) -> Tensor:
+    """Sum ``(U_1ᵀ (sum_t s_t x_tᵀ) U_2)²`` over columns and samples.
+
+    Turned are the factors, or, if there are more positions than a sample has products' rows, the
+    products.
+
+    Args:
+        s: ``[V, N, T, O]``, or ``[V, N, O]``.
+        x: ``[N, T, I]`` or ``[N, I]``, or None.
+        bases: U_1 ``[O, O]`` and, unless x is None, U_2 ``[I, I]``.
+        weights: Weights of squares, ``[V, N]``.
+
+    Returns:
+        ``[O, I]``, or ``[O]``.
+    """
+    left, *others = (basis.to(s.dtype) for basis in bases)
+    if x is None:
+        rows = s if s.dim() == 3 else _over_positions(s)
+        return reductions.of_products(rows @ left, {"square"}, weights)["square"]
+    (right,) = others
+    num_v, num_n, num_o, num_i = *s.shape[:2], s.shape[-1], x.shape[-1]
+    num_t = 1 if s.dim() == 3 else s.shape[2]
+    of_factors = num_t * (num_v * num_o**2 + num_i**2)
+    if of_factors <= num_v * num_o * num_i * (num_o + num_i):
+        return reduced(s @ left, x @ right, {"square"}, weights)["square"]
+
+    def product(samples: slice) -> reductions.Multiply:
+        part = x[samples]
+        return lambda v, out: left.mT @ (s[v, samples].mT @ part) @ right
+
+    shape = (num_v, num_n, num_o, num_i)
+    size = reductions.slice_size(num_v * num_o * num_i)
+    return reductions.in_slices(product, shape, size, s, {"square"}, weights)["square"]
 
 
 def _over_positions(s: Tensor) -> Tensor:

@@ -94,6 +94,9 @@ class BaseDerivatives(Interface):
         reads_input: Whether a formula reads entries of the inputs, not just their shapes.
         kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
         kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
+        kronecker_swaps_axes: Whether they are those of ``weight.transpose(0, 1)``.
+        has_positions_apart: Whether a position of ``affine`` is a row of the input, which may be
+            left out of the Kronecker factor A.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
         keeps_something: Whether there is anything to keep from the forward pass.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
@@ -115,6 +118,8 @@ class BaseDerivatives(Interface):
     reads_input: ClassVar[bool] = True
     kronecker_rows_are_constant: ClassVar[bool] = False
     kronecker_input_first: ClassVar[bool] = False
+    kronecker_swaps_axes: ClassVar[bool] = False
+    has_positions_apart: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
     keeps_something: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
@@ -702,9 +707,45 @@ class BaseDerivatives(Interface):
             return found[0]
         return reductions.put_together(found, lambda parts: self.assemble(c, name, parts))
 
+    def square_in_bases(
+        self, c: Context, name: str, v: Any, bases: Sequence[Tensor], weights: Tensor | None = None
+    ) -> Tensor:
+        """Sum ``(Qᵀ J_pᵀ v)²`` over columns and samples, with ``Q = U_1 ⊗ U_2 ⊗ …``.
+
+        Args:
+            c: The call at hand.
+            name: Name of the parameter.
+            v: ``[V, *out]``; for several outputs see :meth:`vjp`.
+            bases: The orthogonal matrices U_1, U_2, …, of the size of the Kronecker factors.
+            weights: Weights of squares, ``[V, N]``. Default: 1.
+
+        Returns:
+            ``[d_1, d_2, …]``.
+        """
+        if self._is_one_product(c, name):
+            ((s, x),) = self._pairs(c, name, v)
+            sizes = [s.shape[-1]] if x is None else [s.shape[-1], x.shape[-1]]
+            ordered = bases[::-1] if self.kronecker_input_first else bases
+            if [*map(len, ordered)] == sizes:
+                square = affine.square_in_bases(s, x, ordered, weights)
+                return square.mT if self.kronecker_input_first and x is not None else square
+        swaps = self.kronecker_swaps_axes and len(bases) > 1
+        found = self._reduced_in_slices(
+            c, name, v, {"square"}, weights, lambda p: reductions.in_bases(p, bases, swaps), bases
+        )
+        return found["square"]
+
     def _reduced_in_slices(
-        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None
+        self,
+        c: Context,
+        name: str,
+        v: Any,
+        wanted: Set[str],
+        weights: Tensor | None,
+        change: Callable[[Tensor], Tensor] | None = None,
+        changed: Sequence[Any] = (),
     ) -> dict[str, Tensor]:
+        """Reduce products slice by slice, perhaps changed to tensors with axes of other lengths."""
         each = [v] if isinstance(v, Tensor) else list(v)
         axes = [1 + self.axis_out(c, i) for i in range(len(each))]
         like, axis = next((m, a) for m, a in zip(each, axes, strict=True) if m is not None)
@@ -721,11 +762,12 @@ class BaseDerivatives(Interface):
                     m if m is None else m[vectors].narrow(a, samples.start, size)
                     for m, a in zip(each, axes, strict=True)
                 ]
-                return self.param_vjp(at, name, part[0] if isinstance(v, Tensor) else part)
+                found = self.param_vjp(at, name, part[0] if isinstance(v, Tensor) else part)
+                return found if change is None else change(found)
 
             return multiply
 
-        shape = (num_v, count, *p.shape)
+        shape = (num_v, count, *(p.shape if change is None else map(len, changed)))
         size = reductions.slice_size(num_v * p.numel())
         return reductions.in_slices(product, shape, size, like, wanted, weights)
 

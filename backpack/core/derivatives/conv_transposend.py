@@ -35,6 +35,7 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     """
 
     kronecker_rows_are_constant = True
+    kronecker_swaps_axes = True
     squares_with_input = True
     hessian_is_zero = is_linear_in_params = always
     repeats_output = ChannelBiasDerivatives.repeats_output

@@ -375,6 +375,26 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         shape = (num_v, num_n, *p.shape)
         return reductions.in_slices(product, shape, size, flat, wanted, weights)
 
+    @fast.body("Patches, or products with them, are turned in slices.", "param_vjp")
+    def square_in_bases(
+        self, c: Context, name: str, v: Any, bases: Sequence[Tensor], weights: Tensor | None = None
+    ) -> Tensor:
+        """Sum the squares in a basis, see the base class."""
+        module, x = c.module, c.x
+        if name != "weight" or module.groups > 1 or len(bases) < 2:
+            return super().square_in_bases(c, name, v, bases, weights)
+        s = v.flatten(3).mT  # [V, N, T, O]
+        entries = s.shape[2] * max(len(s) * s.shape[3], len(bases[1]))
+        size, total = reductions.slice_size(entries), None
+        for start in range(0, len(x), size):
+            span = slice(start, start + size)
+            patches = self._unfold(c, x[span]).squeeze(1).mT
+            of_span = None if weights is None else weights[:, span]
+            square = affine.square_in_bases(s[:, span], patches, bases, of_span)
+            total = square if total is None else total + square
+        assert total is not None
+        return total
+
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum over the positions or keep them: ``[V, N, O, *] -> [V, N', 1, O]``."""
         return affine.position_rows(v.flatten(3).transpose(2, 3), approximation).unsqueeze(2)

@@ -65,6 +65,13 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         scale = scale / total if c.module.reduction == "mean" else scale.to(x.dtype)
         return c.select(scale).unsqueeze(1)
 
+    def ignores_targets(self, c: Context) -> bool:
+        """Return whether a target is ``ignore_index``."""
+        y = c.inputs[1]
+        if y.is_floating_point() or y.is_meta:
+            return False
+        return bool((y == c.module.ignore_index).any())
+
     @staticmethod
     def _counts_samples(c: Context) -> bool:
         """Whether the scale is one number for all samples that are not ignored."""

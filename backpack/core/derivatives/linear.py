@@ -33,6 +33,7 @@ class LinearDerivatives(BaseDerivatives):
     hessian_is_zero = is_linear_in_params = always
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
+    has_positions_apart = True
     squares_with_input = True
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:

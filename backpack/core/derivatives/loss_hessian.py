@@ -141,6 +141,10 @@ class LossHessian:
         """Return a Monte-Carlo factor, ``[M, N, *d]``."""
         return at_rows(self.rule, self.c, lambda c: self.rule.drawn_hessian_root(c, mc_samples))
 
+    def gradient_root(self) -> Tensor:
+        """Return the gradient times the root of what the mean divides by, ``[1, N, *d]``."""
+        return at_rows(self.rule, self.c, lambda c: self.rule.gradient_root(c))
+
     def product(self, t: Any, of_ggn: bool = False) -> Any:
         """Apply the Hessian, or the matrix of the GGN: ``[V, N, *d] -> [V, N, *d]``."""
         apply = self.rule.hessian_product

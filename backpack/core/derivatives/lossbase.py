@@ -28,6 +28,7 @@ from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
+from backpack.core.derivatives.terms import num_terms
 from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of
 from backpack.core.record.tape import Call, describe
@@ -64,6 +65,10 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that are predictions; the others are targets, weights or options."""
         return (0,)
+
+    def ignores_targets(self, c: Context) -> bool:
+        """Return whether there are targets that do not count."""
+        return False
 
     def couples_samples(self, c: Context) -> bool:
         """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""
@@ -118,6 +123,15 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         if mc_samples > 1:
             sampled = sampled / sqrt(mc_samples)
         return c.select(sampled, 1)
+
+    def gradient_root(self, c: Context) -> Tensor:
+        """Gradient g of the loss, times the root of :func:`num_terms`: ``[1, N, *d]``.
+
+        The sum of the outer products of the terms' gradients ``W g``, divided by W.
+        """
+        args, _ = c.call.arguments(c.inputs)
+        terms = num_terms(c.module, args[0], args[1:])
+        return c.select(self._gradient(c) * sqrt(terms)).unsqueeze(0)
 
     def hessian_product(self, c: Context, t: Any) -> Any:
         """Apply the Hessian: ``[V, N, *d] -> [V, N, *d]``."""

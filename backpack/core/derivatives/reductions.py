@@ -53,6 +53,22 @@ Multiply = Callable[[slice, Tensor | None], Tensor]
 Product = Callable[[slice], Multiply]
 
 
+def in_bases(products: Tensor, bases: Sequence[Tensor], swaps: bool = False) -> Tensor:
+    """Multiply products ``[V, N, *p]`` with ``(U_1 ⊗ U_2 ⊗ …)ᵀ``: ``[V, N, d_1, d_2, …]``.
+
+    Args:
+        products: The products.
+        bases: Orthogonal matrices, ``[d_1, d_1], [d_2, d_2], …``.
+        swaps: Whether the first of them belongs to the second axis of the parameter.
+    """
+    if swaps:
+        products = products.transpose(2, 3)
+    turned = products.reshape(*products.shape[:2], *map(len, bases))
+    for basis in bases:  # a step turns the first of the axes into the last
+        turned = torch.tensordot(turned, basis.to(turned.dtype), dims=([2], [0]))
+    return turned
+
+
 def over_columns(values: Tensor) -> Tensor:
     """Sum ``[V, *]`` over V, as a view if there is one."""
     return values.squeeze(0) if len(values) == 1 else values.sum(0)

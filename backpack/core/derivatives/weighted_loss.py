@@ -43,6 +43,11 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         rule, inside = self._inside(c)
         return rule.couples_samples(inside)
 
+    def ignores_targets(self, c: Context) -> bool:
+        """Return whether the loss inside does."""
+        rule, inside = self._inside(c)
+        return rule.ignores_targets(inside)
+
     def check_call(self, c: Context) -> None:
         """Refuse what the loss inside refuses."""
         super().check_call(c)

@@ -14,12 +14,12 @@ from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.products import OF_GRADIENT, REDUCTIONS
-from backpack.core.engine.propagations import Blocks
+from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import tape
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
-EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | OF_GRADIENT
+EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | InputsAlone.offers | OF_GRADIENT
 # How many names a message lists.
 MOST_NAMES = 8
 EXTEND_FIRST = (
@@ -155,7 +155,7 @@ def sharded_modules() -> set[Module]:
     if fsdp is None or not (distributed.is_available() and distributed.is_initialized()):
         return set()
     kind = fsdp.FullyShardedDataParallel
-    roots = [module for module in CTX._extended if isinstance(module, kind)]
+    roots = [module for module in CTX.extended() if isinstance(module, kind)]
     return {module for root in roots for module in root.modules()}
 
 

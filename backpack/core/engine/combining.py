@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from backpack.context import Configuration
 from backpack.core.engine import results
-from backpack.core.engine.products import OF_GRADIENT, OVER_PARTS, Products
+from backpack.core.engine.products import IN_BASES, OF_GRADIENT, OVER_PARTS, Products
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
@@ -48,6 +48,11 @@ NOT_OF_PARTS = (
     "factored individual gradients, and what is made of those of all parameters, are not put "
     "together from parts of the batch. Use BatchGrad() or SumGradSquared(), or "
     "backpack(..., process_group=None) and no accumulate=True."
+)
+NOT_IN_BASES = (
+    "eigenvalues in the eigenbasis of the whole batch do not follow from those of its parts. Use "
+    "KFAC or KFLR, or backpack.linalg.EKFAC of several batches, or backpack(..., "
+    "process_group=None) and no accumulate=True."
 )
 OTHER_EXTENSIONS = (
     "accumulate=True: the extensions {} are those of one context now, but were not before, or have "
@@ -299,6 +304,8 @@ class Combining:
             for ext in exts:
                 if ext.collects or not OF_GRADIENT.isdisjoint(ext.needs):
                     raise NotImplementedError(f"{ext!r}: {NOT_OF_PARTS}")
+                if not IN_BASES.isdisjoint(ext.needs):
+                    raise NotImplementedError(f"{ext!r}: {NOT_IN_BASES}")
                 if ext.propagation is not None and not ext.propagation.adds_up:
                     raise NotImplementedError(f"{ext!r}: {NOT_A_SUM}")
         return combines

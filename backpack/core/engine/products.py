@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from backpack.core.record.shards import KNOWN, shard_of
 from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
+from backpack.utils.kroneckers import eigh_semidefinite
 
 OWN_REDUCTIONS = fast.path(
     "own reductions", "Rules reduce individual products that nobody wants to see."
@@ -180,15 +182,31 @@ REDUCTIONS = {
     "gram": Reduction(is_symmetric=True),
     "gram_expand": Reduction(is_symmetric=True),  # the same, with every position a row of its own
 }
+# [N, T]  sum_v whether something arrives at a position: if the loss ignores targets
+ARRIVED = "arrived"
+REDUCTIONS[ARRIVED] = Reduction(sample_axis=0, degree=0)
+GRAMS = {None: "gram", "expand": "gram_expand", "reduce": "gram"}
 # What comes with a Gram matrix: the Kronecker factors of the inputs, by approximation.
 INPUT_FACTORS = {
     None: "input_factors",
     "expand": "input_factors_expand",
     "reduce": "input_factors_reduce",
 }
+# Sums of squares in the eigenbasis of these factors.
+EIGEN_SQUARES = {
+    None: "eigen_square",
+    "expand": "eigen_square_expand",
+    "reduce": "eigen_square_reduce",
+}
+IN_BASES = frozenset(EIGEN_SQUARES.values())
+# Bases of a parameter, by approximation.
+Bases = Mapping[str | None, Sequence[Tensor]]
+REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Qᵀ Jᵀ s)²
+# The identity in place of a Gram matrix: what arrives does not matter.
+IDENTITY = "identity"
 # How values are put together for parts of a batch.
 OVER_PARTS = REDUCTIONS | dict.fromkeys(
-    INPUT_FACTORS.values(), Reduction(degree=0, is_average=True, is_symmetric=True)
+    [*INPUT_FACTORS.values(), IDENTITY], Reduction(degree=0, is_average=True, is_symmetric=True)
 )
 
 
@@ -209,6 +227,7 @@ class Products:
         wanted: All quantities that will be asked for: a cheaper one follows from a dearer one.
         terms: If the network mixes samples, the columns of this many terms of the loss travel
             separately, each through the whole batch: ``V = columns · terms``.
+        bases: The bases of sums of squares, if they are not those of these products alone.
     """
 
     def __init__(
@@ -217,6 +236,7 @@ class Products:
         uses: list[Use],
         wanted: Collection[str] = (),
         terms: int | None = None,
+        bases: Bases | None = None,
     ):
         """Store what is given; compute nothing."""
         self.parameter = parameter
@@ -225,6 +245,7 @@ class Products:
         self.uses = uses
         self.wanted = wanted
         self.terms = terms
+        self.bases = dict(bases or {})
         rule = uses[0].call.derivatives
         self.input_first = rule is not None and rule.kronecker_input_first
         self._values: dict[str, Any] = {}
@@ -308,7 +329,18 @@ class Products:
         """Return how many samples (or positions of them) a quantity is the average of."""
         if name != INPUT_FACTORS["expand"]:
             return self.num_samples
+        if self._has_positions_apart:
+            return self.weight_of_inputs("expand")
         return sum(use.apply("kron_rows", "expand").shape[1] for use in self.uses)
+
+    def weight_of_inputs(self, approximation: str | None) -> int:
+        """Return of how many samples (positions) the factor of the inputs is the average.
+
+        Or, where positions cannot be told apart, of how many samples these are positions.
+        """
+        if approximation == "expand" and self._has_positions_apart:
+            return sum(map(len, self._rows_that_count())) or self.num_samples
+        return self.num_samples
 
     @lazy
     def num_samples(self) -> int:
@@ -372,13 +404,64 @@ class Products:
         squares = self["individual"].square()
         return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
 
-    def kronecker_factors(self, approximation: str | None = None) -> list[Tensor]:
-        """Return the Kronecker factors, in the order of the parameter's axes."""
-        gram = self.take("gram_expand" if approximation == "expand" else "gram")
+    def kronecker_factors(
+        self, approximation: str | None = None, first: str | None = None
+    ) -> list[Tensor]:
+        """Return the Kronecker factors, in the order of the parameter's axes.
+
+        Args:
+            approximation: How positions are treated.
+            first: Name of the factor that carries the scale of the loss. Default: a Gram matrix.
+        """
+        return self._factors(first or GRAMS[approximation], approximation, self.take)
+
+    def _factors(
+        self, first: str, approximation: str | None, get: Callable[[str], Any]
+    ) -> list[Tensor]:
+        gram = get(first)
         if isinstance(gram, list):
             return axis_factors(gram)
-        inputs = self.take(INPUT_FACTORS[approximation])
+        inputs = get(INPUT_FACTORS[approximation])
         return [*inputs, gram] if self.input_first else [gram, *inputs]
+
+    def eigenbases(self, approximation: str | None = None) -> Sequence[Tensor]:
+        """Return the eigenvectors of the Kronecker factors; results do not vary with them."""
+        if approximation not in self.bases:
+            with torch.no_grad():
+                factors = self._factors(GRAMS[approximation], approximation, self.__getitem__)
+                self.bases[approximation] = [eigh_semidefinite(f)[1] for f in factors]
+        return self.bases[approximation]
+
+    @lazy
+    def swaps_axes(self) -> bool:
+        """Whether the Kronecker factors are those of ``p.transpose(0, 1)``."""
+        use, p = self.uses[0], self.parameter
+        swaps = use.derivatives.kronecker_swaps_axes and p.dim() > 1
+        return swaps and self._without_factors is None and use.has_kronecker_factors
+
+    def _eigen_square(self, approximation: str | None = None) -> Tensor:
+        bases = self.eigenbases(approximation)
+        if self.direct:
+            (use,) = self.uses
+            return use.apply("square_in_bases", bases, use.factor.weights)
+        turned = reductions.in_bases(self["individual"], bases, self.swaps_axes)
+        return reductions.of_products(turned, {"square"}, self.uses[0].factor.weights)["square"]
+
+    def _eigen_square_expand(self) -> Tensor:
+        return self._eigen_square("expand")
+
+    def _eigen_square_reduce(self) -> Tensor:
+        return self._eigen_square("reduce")
+
+    def _identity(self) -> Any:
+        """Return the identity of the size of a Gram matrix."""
+        p = self.parameter
+        if self._without_factors == self._marginals:  # those of the identity
+            eyes = [torch.eye(d, dtype=p.dtype, device=p.device) for d in p.shape if d > 1]
+            return [eye * (p.numel() / len(eye)) for eye in eyes]
+        inputs = self[INPUT_FACTORS[None]]
+        size = p.numel() // prod(map(len, inputs))
+        return torch.eye(size, dtype=p.dtype, device=p.device)
 
     @lazy
     def _without_factors(self) -> Callable[[], Any] | None:
@@ -390,8 +473,15 @@ class Products:
         is_small = p.numel() <= WHOLE_BLOCK_ENTRIES or sum([size > 1 for size in p.shape]) < 2
         if is_small and len(self.uses) == 1:
             return None
-        facts = {(u.has_kronecker_factors, u.derivatives.kronecker_input_first) for u in self.uses}
-        (is_known, _), *others = facts
+        facts = {
+            (
+                u.has_kronecker_factors,
+                u.derivatives.kronecker_input_first,
+                u.derivatives.kronecker_swaps_axes,
+            )
+            for u in self.uses
+        }
+        (is_known, *_), *others = facts
         if is_small:
             return self._block if others else None
         return None if is_known and not others else self._marginals
@@ -452,7 +542,46 @@ class Products:
         return shared[name].clone()
 
     def _input_factors_expand(self) -> list[Tensor]:
-        return self._input_factors("expand")
+        if not self._has_positions_apart:
+            return self._input_factors("expand")
+        rows = self._rows_that_count()
+        count = sum(map(len, rows))
+        return [reduce(add, [reductions.gram(x, max(1, count)) for x in rows])] if rows else []
+
+    @lazy
+    def _has_positions_apart(self) -> bool:
+        """Whether positions may be left out of the factor of the inputs."""
+        apart = all(u.derivatives.has_positions_apart for u in self.uses)
+        known = all(u.has_kronecker_factors for u in self.uses)
+        return apart and known and self.terms is None and self._without_factors is None
+
+    def _rows_that_count(self) -> list[Tensor]:
+        """Return what a parameter is multiplied with, ``[R, I]`` of each use; none for a bias.
+
+        Where targets are ignored, rows are left out at whose place nothing arrives.
+        """
+        rows = []
+        for use in self.uses:
+            rule: Any = use.call.derivatives
+            (x,) = rule.affine_inputs(use.c, use.name)
+            if x is not None:
+                rows.append(x.reshape(-1, x.shape[-1]))
+        if rows and ARRIVED in self.wanted:
+            counts = [len(x) // len(self[ARRIVED]) for x in rows]
+            masks = self[ARRIVED].split(counts, 1)
+            rows = [x[mask.flatten() > 0] for x, mask in zip(rows, masks, strict=True)]
+        return rows
+
+    def _arrived(self) -> Tensor:
+        """Tell where something arrives, position by position of each sample and use."""
+        if not self._has_positions_apart:
+            return self.parameter.new_ones(self.num_samples, 1)
+        each = []
+        for use in self.uses:
+            rows = use.apply("kron_rows", "expand")  # [V, N·T, 1, O]
+            arrived = (rows != 0).flatten(2).any(2).sum(0).to(rows.dtype)
+            each.append(arrived.unflatten(0, (self.num_samples, -1)))
+        return torch.cat(each, 1)
 
     def _input_factors_reduce(self) -> list[Tensor]:
         return self._input_factors("reduce")

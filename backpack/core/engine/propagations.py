@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from backpack.core.engine.batch_averaged import BatchAveragedSweep
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import REDUCTIONS, Products, Use
+from backpack.core.engine.products import IDENTITY, REDUCTIONS, Bases, Products, Use
 from backpack.core.engine.sweep import (
     LossSource,
     ResidualSource,
@@ -78,10 +78,10 @@ class Propagation:
         raise NotImplementedError
 
 
-LossFactor = Callable[[Rows], tuple[Columns, Tensor | None]]
+Emission = Callable[[Rows], tuple[Columns, Tensor | None]]
 
 
-def user_loss_rule(call: Call, exts: Extensions) -> LossFactor | None:
+def user_loss_rule(call: Call, exts: Extensions) -> Emission | None:
     """Return the factor that a user registered for this loss, if there is one."""
     for ext in exts:
         rule = ext.rule_for(call.module)
@@ -132,9 +132,8 @@ def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> 
     ]
 
 
-@dataclass(frozen=True)
-class ExactFactor(Propagation):
-    """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
+class LossFactor(Propagation):
+    """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module."""
 
     def reads_gradients(self) -> bool:
         """Return False: the exact factor depends on the prediction alone."""
@@ -142,10 +141,23 @@ class ExactFactor(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Sweep ``JᵀS``."""
-        sweep = Sweep(plan, exts, subsampling, save)
-        sweep.run([self._source(call, sweep) for call in plan.losses])
+        self.sweep(Sweep(plan, exts, subsampling, save))
 
-    def _source(self, call: Call, sweep: Sweep) -> Source:
+    def sweep(self, sweep: Sweep) -> None:
+        """Run a sweep."""
+        sweep.run([self.source(call, sweep) for call in sweep.plan.losses])
+
+    def source(self, call: Call, sweep: Sweep) -> Source:
+        """Return what starts at a loss."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ExactFactor(LossFactor):
+    """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
+
+    def source(self, call: Call, sweep: Sweep) -> Source:
+        """Return columns that are made when they start."""
         scale = root_of_scale(call, sweep.savefields)
         # if nobody sees the columns, and one less saves more than it takes to find the others
         thin = sweep.sliced and "individual" not in sweep.wanted and sweep.is_long
@@ -157,12 +169,8 @@ class ExactFactor(Propagation):
 
 
 @dataclass(frozen=True)
-class SampledFactor(Propagation):
+class SampledFactor(LossFactor):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
-
-    def reads_gradients(self) -> bool:
-        """Return False: the factor depends on the prediction alone."""
-        return False
 
     mc_samples: int = 1
 
@@ -171,23 +179,92 @@ class SampledFactor(Propagation):
         if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
-    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Sweep ``JᵀS``."""
-        sweep = Sweep(plan, exts, subsampling, save)
-        sweep.run([self._source(call, sweep) for call in plan.losses])
-
-    def _source(self, call: Call, sweep: Sweep) -> Source:
+    def source(self, call: Call, sweep: Sweep) -> Source:
+        """Draw for the whole batch."""
         scale = root_of_scale(call, sweep.savefields)
         rule = user_loss_rule(call, sweep.exts)
         if rule is not None:
             return LossSource(call, rule, sampled=True)
-        drawn = LossHessian(call).drawn_root(self.mc_samples)
-        drawn = drawn if scale is None else drawn * scale
+        return self.whole(call, LossHessian(call).drawn_root(self.mc_samples), scale)
+
+    @staticmethod
+    def whole(call: Call, columns: Tensor, scale: Tensor | None) -> Source:
+        """Return columns of the whole batch that add up where rows merge."""
+        columns = columns if scale is None else columns * scale
 
         def factor(rows: Rows) -> tuple[Columns, None]:
-            return subsample(drawn, 1, rows), None
+            return subsample(columns, 1, rows), None
 
         return LossSource(call, factor, sampled=True)
+
+
+@dataclass(frozen=True)
+class EmpiricalFactor(LossFactor):
+    """The gradients at the targets, times the root of what the mean divides by: ``[1, N, *out]``.
+
+    ``W g gᵀ`` is the outer product of ``W g``, the gradient of a term of the loss, divided by W.
+    """
+
+    def source(self, call: Call, sweep: Sweep) -> Source:
+        """Return the gradients at the prediction."""
+        scale = root_of_scale(call, sweep.savefields)
+        rule = user_loss_rule(call, sweep.exts)
+        if rule is not None:
+            return LossSource(call, rule, sampled=True)
+        hessian = LossHessian(call)
+        if not hessian.is_of_one_prediction:
+            raise NotImplementedError(
+                f"{sweep.savefields}: several inputs of {call!r} are predictions, so that a sample "
+                "has no gradient at one of them. Use fisher='exact'."
+            )
+        return SampledFactor.whole(call, hessian.gradient_root(), scale)
+
+
+@dataclass(frozen=True, eq=False)
+class InBases(Propagation):
+    """Another propagation, with bases of parameters that are known before. Equal to itself alone.
+
+    Attributes:
+        inner: What travels.
+        bases: For each parameter its bases, by approximation; others have those of the batch.
+    """
+
+    inner: LossFactor
+    bases: Mapping[Parameter, Bases]
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Sweep ``JᵀS``."""
+        self.inner.sweep(Sweep(plan, exts, subsampling, save, bases=self.bases))
+
+
+@dataclass(frozen=True)
+class InputsAlone(Propagation):
+    """Nothing travels: what arrives at an output is replaced by the identity."""
+
+    offers = frozenset({IDENTITY})
+
+    def reads_gradients(self) -> bool:
+        """Return False."""
+        return False
+
+    def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
+        """Save what follows from the inputs."""
+        refuse_rules(exts)
+        for p in plan.uses:
+            uses = uses_without_columns(plan, p, subsampling)
+            if plan.base:
+                samples = len(row_numbers(plan.base, subsampling))
+                uses = [replace(use, factor=_grouped(use.factor, samples)) for use in uses]
+            Products(p, uses, self.offers).extract(exts, save)
+
+
+def _grouped(factor: Factor, samples: int) -> Factor:
+    """Say how many samples the rows belong to, if they do."""
+    return replace(factor, groups=factor.groups if factor.groups % samples else samples)
 
 
 def is_curved(call: Call) -> bool:

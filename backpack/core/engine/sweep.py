@@ -7,7 +7,7 @@ slices of samples (and, for a single sample, of columns), so that memory stays b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,12 +23,28 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
-from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
+from backpack.core.derivatives.lossbase import (
+    BaseLossDerivatives,
+    Columns,
+    first_of,
+    is_negative,
+)
 from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.lazy import lazy
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import REDUCTIONS, Products, Reduction, Use, add
+from backpack.core.engine.products import (
+    ARRIVED,
+    EIGEN_SQUARES,
+    GRAMS,
+    IN_BASES,
+    REDUCTIONS,
+    Bases,
+    Products,
+    Reduction,
+    Use,
+    add,
+)
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.tape import Call, Origin, describe, flatten_outputs
 from backpack.core.rows import Rows, row_numbers, take_rows
@@ -366,6 +382,7 @@ class Sweep:
         subsampling: Samples they look at.
         save: Called with each parameter, extension and value.
         left_out: Parameters of which nothing is to be extracted.
+        bases: The bases of sums of squares. Default: of the Kronecker factors of this sweep.
     """
 
     def __init__(
@@ -375,6 +392,7 @@ class Sweep:
         subsampling: Sequence[int] | None,
         save: Save,
         left_out: Collection[Parameter] = (),
+        bases: Mapping[Parameter, Bases] | None = None,
     ):
         """Read what the extensions want."""
         self.plan = plan
@@ -383,6 +401,13 @@ class Sweep:
         self.save = save
         self.left_out = left_out
         self.wanted = frozenset().union(*[ext.needs for ext in exts])
+        if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
+            self.wanted |= {ARRIVED}
+        self.bases = dict(bases or {})
+        # what needs bases of the whole batch is summed in a second sweep, if the first has slices
+        known = self.bases.keys() >= plan.uses.keys()
+        self.later = frozenset() if known else self.wanted & IN_BASES
+        self.gathered = self.wanted - self.later
         self.savefields = ", ".join([ext.savefield for ext in exts])
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))
@@ -402,14 +427,34 @@ class Sweep:
     def run(self, sources: Sequence[Source]) -> None:
         """Sweep from every source, put the slices together, and save."""
         totals = self._totals(sources)
+        later = self._in_bases(sources, totals) if totals and self.later else {}
         for p in list(totals):
-            products = Products(
-                p, self._whole_uses(p), self.wanted, 1 if self.plan.mixing else None
-            )
+            products = self._whole(p)
             products.set_values(totals.pop(p))  # nobody else has them, see ownership
+            products.set_values(later.pop(p, {}))
             products.extract(self.exts, self.save)
         for p, ext in list(self.rule_values):
             self.save(p, ext, self.rule_values.pop((p, ext)))
+
+    def _whole(self, p: Parameter) -> Products:
+        """Return products that have no columns, but will be given values."""
+        terms = 1 if self.plan.mixing else None
+        return Products(p, self._whole_uses(p), self.wanted, terms, self.bases.get(p))
+
+    def _in_bases(
+        self, sources: Sequence[Source], totals: Mapping[Parameter, Mapping[str, Any]]
+    ) -> dict[Parameter, dict[str, Any]]:
+        """Sweep again, for sums of squares in the bases of what has come in several pieces."""
+        for p, values in totals.items():
+            products = self._whole(p)
+            products.set_values(values)
+            self.bases[p] = {
+                approximation: products.eigenbases(approximation)
+                for approximation, name in EIGEN_SQUARES.items()
+                if name in self.later
+            }
+        self.gathered = self.later
+        return self._totals(sources)
 
     def _totals(self, sources: Sequence[Source]) -> dict[Parameter, dict[str, Any]]:
         """Sweep from every source, and put the slices together; save what came in one piece."""
@@ -422,17 +467,18 @@ class Sweep:
 
             def gather(products: Products, part: Part, into: Any = of_source) -> None:
                 p = products.parameter
-                if p in self.left_out:
+                again = bool(self.later) and self.gathered is self.later
+                if p in self.left_out or (again and p not in self.bases):
                     return
-                if part.is_whole and len(sources) == 1 and not self.plan.mixing:
+                if part.is_whole and len(sources) == 1 and not self.plan.mixing and not again:
                     products.extract(self.exts, self.save)
                     return
                 if p not in into:
-                    if p in totals and _are_per_sample(self.wanted):
+                    if p in totals and _are_per_sample(self.gathered):
                         self.plan.check_one_batch(p)
                     before = totals.get(p, {})
                     into[p] = {
-                        name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.wanted
+                        name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.gathered
                     }
                 for name, gathered in into[p].items():
                     gathered.add(products[name], part)
@@ -659,7 +705,7 @@ class Sweep:
                 return
             self._through(state, call, receive)
         for p, uses in state.pending.items():
-            receive(Products(p, uses, self.wanted, state.terms), state.part)
+            receive(Products(p, uses, self.wanted, state.terms, self.bases.get(p)), state.part)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
@@ -706,7 +752,8 @@ class Sweep:
             use = Use(c.call, name, factor, c.rows, mats)
             if len(self.plan.uses[p]) == 1:
                 use.c = c
-                receive(Products(p, [use], self.wanted, state.terms), state.part)
+                bases = self.bases.get(p)
+                receive(Products(p, [use], self.wanted, state.terms, bases), state.part)
             else:  # what the rule sees is made again when the others have come
                 state.pending.setdefault(p, []).append(use)
         c.memo = None
@@ -1034,6 +1081,11 @@ class InputGradients(Sequence[Any]):
             found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
         by_index = dict(zip(needed, found, strict=True))
         return tuple(by_index.get(i) for i in range(len(xs)))
+
+
+def _ignores_targets(call: Call) -> bool:
+    assert isinstance(call.derivatives, BaseLossDerivatives)
+    return call.derivatives.ignores_targets(context_of(call))
 
 
 def _are_per_sample(names: Iterable[str]) -> bool:

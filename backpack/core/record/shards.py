@@ -225,7 +225,7 @@ def note(module: Module) -> bool:
 def _roots() -> list[Any]:
     fsdp: Any = sys.modules.get(FSDP)
     kind = getattr(fsdp, "FSDPModule", ())
-    return [module for module in list(CTX._extended) if isinstance(module, kind)]
+    return [module for module in CTX.extended() if isinstance(module, kind)]
 
 
 def _groups(root: Any) -> list[Any]:

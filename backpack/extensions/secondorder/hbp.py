@@ -7,37 +7,72 @@ from typing import Literal
 
 from torch import Tensor
 
-from backpack.core.engine.products import INPUT_FACTORS, Products
-from backpack.core.engine.propagations import BatchAveraged, ExactFactor, Propagation, SampledFactor
+from backpack.core.engine.products import GRAMS, IDENTITY, INPUT_FACTORS, Products
+from backpack.core.engine.propagations import (
+    BatchAveraged,
+    EmpiricalFactor,
+    ExactFactor,
+    InputsAlone,
+    Propagation,
+    SampledFactor,
+)
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 Approximation = Literal["expand", "reduce"] | None
+Fisher = Literal["sampled", "exact", "empirical", "inputs"]
 
 
 class LossHessianStrategy:
     """What starts at the loss: the exact factor, sampled gradients, or the sum over the batch.
 
-    ``SUM`` is another name of ``AVERAGE``: the Hessian of a mean is the average.
+    ``EMPIRICAL`` are gradients at the targets, ``NONE`` goes with the backward strategy of
+    that name. ``SUM`` is another name of ``AVERAGE``: the Hessian of a mean is the average.
     """
 
     EXACT = "EXACT"
     SAMPLING = "SAMPLING"
+    EMPIRICAL = "EMPIRICAL"
+    NONE = "NONE"
     AVERAGE = "AVERAGE"
     SUM = AVERAGE
 
 
 class BackpropStrategy:
-    """What travels back: a factor for each sample, or a matrix averaged over the batch."""
+    """What travels back: a factor for each sample, a matrix averaged over the batch, or nothing."""
 
     SQRT = "SQRT"
     BATCH_AVERAGE = "BATCH_AVERAGE"
+    NONE = "NONE"
 
 
 class ExpectationApproximation:
     """How the expectation of a Kronecker product becomes one: a product of expectations."""
 
     BOTEV_MARTENS = "BOTEV_MARTENS"
+
+
+STRATEGIES: dict[str, tuple[str, str]] = {
+    "sampled": (LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT),
+    "exact": (LossHessianStrategy.EXACT, BackpropStrategy.SQRT),
+    "empirical": (LossHessianStrategy.EMPIRICAL, BackpropStrategy.SQRT),
+    "inputs": (LossHessianStrategy.NONE, BackpropStrategy.NONE),
+}
+
+
+def strategies(fisher: str, mc_samples: int) -> tuple[str, str]:
+    """Return what starts at the loss and what travels back, for a kind of Fisher information.
+
+    Raises:
+        ValueError: If there is no such kind, or nothing is drawn but a number of draws is given.
+    """
+    if fisher not in STRATEGIES:
+        raise ValueError(f"fisher is one of {', '.join(map(repr, STRATEGIES))}, got {fisher!r}.")
+    if fisher != "sampled" and mc_samples != 1:
+        raise ValueError(
+            f"mc_samples={mc_samples!r} is for fisher='sampled': fisher={fisher!r} draws nothing."
+        )
+    return STRATEGIES[fisher]
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -59,7 +94,9 @@ class HBP(SecondOrderBackpropExtension):
     - ``"expand"``: ``B = sum_nt b_nt b_ntᵀ``, ``A = 1/(N T) sum_nt a_nt a_ntᵀ``. Positions are
       further samples. Exact for linear networks whose loss has a term (of the same curvature) for
       each position, which depends on that position of the input alone: the case of language
-      models. A bias, which has no A, has ``[B]`` with this B.
+      models. A bias, which has no A, has ``[B]`` with this B. If the loss ignores targets
+      (``ignore_index``), positions of linear layers at which nothing arrives are no samples: A is
+      the average over the others.
     - ``"reduce"``: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``,
       ``A = 1/(N T²) sum_n (sum_t a_nt) (sum_t a_nt)ᵀ``. Exact for linear networks that sum or
       average over the positions before the loss, such as an image classifier with global average
@@ -110,7 +147,9 @@ class HBP(SecondOrderBackpropExtension):
         members: dict[tuple[str, str], Propagation] = {
             (LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT): SampledFactor(mc_samples),
             (LossHessianStrategy.EXACT, BackpropStrategy.SQRT): ExactFactor(),
+            (LossHessianStrategy.EMPIRICAL, BackpropStrategy.SQRT): EmpiricalFactor(),
             (LossHessianStrategy.AVERAGE, BackpropStrategy.BATCH_AVERAGE): BatchAveraged(),
+            (LossHessianStrategy.NONE, BackpropStrategy.NONE): InputsAlone(),
         }
         choice = (loss_hessian_strategy, backprop_strategy)
         known = curv_type == Curvature.GGN and ea_strategy == ExpectationApproximation.BOTEV_MARTENS
@@ -130,9 +169,14 @@ class HBP(SecondOrderBackpropExtension):
             )
         self.propagation = members[choice]
         self.approximation = approximation
-        if approximation == "expand":
-            self.needs = ("gram_expand",)  # type: ignore[misc]
+        self.needs = (self._first(),)  # type: ignore[misc]
         super().__init__(savefield, subsampling=subsampling)
+
+    def _first(self) -> str:
+        """Name the factor of what travels back."""
+        if isinstance(self.propagation, InputsAlone):
+            return IDENTITY
+        return GRAMS[self.approximation]
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -141,27 +185,43 @@ class HBP(SecondOrderBackpropExtension):
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""
-        return products.kronecker_factors(self.approximation)
+        return products.kronecker_factors(self.approximation, self._first())
 
 
 class KFAC(HBP):
-    r"""Kronecker factors with sampled gradients, saved in ``kfac``.
+    r"""Kronecker factors of a Fisher information, by default with sampled gradients; in ``kfac``.
 
     .. math::
         B = \sum_n \sum_{m=1}^M \tilde b_{nm} \tilde b_{nm}^\top
         \qquad A = \frac1N \sum_n a_n a_n^\top
 
-    For a linear layer :math:`z_n = W a_n`, with :math:`\tilde b_{nm}` what arrives at its output
-    of a gradient for a target that is drawn from the model's prediction. The loss has to be a
-    negative log likelihood.
+    For a linear layer :math:`z_n = W a_n`, with :math:`\tilde b_{nm}` what arrives at its output.
+    What that is, ``fisher`` says:
+
+    - ``"sampled"``: gradients for targets that are drawn from the model's prediction, divided by
+      :math:`\sqrt M`. The loss has to be a negative log likelihood.
+    - ``"exact"``: the columns of the exact factor of the loss Hessian. This is :class:`KFLR`.
+    - ``"empirical"``: the gradients at the targets of the data. With the W terms that a mean of the
+      loss divides by (W is 1 for a sum; :class:`~backpack.linalg.EmpiricalFisher` says more), and
+      :math:`g_n` what arrives of the gradient of the loss, which has the factor 1/W,
+      :math:`\tilde b_n = \sqrt W g_n`: for one term for each sample, B is the mean over the samples
+      of the outer products of the gradients of their own losses. Any loss will do.
+    - ``"inputs"``: nothing. B is the identity, without the scale of the loss, so that all there is
+      to compute is A.
 
     :Shape: List of matrices, see :class:`HBP`.
-    :Scale: B carries that of the loss, A is an average. The expectation of B is that of
-        :class:`KFLR`.
-    :Cost: M columns travel back where the gradient is one.
+    :Scale: B carries that of the loss, A is an average. The expectation of the sampled B is the
+        exact one, and so is that of the empirical B if the targets follow the prediction.
+    :Cost: M columns travel back where the gradient is one; C for ``"exact"``, one for
+        ``"empirical"``, none for ``"inputs"``.
     :Source: Martens, Grosse, Optimizing neural networks with Kronecker-factored approximate
         curvature (ICML 2015). Convolutions: Grosse, Martens, A Kronecker-factored approximate
-        Fisher matrix for convolution layers (ICML 2016).
+        Fisher matrix for convolution layers (ICML 2016). Exact: Botev, Ritter, Barber, Practical
+        Gauss-Newton optimisation for deep learning (ICML 2017). Empirical: Kunstner, Balles,
+        Hennig, Limitations of the empirical Fisher approximation for natural gradient descent
+        (NeurIPS 2019). Inputs: Benzing, Gradient descent on neurons and its link to approximate
+        second-order optimization (ICML 2022); Petersen et al., ISAAC Newton: input-based
+        approximate curvature for Newton's method (ICLR 2023).
     """
 
     def __init__(
@@ -169,18 +229,22 @@ class KFAC(HBP):
         mc_samples: int = 1,
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
+        fisher: Fisher = "sampled",
     ):
         """Store the options.
 
         Args:
-            mc_samples: Number of Monte-Carlo samples.
+            mc_samples: Number M of Monte-Carlo samples, for ``fisher="sampled"``.
             subsampling: Samples of the batch to look at. Default: all.
             approximation: For weights that are used at several positions, see :class:`HBP`.
+            fisher: ``"sampled"``, ``"exact"``, ``"empirical"`` or ``"inputs"``.
+
+        Raises:
+            ValueError: If an option is unknown, or ``mc_samples`` is given where nothing is drawn.
         """
         super().__init__(
             Curvature.GGN,
-            LossHessianStrategy.SAMPLING,
-            BackpropStrategy.SQRT,
+            *strategies(fisher, mc_samples),
             ExpectationApproximation.BOTEV_MARTENS,
             savefield="kfac",
             mc_samples=mc_samples,

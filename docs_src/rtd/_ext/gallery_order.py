@@ -17,7 +17,7 @@ GROUPS = {
     ),
     "Curvature": (
         *("ggn_spectrum", "spectral_density", "trace_estimation", "newton_cg"),
-        *("pruning", "laplace", "influence"),
+        *("ekfac", "pruning", "laplace", "influence"),
     ),
     "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac", "distributed_training"),
     "Networks": ("resnet", "transformer", "wide_resnet", "character_rnn"),

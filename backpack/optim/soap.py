@@ -1,0 +1,155 @@
+"""Adam in the eigenbasis of Kronecker factors of the gradient: SOAP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from backpack.optim.base import Closure, Group
+from backpack.utils.kroneckers import eigh_semidefinite
+
+
+class SOAP(Optimizer):
+    """Adam along the eigenvectors of Kronecker factors, which rotate slowly.
+
+    Each axis k of a parameter has a factor ``L_k``, the moving average of ``G_(k) G_(k)ᵀ`` with the
+    gradient G unfolded along that axis (Shampoo), and its eigenvectors ``U_k``. With
+    ``Q = U_1 ⊗ U_2 ⊗ …``, the step is that of Adam for the rotated gradient ``Qᵀ g``:
+
+    ``θ ← θ − α (Q (Qᵀ m / (√v + ε)) + η θ)``
+
+    with moving averages m of the gradient and v of ``(Qᵀ g)²``, both without the bias from their
+    start. Every ``bases_every`` steps the eigenvectors follow the factors by a step of orthogonal
+    iteration, ``U_k ← qr(L_k U_k)``. Vectors are not rotated. As EKFAC, that is a diagonal in a
+    Kronecker-factored eigenbasis; second moments are those of the gradient of the batch, so that no
+    extension is needed, nor an extended model.
+
+    Source: Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade, SOAP: improving and
+    stabilizing Shampoo using Adam (ICLR 2025). Other than there, the first step counts, and every
+    axis of a tensor has a factor of its own.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bases_every: int = 10,
+        longest_axis: int = 2048,
+    ):
+        """Store the options, which may differ between groups.
+
+        Args:
+            params: Parameters, named parameters, or groups.
+            lr: Step size α.
+            betas: Forgetting factors of the averages of the gradient, and of factors and second
+                moments.
+            eps: ε, added to the root of the second moments.
+            weight_decay: η, decoupled from the gradient as in AdamW.
+            bases_every: Number of steps between two steps of the eigenvectors.
+            longest_axis: Longer axes are not rotated.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bases_every": bases_every,
+            "longest_axis": longest_axis,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters with options of its own.
+
+        Args:
+            param_group: ``{"params": ..., "lr": ..., ...}``; what is left out has its default.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        group = {**self.defaults, **param_group}
+        least = {"lr": 0, "eps": 0, "weight_decay": 0, "bases_every": 1, "longest_axis": 0}
+        for name, bound in least.items():
+            if not group[name] >= bound:
+                raise ValueError(f"{name} has to be at least {bound}, got {group[name]}.")
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls ``backward()`` and returns the
+                loss, as for any optimiser of torch.
+
+        Returns:
+            The value of the closure, None without one.
+
+        Raises:
+            RuntimeError: If a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._update(group, p, p.grad)
+        return loss
+
+    def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
+        if grad.is_sparse:
+            raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            axes = [k for k, size in enumerate(p.shape) if size > 1]
+            rotates = len(axes) > 1  # a vector has no Kronecker structure
+            axes = [k for k in axes if rotates and p.shape[k] <= group["longest_axis"]]
+            state.update(step=0, axes=axes, average=torch.zeros_like(p))
+            state["squares"] = torch.zeros_like(p)
+            state["factors"] = [grad.new_zeros(p.shape[k], p.shape[k]) for k in axes]
+        state["step"] += 1
+        axes, factors, count = state["axes"], state["factors"], state["step"]
+        for k, factor in zip(axes, factors, strict=True):
+            unfolded = grad.movedim(k, 0).reshape(len(factor), -1)
+            factor.lerp_(unfolded @ unfolded.T, 1 - beta2)
+        if count == 1:
+            state["bases"] = [eigh_semidefinite(factor)[1] for factor in factors]
+        elif (count - 1) % group["bases_every"] == 0:
+            pairs = zip(factors, state["bases"], strict=True)
+            state["bases"] = [_orthogonal(factor @ basis) for factor, basis in pairs]
+        bases = state["bases"]
+        state["average"].lerp_(grad, 1 - beta1)
+        state["squares"].lerp_(_turned(grad, axes, bases).square(), 1 - beta2)
+        mean = _turned(state["average"], axes, bases) / (1 - beta1**count)
+        root = (state["squares"] / (1 - beta2**count)).sqrt() + group["eps"]
+        step = _turned(mean / root, axes, [basis.T for basis in bases])
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * step)
+
+
+def _turned(tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor]) -> Tensor:
+    """Multiply axes with transposed matrices."""
+    for k, basis in zip(axes, bases, strict=True):
+        tensor = torch.tensordot(tensor, basis, dims=([k], [0])).movedim(-1, k)
+    return tensor
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Return orthogonal columns that span what the first columns of a matrix do."""
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # none in less
+    basis, triangle = torch.linalg.qr(wide)
+    signs = torch.where(triangle.diagonal() < 0, -1, 1)  # a basis that stays does not flip
+    return (basis * signs).to(matrix.dtype)

@@ -1,0 +1,128 @@
+"""SOAP: every step against its formula with dense matrices, and what ``torch.optim`` promises."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from backpack.optim import SOAP
+from backpack.utils.kroneckers import kfacs_to_mat
+
+SHAPES = [(3, 4), (5,), (2, 3, 4), (1, 4), ()]
+
+
+def gradients(shape: tuple[int, ...], count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, *shape, dtype=torch.float64, generator=generator)
+
+
+def take(p: nn.Parameter, optimiser: SOAP, grads: Tensor) -> None:
+    for grad in grads:
+        p.grad = grad.clone()
+        optimiser.step()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("longest", [2048, 3])
+def test_steps(shape: tuple[int, ...], longest: int) -> None:
+    """Five steps with Kronecker products of all axes."""
+    lr, (beta1, beta2), eps, decay = 0.1, (0.8, 0.6), 1e-3, 0.02
+    start, grads = gradients(shape, 1)[0], gradients(shape, 6)[1:]
+    p = nn.Parameter(start.clone())
+    optimiser = SOAP([p], lr, (beta1, beta2), eps, decay, bases_every=2, longest_axis=longest)
+    take(p, optimiser, grads)
+
+    sizes = [*shape] or [1]
+    theta = start.flatten()
+    eyes = [torch.eye(size).double() for size in sizes]
+    factors, bases = [0 * eye for eye in eyes], eyes
+    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    for t, grad in enumerate(grads, 1):
+        for k, size in enumerate(sizes):
+            unfolded = grad.reshape(sizes).movedim(k, 0).reshape(size, -1)
+            factors[k] = beta2 * factors[k] + (1 - beta2) * unfolded @ unfolded.T
+            if not 1 < size <= longest or max(sizes) == grad.numel():
+                continue
+            if t == 1:
+                bases[k] = torch.linalg.eigh(factors[k]).eigenvectors
+            elif t in (3, 5):
+                bases[k] = torch.linalg.qr(factors[k] @ bases[k]).Q  # signs do not matter
+        Q = kfacs_to_mat(bases)
+        m = beta1 * m + (1 - beta1) * grad.flatten()
+        v = beta2 * v + (1 - beta2) * (Q.T @ grad.flatten()).square()
+        root = (v / (1 - beta2**t)).sqrt() + eps
+        theta = theta - lr * (Q @ ((Q.T @ m) / (1 - beta1**t) / root) + decay * theta)
+    assert_close(p.detach().flatten(), theta)
+
+
+def test_without_rotations_it_is_adam() -> None:
+    grads = gradients((3, 4), 5)
+    p, q = (nn.Parameter(torch.ones(3, 4).double()) for _ in range(2))
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.9), "weight_decay": 0.1}
+    take(p, SOAP([p], **options, longest_axis=0), grads)
+    take(q, torch.optim.AdamW([q], **options), grads)  # type: ignore[arg-type]
+    assert_close(p, q)
+
+
+def test_state_dict_continues_identically() -> None:
+    grads = gradients((3, 4), 8)
+    p = nn.Parameter(torch.ones(3, 4).double())
+    optimiser = SOAP([p], bases_every=3)
+    take(p, optimiser, grads[:4])
+    q = nn.Parameter(p.detach().clone())
+    other = SOAP([q])
+    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    take(p, optimiser, grads[4:])
+    take(q, other, grads[4:])
+    assert_close(p, q, rtol=0, atol=0)
+
+
+def test_it_trains_with_a_closure() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    X, y = torch.randn(30, 4), torch.randint(3, (30,))
+    optimiser = SOAP(model.parameters(), lr=0.05)
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(model(X), y)
+        loss.backward()
+        return loss
+
+    first = float(optimiser.step(closure).detach())
+    for _ in range(60):
+        last = float(optimiser.step(closure).detach())
+    assert last < 0.3 * first
+
+
+def test_low_precision_and_what_has_no_gradient() -> None:
+    p, q = (nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)) for _ in range(2))
+    optimiser = SOAP([p, q], lr=0.1, bases_every=1)
+    take(p, optimiser, gradients((3, 4), 3).bfloat16())
+    assert p.isfinite().all() and not torch.equal(p, q)
+    assert torch.equal(q, torch.ones_like(q))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr has to be at least 0"),
+        ({"bases_every": 0}, "bases_every has to be at least 1"),
+        ({"betas": (0.9, 1.0)}, "betas have to be"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SOAP([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_sparse_gradients_are_an_error() -> None:
+    p = nn.Parameter(torch.ones(3, 2))
+    p.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        SOAP([p]).step()
