@@ -519,7 +519,7 @@ def _programs(rank: int, count: int) -> None:
         most = max(most, sum(one.is_there for one in known()))
 
     def known() -> list[Any]:
-        return [s for s in shards._by_memory.values() if id(s.parameter) in parameters]
+        return [s for s in shards.KNOWN.values() if id(s.parameter) in parameters]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards.gathered, "gather", watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain, groupby
 from operator import attrgetter
 from threading import get_ident
@@ -606,6 +606,9 @@ class BackwardPass:
     # ------------------------------------------------------------------ after the backward pass
 
     def _run(self) -> None:
+        if not self.combining.is_sharded:
+            self._run_all()
+            return
         with self._gathered():
             self._run_all()
 
@@ -615,8 +618,6 @@ class BackwardPass:
         One layer at a time, if all processes read them in the same order: where batches differ,
         their numbers of slices may. Else all of them, until the end.
         """
-        if not self.combining.is_sharded:
-            return nullcontext()
         first: tuple[shards.Shard, ...] = ()
         if self.second_order:
             shapes = [f"{describe(c.module)} {c.shape_in} {c.shape_out}" for c in self.calls]

@@ -7,7 +7,7 @@ losses add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakMethod
 
@@ -22,7 +22,7 @@ from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
 from backpack.core.record.shards import Shard, home, shard_of
-from backpack.core.record.tape import Call, all_live_calls, describe
+from backpack.core.record.tape import TENSORS, Call, all_live_calls, describe
 from backpack.core.types import Extension
 
 NO_JOIN = (
@@ -119,7 +119,6 @@ class Combining:
         self.originals = originals
         self.groups: dict[Parameter, Processes] = {}
         self.is_sharded = False
-        self._travels = any(ext.expects_backpropagation_quantities() for ext in self.exts)
         self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
         self._told: set[Processes] = set()  # of an error
         self._held: list[Statistics] = []
@@ -133,15 +132,16 @@ class Combining:
         Raises:
             NotImplementedError: If that is not known, or not possible.
         """
-        whole = list(call.params.values())
+        whole: Iterable[Parameter] = call.params.values()
         if shards.KNOWN:
+            for p in call.params.values():
+                self._note_shard(p)
             whole = [p for p in whole if shard_of(p) is None]
-        for p in call.params.values() if len(whole) < len(call.params) else ():
-            self._note_shard(p)
-        if not whole:
-            return
+            if not whole:
+                return
         group = self._group_of(call)
-        if (group is not None or self._travels) and any(map(shards.is_distributed, whole)):
+        is_plain = TENSORS.issuperset(map(type, whole)) or not (group or self._travels)
+        if not is_plain and any(map(shards.is_distributed, whole)):
             names = ", ".join(type(ext).__name__ for ext in self.exts)
             raise NotImplementedError(shards.TENSOR_PARALLEL.format(names, describe(call.module)))
         if group is not None:
@@ -151,6 +151,11 @@ class Combining:
             self.is_waiting = True
         elif is_nested and self.chosen == "module" and call.averaging is None and _are_several():
             raise NotImplementedError(NO_NESTED)
+
+    @property
+    def _travels(self) -> bool:
+        """Whether something travels back besides the gradient."""
+        return any(ext.expects_backpropagation_quantities() for ext in self.exts)
 
     def _note_shard(self, p: Parameter) -> None:
         """Note where results of a parameter belong that was sharded."""

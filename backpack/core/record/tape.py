@@ -1470,7 +1470,8 @@ def is_converted(module: Module) -> bool:
 def describe(module: Module) -> str:
     """Name a module as a reader of its model would: qualified name and type."""
     name = vars(module).get("_backpack_name", "")
-    kind = kind_of(module).__name__
+    managed = shards.MANAGED in vars(module)
+    kind = kind_of(module).__name__ if managed else type(module).__name__
     return f"'{name}' ({kind})" if name else kind
 
 
@@ -1613,7 +1614,8 @@ def note_rule(module_class: type[Module]) -> None:
 
 def has_rules(module: Module) -> bool:
     """Whether some extension has a rule of its own for modules of this class."""
-    return ref(kind_of(module)) in _ruled
+    kind = kind_of(module) if shards.MANAGED in vars(module) else type(module)
+    return ref(kind) in _ruled
 
 
 def is_own(hook: Any) -> bool:
