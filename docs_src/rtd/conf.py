@@ -86,4 +86,5 @@ sphinx_gallery_conf = {
     "plot_gallery": "True",
     "write_computation_times": False,
     "nested_sections": True,
+    "parallel": 2,  # programs at once, each in a process of its own
 }
