@@ -30,7 +30,7 @@ def take(p: nn.Parameter, optimiser: SOAP, grads: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("longest", [2048, 3])
 def test_steps(shape: tuple[int, ...], longest: int) -> None:
-    """Five steps with Kronecker products of all axes."""
+    """Five gradients, with Kronecker products of all axes; the first is no step if one rotates."""
     lr, (beta1, beta2), eps, decay = 0.1, (0.8, 0.6), 1e-3, 0.02
     start, grads = gradients(shape, 1)[0], gradients(shape, 6)[1:]
     p = nn.Parameter(start.clone())
@@ -42,6 +42,7 @@ def test_steps(shape: tuple[int, ...], longest: int) -> None:
     eyes = [torch.eye(size).double() for size in sizes]
     factors, bases = [0 * eye for eye in eyes], eyes
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    rotates = any(1 < size <= longest and max(sizes) < start.numel() for size in sizes)
     for t, grad in enumerate(grads, 1):
         for k, size in enumerate(sizes):
             unfolded = grad.reshape(sizes).movedim(k, 0).reshape(size, -1)
@@ -52,11 +53,14 @@ def test_steps(shape: tuple[int, ...], longest: int) -> None:
                 bases[k] = torch.linalg.eigh(factors[k]).eigenvectors
             elif t in (3, 5):
                 bases[k] = torch.linalg.qr(factors[k] @ bases[k]).Q  # signs do not matter
+        if rotates and t == 1:
+            continue
+        s = t - rotates
         Q = kfacs_to_mat(bases)
         m = beta1 * m + (1 - beta1) * grad.flatten()
         v = beta2 * v + (1 - beta2) * (Q.T @ grad.flatten()).square()
-        root = (v / (1 - beta2**t)).sqrt() + eps
-        theta = theta - lr * (Q @ ((Q.T @ m) / (1 - beta1**t) / root) + decay * theta)
+        root = (v / (1 - beta2**s)).sqrt() + eps
+        theta = theta - lr * (Q @ ((Q.T @ m) / (1 - beta1**s) / root) + decay * theta)
     assert_close(p.detach().flatten(), theta)
 
 
@@ -95,7 +99,7 @@ def test_it_trains_with_a_closure() -> None:
         return loss
 
     first = float(optimiser.step(closure).detach())
-    for _ in range(60):
+    for _ in range(80):
         last = float(optimiser.step(closure).detach())
     assert last < 0.3 * first
 

@@ -29,8 +29,9 @@ class SOAP(Optimizer):
     extension is needed, nor an extended model.
 
     Source: Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade, SOAP: improving and
-    stabilizing Shampoo using Adam (ICLR 2025). Other than there, the first step counts, and every
-    axis of a tensor has a factor of its own.
+    stabilizing Shampoo using Adam (ICLR 2025). As there, the first gradient of a parameter that is
+    rotated gives the first factors, and no step; other than there, every axis of a tensor has a
+    factor of its own.
     """
 
     def __init__(
@@ -128,10 +129,13 @@ class SOAP(Optimizer):
             factor.lerp_(unfolded @ unfolded.T, 1 - beta2)
         if count == 1:
             state["bases"] = [eigh_semidefinite(factor)[1] for factor in factors]
+            if axes:  # along the eigenvectors of one gradient, the others are rounding
+                return
         elif (count - 1) % group["bases_every"] == 0:
             pairs = zip(factors, state["bases"], strict=True)
             state["bases"] = [_orthogonal(factor @ basis) for factor, basis in pairs]
         bases = state["bases"]
+        count -= bool(axes)  # without the first
         state["average"].lerp_(grad, 1 - beta1)
         state["squares"].lerp_(_turned(grad, axes, bases).square(), 1 - beta2)
         mean = _turned(state["average"], axes, bases) / (1 - beta1**count)

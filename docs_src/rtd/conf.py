@@ -86,5 +86,6 @@ sphinx_gallery_conf = {
     "plot_gallery": "True",
     "write_computation_times": False,
     "nested_sections": True,
+    "reset_modules": ("matplotlib", "gallery_order.reset"),
     "parallel": 2,  # programs at once, each in a process of its own
 }

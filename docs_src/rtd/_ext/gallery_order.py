@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
 
 # group -> scripts of docs_src/examples, in the order in which they are shown
 GROUPS = {
@@ -42,6 +45,11 @@ class Position:
     def __call__(self, filename: str) -> int:
         """Return the position in the list."""
         return ORDER.index(Path(filename).stem)
+
+
+def reset(gallery_conf: Any, filename: str) -> None:
+    """Undo what a program has set in the process, which others run in as well."""
+    torch.set_default_dtype(torch.float32)
 
 
 def sort_into_groups(examples: Path, target: Path) -> None:
