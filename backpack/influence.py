@@ -304,9 +304,11 @@ class Influence(_Attribution):
         return self.curvature.solve(vectors, self.damping, self._tolerance)
 
     def _inverse(self) -> SpectralOperator:
-        if not hasattr(self, "_inverted"):
-            self._inverted = self.curvature.inverse(self.damping)  # type: ignore[union-attr]
-        return self._inverted
+        known: tuple[float, SpectralOperator] | None = vars(self).get("_inverted")
+        if known is None or known[0] != self.damping:
+            known = self.damping, self.curvature.inverse(self.damping)  # type: ignore[union-attr]
+            self._inverted = known
+        return known[1]
 
     def _each_batch(
         self, queries: Any, folder: str | Path | None
@@ -314,19 +316,19 @@ class Influence(_Attribution):
         gradients = self._of_queries(queries)
         flat = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
         directions = self.precondition(flat.T).T  # [Q, P]
-        shards = _Shards(folder, directions.norm(dim=1), self.damping)
+        shards = _Shards(folder, directions, f"damping {self.damping}, rank {self._query_rank}")
         pieces = directions.split([p.numel() for p in self._objective.params], 1)
         along = [
             _Directions(piece.reshape(-1, *p.shape), self._query_rank)
             for piece, p in zip(pieces, self._objective.params, strict=True)
         ]
         for X, targets in self._objective:
-            found = shards.read(X)
+            found = shards.read(X, targets)
             if found is None:
                 weight, of_samples = self._gradients(X, targets)
                 products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
                 found = weight, dict(zip(self.names, products, strict=True))
-                shards.write(X, *found)
+                shards.write((X, targets), *found)
             yield found
 
     def self_scores(self) -> Tensor:
@@ -480,15 +482,15 @@ class TracIn(_Attribution):
         self, queries: Any, folder: Path | None
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         of_queries = self._of_queries(queries)
-        norms = [g.reshape(len(g), -1).norm(dim=1) for g in of_queries]
-        shards = _Shards(folder, torch.stack(norms), 0.0)
+        flat = torch.cat([g.reshape(len(g), -1) for g in of_queries], 1)
+        shards = _Shards(folder, flat, f"projection {self._projection}")
         along = [_Directions(gradient, None) for gradient in of_queries]
         if self._projection is not None:
             batches = list(self._read(queries))
             found = [self._values(self._projection, *batch, True)[1] for batch in batches]
             projected = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
         for X, targets in self._objective:
-            known = shards.read(X)
+            known = shards.read(X, targets)
             if known is None:
                 if self._projection is None:
                     weight, of_samples = self._gradients(X, targets)
@@ -497,7 +499,7 @@ class TracIn(_Attribution):
                     weight, rows = self._values(self._projection, X, targets, False)
                     products = [q @ n.T for q, n in zip(projected, rows, strict=True)]
                 known = weight, dict(zip(self.names, products, strict=True))
-                shards.write(X, *known)
+                shards.write((X, targets), *known)
             yield known
 
     @contextmanager
@@ -616,51 +618,68 @@ class _Directions:
         return gradients.project_outer(self.a, self.b).unflatten(1, (-1, self.rank)).sum(2)
 
 
+def _signature(rows: Tensor) -> Tensor:
+    """Return what tells rows from others: size, length, and a projection of what it is divided by.
+
+    Args:
+        rows: ``[R, P]``
+
+    Returns:
+        ``[R, 3]``
+    """
+    wide = rows.double().cpu()
+    direction = torch.randn(wide.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    norms = wide.norm(dim=1)
+    projected = wide @ direction / norms.clamp(min=1e-300)
+    return torch.stack([torch.full_like(norms, wide.shape[1]), norms, projected], 1)
+
+
 class _Shards:
     """Results of each batch in a file of its own, if there is a folder.
 
     Args:
         folder: Where.
-        signature: Tells queries and options from others.
-        damping: The same.
+        queries: ``[Q, P]``, what training samples are compared with.
+        options: What the results depend on, besides.
     """
 
-    def __init__(self, folder: str | Path | None, signature: Tensor, damping: float):
+    def __init__(self, folder: str | Path | None, queries: Tensor, options: str):
         self.folder = None if folder is None else Path(folder)
-        self.signature = torch.cat([signature.detach().cpu().flatten(), torch.tensor([damping])])
-        self.number, self.device = 0, signature.device
+        self.signature, self.options = _signature(queries.detach().flatten(1)), options
+        self.number, self.device = 0, queries.device
 
     def _path(self) -> Path | None:
         return None if self.folder is None else self.folder / f"{self.number:06d}.safetensors"
 
     @staticmethod
-    def _sign(X: Any) -> Tensor:
-        leaves = [x for x in tree_leaves(X) if isinstance(x, Tensor)]
-        sizes = [float(x.numel()) for x in leaves]
-        return torch.tensor([*sizes, *(float(x.double().sum()) for x in leaves)])
+    def _sign(data: Any) -> Tensor:
+        leaves = [x for x in tree_leaves(data) if isinstance(x, Tensor)]
+        return torch.cat([_signature(x.detach().reshape(1, -1)) for x in leaves])
 
-    def read(self, X: Any) -> tuple[float, dict[str, Tensor]] | None:
+    def read(self, *data: Any) -> tuple[float, dict[str, Tensor]] | None:
         """Return the results of the next batch, if they are there."""
         path = self._path()
         if path is None or not path.exists():
             return None
         tensors, metadata = load_tensors(path)
         of_data, of_queries = tensors.pop("_data"), tensors.pop("_queries")
-        for known, now, what in (
-            (of_data, self._sign(X), "data"),
-            (of_queries, self.signature, "queries, another damping or other parameters"),
+        options = metadata["options"] == self.options
+        for known, now, is_same, what in (
+            (of_data, self._sign(data), True, "data"),
+            (of_queries, self.signature, options, "queries, options or parameters"),
         ):
-            if known.shape != now.shape or not torch.allclose(known.to(now), now, rtol=1e-3):
+            is_same = is_same and known.shape == now.shape
+            if not is_same or not torch.allclose(known.to(now), now, rtol=1e-3, atol=1e-3):
                 raise ValueError(f"{path} is of other {what}. Use another folder, or remove it.")
         self.number += 1
         return float(metadata["weight"]), {n: t.to(self.device) for n, t in tensors.items()}
 
-    def write(self, X: Any, weight: float, found: Mapping[str, Tensor]) -> None:
+    def write(self, data: Any, weight: float, found: Mapping[str, Tensor]) -> None:
         """Keep the results of the next batch."""
         path = self._path()
         if path is not None:
-            own = {**found, "_data": self._sign(X), "_queries": self.signature}
-            save_tensors(path, own, {"weight": repr(weight)})
+            own = {**found, "_data": self._sign(data), "_queries": self.signature}
+            save_tensors(path, own, {"weight": repr(weight), "options": self.options})
         self.number += 1
 
 

@@ -414,11 +414,28 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not computed
     with pytest.raises(ValueError, match="other queries"):
         influence.scores((X[:2], y[:2]), folder=tmp_path)
-    with pytest.raises(ValueError, match="another damping"):
-        Influence(model, loss, data, curvature, 2 * DAMPING).scores(queries, folder=tmp_path)
-    data.data = batches(X.flip(0), y.flip(0))
-    with pytest.raises(ValueError, match="other data"):
-        influence.scores(queries, folder=tmp_path)
+    for other in (
+        Influence(model, loss, data, curvature, 2 * DAMPING),
+        Influence(model, loss, data, curvature, DAMPING, query_rank=1),
+        Influence(model, loss, data, curvature, DAMPING, measure=lambda *batch: -loss(*batch)),
+    ):
+        with pytest.raises(ValueError, match="other queries, options or parameters"):
+            other.scores(queries, folder=tmp_path)
+    order = [1, 0, *range(2, len(X))]  # in one batch
+    for X_now, y_now in ((X.flip(0), y.flip(0)), (X, y.flip(0)), (X[order], y[order])):
+        data.data = batches(X_now, y_now)
+        with pytest.raises(ValueError, match="other data"):
+            influence.scores(queries, folder=tmp_path)
+
+
+def test_damping_that_is_set_later() -> None:
+    model, loss, X, y = problem("mlp")
+    influence, other = (
+        Influence(model, loss, batches(X, y), damping=damping) for damping in (DAMPING, 10.0)
+    )
+    influence.self_scores()
+    influence.damping = 10.0
+    assert_close(influence.self_scores(), other.self_scores())
 
 
 # --------------------------------------------------------------------------------------

@@ -1060,3 +1060,31 @@ def test_kfac_of_a_transposed_convolution() -> None:
     expected = before - step.reshape(3, 3, 2).transpose(0, 1)
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kfac_of_a_weight_that_a_convolution_and_a_transposed_one_share() -> None:
+    """The factor is the whole block, in the order of the axes."""
+    torch.manual_seed(0)
+    up, down = nn.ConvTranspose1d(3, 4, 3, bias=False), nn.Conv1d(4, 3, 3, bias=False)
+    down.weight = up.weight
+    model = extend(nn.Sequential(up, nn.Tanh(), down, nn.Flatten()).double())
+    lossfunc = extend(nn.MSELoss())
+    optimizer = KFAC(
+        model.parameters(),
+        lr=1.0,
+        damping=0.1,
+        betas=(0.0, 0.0),
+        extension=extensions.KFLR(),
+        kl_clip=None,
+    )
+    x = torch.rand(6, 3, 5, dtype=torch.float64)
+    before = up.weight.detach().clone()
+    loss = lossfunc(model(x), torch.rand(6, 15, dtype=torch.float64))
+    with backpack(*optimizer.extensions):
+        loss.backward()
+    (block,) = up.weight.kflr
+    gradient = up.weight.grad.flatten()
+    step = torch.linalg.solve(block + 0.1 * torch.eye(36, dtype=torch.float64), gradient)
+    optimizer.step()
+    assert_close(up.weight.detach(), before - step.reshape(3, 4, 3))

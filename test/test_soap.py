@@ -50,7 +50,7 @@ def test_steps(shape: tuple[int, ...], longest: int) -> None:
             if not 1 < size <= longest or max(sizes) == grad.numel():
                 continue
             if t == 1:
-                bases[k] = torch.linalg.eigh(factors[k]).eigenvectors
+                bases[k] = torch.linalg.eigh(factors[k]).eigenvectors.flip(-1)
             elif t in (3, 5):
                 bases[k] = torch.linalg.qr(factors[k] @ bases[k]).Q  # signs do not matter
         if rotates and t == 1:
@@ -130,3 +130,30 @@ def test_sparse_gradients_are_an_error() -> None:
     p.grad = torch.ones(3, 2).to_sparse()
     with pytest.raises(RuntimeError, match="dense gradients"):
         SOAP([p]).step()
+
+
+@pytest.mark.parametrize("rank", [1, 10])
+def test_steps_stay_where_the_gradients_are(rank: int) -> None:
+    """Eigenvectors that follow the factors keep their places among the second moments."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 10, 20
+    left, right = (torch.randn(n, rank, dtype=torch.float64, generator=generator) for n in shape)
+    p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimiser = SOAP([p], lr=1.0)
+    for _ in range(25):
+        weights = torch.rand(rank, dtype=torch.float64, generator=generator) + 0.5
+        before = p.detach().clone()
+        take(p, optimiser, (left * weights @ right.T)[None])
+        step = p.detach() - before
+        assert step.norm() < 1.5 * (rank * rank) ** 0.5  # as in Adam, entries in the basis are ±1
+        outside = step - left @ torch.linalg.pinv(left) @ step
+        assert rank == 10 or outside.norm() < 1e-4
+
+
+def test_half_precision() -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(4, 3).half())
+    optimiser = SOAP([p], lr=1e-2)
+    for _ in range(5):
+        take(p, optimiser, (2 * p.detach())[None])
+    assert p.dtype == torch.float16 and p.isfinite().all()

@@ -428,3 +428,24 @@ def test_other_memory_between_the_passes_in_first_order() -> None:
         loss.backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("change", ["transposed", "antisymmetric", "swapped"])
+def test_changes_of_a_large_square_weight(change: str) -> None:
+    """They are noticed when a product reads the weight, though no version tells."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, 150), nn.Linear(150, 150), nn.Linear(150, 3)))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(5, 4)), torch.randint(3, (5,)))
+    with backpack(extensions.GGNMP()):
+        loss.backward()
+    p, weight = model[0].weight, model[1].weight
+    other = torch.randn(150, 150)
+    changed = {
+        "transposed": weight.detach().T.clone(),
+        "antisymmetric": weight.detach() + other - other.T,
+        "swapped": weight.detach().roll(1, 0),
+    }
+    p.ggnmp(torch.rand(1, *p.shape))
+    weight.data.copy_(changed[change])
+    with pytest.raises(RuntimeError, match="changed"):
+        p.ggnmp(torch.rand(1, *p.shape))

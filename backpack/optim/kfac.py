@@ -203,9 +203,10 @@ class KFAC(PreconditionedOptimizer):
 
 
 def _swaps_axes(p: Tensor) -> bool:
-    """Whether the Kronecker factors are those of ``p.transpose(0, 1)``: of a transposed layer."""
-    for module in CTX.extended():
-        rule = derivatives_of(module)
-        if rule is not None and any(p is own for own in module._parameters.values()):
-            return p.dim() > 1 and getattr(rule, "kronecker_swaps_axes", False)
-    return False
+    """Whether the Kronecker factors are those of ``p.transpose(0, 1)``: of transposed layers alone.
+
+    A weight that they share with others has its block, or its marginals, in the order of its axes.
+    """
+    owners = [m for m in CTX.extended() if any(p is own for own in m._parameters.values())]
+    swap = [getattr(derivatives_of(m), "kronecker_swaps_axes", False) for m in owners]
+    return p.dim() > 1 and bool(swap) and all(swap)

@@ -114,13 +114,14 @@ class SOAP(Optimizer):
     def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
             raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))  # small squares underflow
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             axes = [k for k, size in enumerate(p.shape) if size > 1]
             rotates = len(axes) > 1  # a vector has no Kronecker structure
             axes = [k for k in axes if rotates and p.shape[k] <= group["longest_axis"]]
-            state.update(step=0, axes=axes, average=torch.zeros_like(p))
-            state["squares"] = torch.zeros_like(p)
+            state.update(step=0, axes=axes, average=torch.zeros_like(grad))
+            state["squares"] = torch.zeros_like(grad)
             state["factors"] = [grad.new_zeros(p.shape[k], p.shape[k]) for k in axes]
         state["step"] += 1
         axes, factors, count = state["axes"], state["factors"], state["step"]
@@ -128,7 +129,8 @@ class SOAP(Optimizer):
             unfolded = grad.movedim(k, 0).reshape(len(factor), -1)
             factor.lerp_(unfolded @ unfolded.T, 1 - beta2)
         if count == 1:
-            state["bases"] = [eigh_semidefinite(factor)[1] for factor in factors]
+            # the largest first, as orthogonal iteration orders them
+            state["bases"] = [eigh_semidefinite(factor)[1].flip(-1) for factor in factors]
             if axes:  # along the eigenvectors of one gradient, the others are rounding
                 return
         elif (count - 1) % group["bases_every"] == 0:

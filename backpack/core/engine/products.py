@@ -456,7 +456,7 @@ class Products:
     def _identity(self) -> Any:
         """Return the identity of the size of a Gram matrix."""
         p = self.parameter
-        if self._without_factors == self._marginals:  # those of the identity
+        if self._without_factors == "_marginals":  # those of the identity
             eyes = [torch.eye(d, dtype=p.dtype, device=p.device) for d in p.shape if d > 1]
             return [eye * (p.numel() / len(eye)) for eye in eyes]
         inputs = self[INPUT_FACTORS[None]]
@@ -464,8 +464,8 @@ class Products:
         return torch.eye(size, dtype=p.dtype, device=p.device)
 
     @lazy
-    def _without_factors(self) -> Callable[[], Any] | None:
-        """What stands for the Kronecker factors if the rules of all uses know none in common.
+    def _without_factors(self) -> str | None:
+        """Name what stands for the Kronecker factors if the rules of all uses know none in common.
 
         The block itself or, if that is too large, its marginals.
         """
@@ -483,8 +483,8 @@ class Products:
         }
         (is_known, *_), *others = facts
         if is_small:
-            return self._block if others else None
-        return None if is_known and not others else self._marginals
+            return "_block" if others else None
+        return None if is_known and not others else "_marginals"
 
     def _block(self) -> Tensor:
         """Sum the outer products of the individual products: the block itself."""
@@ -501,7 +501,7 @@ class Products:
     def _gram_expand(self) -> Any:
         """Sum the outer products of the Kronecker rows, every position and use on its own."""
         if self._without_factors is not None:
-            return self._without_factors()
+            return getattr(self, self._without_factors)()
         return self._shared("gram_expand", self._sum_of_grams)
 
     def _sum_of_grams(self) -> Tensor:
@@ -511,7 +511,7 @@ class Products:
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
         if self._without_factors is not None:
-            return self._without_factors()
+            return getattr(self, self._without_factors)()
         return self._shared("gram", self._gram_of_sums)
 
     def _gram_of_sums(self) -> Tensor:

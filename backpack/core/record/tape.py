@@ -334,10 +334,12 @@ def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
 def _digest(tensor: Tensor) -> Tensor | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
+    if tensor.element_size() == 1:  # some precisions have no arithmetic
+        return tensor.view(torch.uint8).clone()
     if tensor.numel() <= EXACT or not tensor.is_floating_point():
         return tensor.clone()
     rows = tensor.reshape(-1, tensor.shape[-1]).to(_precision(tensor))
-    left, right = (_weights(size, rows.dtype, rows.device) for size in rows.shape)
+    left, right = (_weights(n, k, rows.dtype, rows.device) for k, n in enumerate(rows.shape))
     return (rows @ right) @ left
 
 
@@ -354,9 +356,9 @@ def _precision(tensor: Tensor) -> torch.dtype:
 
 
 @lru_cache(maxsize=256)
-def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return normally distributed numbers, always the same."""
-    generator = torch.Generator().manual_seed(count)
+def _weights(count: int, axis: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return normally distributed numbers, always the same; others for each axis."""
+    generator = torch.Generator().manual_seed(2 * count + axis)
     return torch.randn(count, generator=generator).to(device, dtype)
 
 
