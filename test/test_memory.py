@@ -449,7 +449,7 @@ def test_memory_that_somebody_has_is_not_used_again(who: str) -> None:
     p = large_result()
     holder = HOLDERS[who](p.grad_batch)
     with torch.no_grad():
-        memory.recycle(p, [BatchGrad()])
+        memory.recycle([p], [BatchGrad()])
     free = len(memory._spare.get() or ())
     memory.forget()
     assert free == (who in ("nobody", "a view that is gone"))

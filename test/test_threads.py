@@ -391,7 +391,7 @@ def test_memory_for_results_is_that_of_one_thread() -> None:
         p.grad_batch = torch.zeros(1024, 1024)
         address = p.grad_batch.data_ptr()
         with torch.no_grad():
-            assert memory.recycle(p, [BatchGrad()])
+            assert memory.recycle([p], [BatchGrad()])
             taken.set()
             assert done.wait(30)
             assert memory.empty(like.shape, like).data_ptr() == address
