@@ -75,7 +75,7 @@ def test_every_class_has_a_row_without_gaps(name: str) -> None:
     cells = {ext.__name__: cell for ext, cell in row.items()}
     assert Support.MISSING not in cells.values()
     undefined = {ext for ext, cell in cells.items() if cell is Support.UNDEFINED}
-    monte_carlo = {"DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC"}
+    monte_carlo = {"DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "EKFAC"}
     assert undefined in (set(), monte_carlo)
     assert not undefined or issubclass(CLASSES[name], _Loss)
 

@@ -674,7 +674,8 @@ def test_a_fact_that_cannot_be_found() -> None:
 
 def test_built_in_rules_say_what_is_affine() -> None:
     """Nothing is tried where it is known."""
-    rules = {type(rule) for rule in REGISTRY.values() if type(rule).__module__ != "page"}
+    rules = {type(rule) for rule in REGISTRY.values()}
+    rules = {rule for rule in rules if rule.__module__.startswith("backpack.")}
     assert len(rules) > 50
     for rule in rules:
         known = rule.tells_curvature or rule.is_curved is not BaseDerivatives.is_curved
