@@ -38,13 +38,13 @@ from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.recording import is_open, is_recorded, record_functions
 from backpack.convert.tracing import ConversionError
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.engine import checks, spared_gradients
+from backpack.core.engine import checks, elided_gradients
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
+from backpack.core.engine.intercept import InterceptBackward
 from backpack.core.engine.results import clear, quantities
-from backpack.core.engine.watch import WatchBackward
-from backpack.core.record import shards, tape
+from backpack.core.record import calls, shards, tape
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
@@ -77,7 +77,7 @@ Combining.tell = staticmethod(tell)
 Combining.agree = staticmethod(agree)
 
 
-def _is_loss(call: tape.Call | None) -> bool:
+def _is_loss(call: calls.Call | None) -> bool:
     return call is not None and isinstance(call.derivatives, BaseLossDerivatives)
 
 
@@ -92,7 +92,7 @@ class backpack(ShowsOptions):
         retain_graph: Keep what the forward pass stored, for further backward passes.
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
-            See :mod:`backpack.core.engine.spared_gradients` for what takes part.
+            See :mod:`backpack.core.engine.elided_gradients` for what takes part.
         process_group: Over which processes quantities are averaged, as ``p.grad`` is: see
             :doc:`/several_processes`. ``"module"``: those of the ``DistributedDataParallel`` that
             the model is in, if it averages gradients. A group of ``torch.distributed``: that one.
@@ -154,7 +154,7 @@ class backpack(ShowsOptions):
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         self._is_unused = False
-        scope = Scope(CTX.configuration, latest=tape.latest(), seen_elsewhere=OUTSIDE.task)
+        scope = Scope(CTX.configuration, latest=calls.latest(), seen_elsewhere=OUTSIDE.task)
         configuration = Configuration(
             self.exts,
             self.debug,
@@ -169,14 +169,14 @@ class backpack(ShowsOptions):
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
-        spares = second_order or bool(spared_gradients.costly(configuration))
+        elides = second_order or bool(elided_gradients.costly(configuration))
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
-        looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(tape.last_call())
+        looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(calls.last_call())
         configure(configuration)
-        if spares or is_suspicious or (looks and self.exts):
-            scope.watch = WatchBackward(BackwardPass.completed, spares)
-            scope.watch.__enter__()
+        if elides or is_suspicious or (looks and self.exts):
+            scope.interceptor = InterceptBackward(BackwardPass.completed, elides)
+            scope.interceptor.__enter__()
         self._entered[scope] = configuration
         return self
 
@@ -205,8 +205,8 @@ class backpack(ShowsOptions):
         scope: Any = inner.scope
         self._entered.pop(scope)
         scope.was_left = True
-        if scope.watch is not None:
-            scope.watch.__exit__(kind, value, trace)
+        if scope.interceptor is not None:
+            scope.interceptor.__exit__(kind, value, trace)
         configure(CTX.configuration)
         checks.note_passes(inner, active(scope.outer))
         checks.note_latest(inner)
@@ -285,7 +285,7 @@ def extend(
         if is_open(child):  # perhaps since a parametrisation was registered
             record_functions(child)
         if use_converter:
-            tape.mark_converted(child, "record" if use_converter == "record" else "trace")
+            calls.mark_converted(child, "record" if use_converter == "record" else "trace")
     if use_converter == "record":
         record_functions(module)
     elif isinstance(module, ConvertedModule):
@@ -317,5 +317,5 @@ def memory_cleanup(module: Module) -> None:
         module: Any module, extended or not.
     """
     for child in module.modules():
-        for call in tape.live_calls(child):
+        for call in calls.live_calls(child):
             call.release()

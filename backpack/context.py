@@ -45,7 +45,7 @@ class Scope:
 
     Attributes:
         outer: The configuration before.
-        watch: The mode that sees calls of ``backward()``, if there is one.
+        interceptor: The mode that sees calls of ``backward()``, if there is one.
         latest: The module whose recorded call was the latest one.
         seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
         was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
@@ -53,7 +53,7 @@ class Scope:
     """
 
     outer: Configuration
-    watch: AbstractContextManager[Any] | None = None
+    interceptor: AbstractContextManager[Any] | None = None
     latest: Module | None = None
     seen_elsewhere: int = -1
     was_left: bool = False
@@ -70,7 +70,7 @@ class Configuration:
     sum_individual_gradients: bool = False
     process_group: Any = "module"  # of torch.distributed; None: each process on its own
     accumulate: bool = False
-    slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/sweep.py
+    slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/backpropagation.py
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
 
@@ -90,7 +90,7 @@ class State(NamedTuple):
 
     configuration: Configuration = Configuration()  # of the innermost context: see ``active``
     disabled: int = 0  # how many ``disable()`` are active
-    entry: Any = None  # the ``backward()`` that runs, if it was noticed: see core/engine/watch.py
+    entry: Any = None  # the ``backward()`` that runs, if noticed: see core/engine/intercept.py
     # for each recorded model that is running, what records its functions (the same one inside of
     # another model, None without gradients): see convert/recording.py
     recorders: tuple[Any, ...] = ()

@@ -265,7 +265,7 @@ def report(markdown: bool = False, summary: bool = False) -> str:
         for cell, text in EXPLANATIONS.items()
         if cell in cells
     ]
-    if any(map(_mixes, matrix)):
+    if any(map(_couples_samples, matrix)):
         notes.append(_footnote())
     notes = [f"- {note}" if markdown else fill(note, 80) for note in notes]
     return "\n".join([*lines, "", *notes])
@@ -288,7 +288,7 @@ def report_of(model: Module) -> str:
         derivatives = _of_instance(module)
         own = [key for key, p in own_parameters(module).items() if p is not None]
         if derivatives is not None or is_open(module):
-            mixing = derivatives is not None and derivatives.mixes_samples(module)
+            mixing = derivatives is not None and derivatives.couples_samples(module)
             cells = tuple(_cell(derivatives, ext, mixing) for ext in exts)
             rows.setdefault((type(module).__name__, cells), []).append(name or "the model")
         elif own:
@@ -324,15 +324,15 @@ def _of_instance(module: Module) -> Any:
     return FALLBACKS["module"] if registered is None and is_leaf(module) else registered
 
 
-def _mixes(module_class: type[Module]) -> bool:
+def _couples_samples(module_class: type[Module]) -> bool:
     """Whether modules of this class can mix the samples of a batch."""
     derivatives = _rows()[module_class]
-    return derivatives is not None and _implements(derivatives, "mixes_samples")
+    return derivatives is not None and _implements(derivatives, "couples_samples")
 
 
 def _footnote() -> str:
     matrix = support_matrix(mixing=True)
-    rows = [row for module_class, row in matrix.items() if _mixes(module_class)]
+    rows = [row for module_class, row in matrix.items() if _couples_samples(module_class)]
     names = {e.__name__: 0 for row in rows for e, c in row.items() if c is Support.UNDEFINED}
     return (
         "¹ With running statistics (`eval()`). With the statistics of the batch, which mix its "
@@ -399,7 +399,7 @@ def _summary(matrix: Matrix, families: list[list[type[Module]]], markdown: bool)
 def _name(module_class: type[Module]) -> str:
     if module_class in (AnyOtherModule, AnyOtherLoss):
         return "any other loss" if module_class is AnyOtherLoss else "any other module"
-    return module_class.__name__ + "¹" * _mixes(module_class)
+    return module_class.__name__ + "¹" * _couples_samples(module_class)
 
 
 def _shortened(names: Iterable[str]) -> list[str]:

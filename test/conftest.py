@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from backpack.core import fast
-from backpack.core.record import tape
+from backpack.core.record import calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,4 +33,4 @@ def nothing_stays_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     if not request.session.testsfailed:
-        assert not tape.all_live_calls()
+        assert not calls.all_live_calls()

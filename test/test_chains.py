@@ -12,7 +12,7 @@ from cases import Case, Residual, network, real, soft_binary
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.hessianfree.ggnvp import ggn_vector_product
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.utils.kroneckers import kfacs_to_mat

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
-from backpack.core.engine import factored, spared_gradients
+from backpack.core.engine import elided_gradients, factored
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, ClippedGrad
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
@@ -199,8 +199,8 @@ def test_different_numbers_of_samples() -> None:
 
 @pytest.mark.parametrize("is_factored", [False, True])
 def test_the_gradient_may_be_summed(is_factored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where autograd is spared the gradient, it is that of a plain pass."""
-    monkeypatch.setattr(spared_gradients, "WORTHWHILE", 0)
+    """Where autograd is elided the gradient, it is that of a plain pass."""
+    monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
     if is_factored:
         for kind in (factored.Pairs, factored.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)

@@ -123,7 +123,7 @@ class Call:
         self.derivatives: Any = derivatives_of(self.module)
         self.g_out = (torch.randn_like(self.out),)
         self.params = dict(self.module.named_parameters(recurse=False))
-        self.mixing = self.derivatives.mixes_samples(self.module)
+        self.mixing = self.derivatives.couples_samples(self.module)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method of the derivatives, applied to this call."""

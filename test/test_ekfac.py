@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions, linalg, summary
 from backpack.core import fast
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import EKFAC, KFAC, KFLR

@@ -28,11 +28,11 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.engine import sweep
+from backpack.core.engine import backpropagation
+from backpack.core.engine.backpropagation import LossSource, slice_bytes
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.products import Products
-from backpack.core.engine.sweep import LossSource, slice_bytes
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
 
@@ -97,7 +97,7 @@ def test_extend_returns_the_module_and_sets_the_flag() -> None:
 
 def record_counts(model: nn.Module, X: Tensor) -> tuple[Tensor, list[int]]:
     out = model(X)
-    return out, [len(tape.live_calls(m)) for m in model]
+    return out, [len(calls.live_calls(m)) for m in model]
 
 
 def test_extend_twice_records_once() -> None:
@@ -333,8 +333,8 @@ def test_memory_cleanup() -> None:
     lossfunc = extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(X), y)
     memory_cleanup(model)
-    assert all(not tape.live_calls(m) for m in model.modules())
-    assert len(tape.live_calls(lossfunc)) == 1
+    assert all(not calls.live_calls(m) for m in model.modules())
+    assert len(calls.live_calls(lossfunc)) == 1
     with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError, match="memory_cleanup"):
         loss.backward()
     run(model, *some(), batch=(X, y))
@@ -474,7 +474,7 @@ def test_retain_graph() -> None:
     with backpack(*some()):
         loss.backward()
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
-    assert all(not tape.live_calls(m) for m in [*model.modules(), lossfunc])
+    assert all(not calls.live_calls(m) for m in [*model.modules(), lossfunc])
 
 
 def test_retain_graph_with_other_extensions() -> None:
@@ -550,12 +550,12 @@ def test_backward_inputs_then_everything() -> None:
 
 def test_backward_inputs_forgets_all_uses() -> None:
     model, batch = extend(mlp()), data()
-    before = tape.all_live_calls()
+    before = calls.all_live_calls()
     loss = extend(nn.CrossEntropyLoss())(model(batch[0]), batch[1])
     with backpack(extensions.BatchGrad()):
         loss.backward(inputs=[model[0].weight])
     del loss
-    assert tape.all_live_calls() == before
+    assert calls.all_live_calls() == before
 
 
 def test_backward_inputs_of_the_data_alone() -> None:
@@ -918,7 +918,7 @@ def test_first_module_returns_the_data_itself(first: nn.Module) -> None:
     for _ in range(3):
         run(model, *some(), batch=(X, y))
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
-    assert not tape.live_calls(first)
+    assert not calls.live_calls(first)
     assert not X._backward_hooks
 
 
@@ -974,7 +974,7 @@ def test_deepcopy_of_an_extended_model(after: str) -> None:
         with backpack(*some(), extensions.GGNMP()):
             loss.backward()
     clone = copy.deepcopy(model)
-    assert not any(tape.live_calls(m) for m in clone.modules())
+    assert not any(calls.live_calls(m) for m in clone.modules())
     with torch.no_grad():
         for p in clone.parameters():
             p.mul_(2)
@@ -1222,7 +1222,7 @@ def test_extensions_share_one_propagation(monkeypatch: pytest.MonkeyPatch) -> No
 def test_diagonals_take_no_columns_to_the_layer_they_arrive_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweep.ResidualSource, "columns", None)
+    monkeypatch.setattr(backpropagation.ResidualSource, "columns", None)
     exts = [extensions.DiagHessian(), extensions.BatchDiagHessian()]
     image = (torch.randn(N, 2, 5, 4), torch.randint(2, (N,)))
     conv = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 2))
@@ -1642,8 +1642,8 @@ def test_thin_factor(shape: tuple[int, ...], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["DiagGGNExact", "BatchDiagGGNExact", "KFLR"])
-def test_long_sweeps_use_thin_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One column less gives the same; in short sweeps it would not pay."""
+def test_many_columns_use_thin_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column less gives the same; in short backpropagation it would not pay."""
     columns: list[int] = []
     original = LossSource.num_columns
 
@@ -1654,7 +1654,7 @@ def test_long_sweeps_use_thin_factors(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LossSource, "num_columns", counted)
     found = []
     for limit in (0, 2**60):
-        monkeypatch.setattr(sweep, "LONG_SWEEP", limit)
+        monkeypatch.setattr(backpropagation, "MANY_COLUMNS", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 4)).double()
         loss = extend(nn.CrossEntropyLoss())(
@@ -1702,7 +1702,7 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(factor)
 
     monkeypatch.setattr(Factor, "reduced", counted)
-    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
+    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
     layers = [nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2), nn.Sigmoid(), nn.Linear(2, 9)]
     model, batch = nn.Sequential(*layers).double(), (torch.randn(4, 5).double(), torch.arange(4))
     narrow = [
@@ -1738,7 +1738,7 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ConvNDDerivatives, "vjp", counted)
     monkeypatch.setattr(Factor, "reduced", noted)
-    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
+    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
     convolutions = [nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 2, 1)]
     layers = [*convolutions, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(2, 9)]
     model = nn.Sequential(*layers).double()

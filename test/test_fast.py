@@ -24,8 +24,8 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.elementwise import ReLUDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
-from backpack.core.engine import spared_gradients, sweep
-from backpack.core.record import tape
+from backpack.core.engine import backpropagation, elided_gradients
+from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -186,12 +186,12 @@ GROUPS: tuple[Callable[[], list[Any]], ...] = (
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the fast paths of large networks; forget what the tests register."""
-    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
+    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
     monkeypatch.setattr(recurrent_network, "MANY_COLUMNS", 0)
     monkeypatch.setattr(patches, "WORTHWHILE", 0)
-    monkeypatch.setattr(spared_gradients, "WORTHWHILE", 0)
+    monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
     monkeypatch.setattr(reductions, "SLICE_ENTRIES", 64)
-    monkeypatch.setattr(tape, "LARGE", 1)
+    monkeypatch.setattr(calls, "LARGE", 1)
     monkeypatch.setattr(memory, "LARGE", 1)
     registered = dict(REGISTRY)
     yield
@@ -232,7 +232,7 @@ def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
         except (NotImplementedError, ValueError) as error:  # KFRA needs a chain, for one
             found[0][str(exts()[0])] = type(error)
     backward([extensions.BatchGrad()])  # memory is used again
-    with patch.object(sweep, "LONG_SWEEP", sys.maxsize):
+    with patch.object(backpropagation, "MANY_COLUMNS", sys.maxsize):
         backward([extensions.DiagHessian()])
     backward([extensions.BatchGrad()], sum_individual_gradients=True)
     return found

@@ -16,7 +16,7 @@ from backpack import backpack, extend, extensions
 from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.custom_module.branching import SumModule
 from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
@@ -32,7 +32,7 @@ NEVER = 2**60
 @pytest.fixture(autouse=True)
 def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every tensor count as large."""
-    monkeypatch.setattr(tape, "LARGE", 0)
+    monkeypatch.setattr(calls, "LARGE", 0)
 
 
 def network() -> nn.Sequential:
@@ -78,10 +78,10 @@ def extended() -> tuple[nn.Sequential, nn.Module]:
     return model, lossfunc
 
 
-def calls_of(model: nn.Module) -> list[tape.Call]:
+def calls_of(model: nn.Module) -> list[calls.Call]:
     parts = set(model.modules())
-    calls = [call for call in tape.all_live_calls() if call.module in parts]
-    return sorted(calls, key=lambda call: call.index)
+    found = [call for call in calls.all_live_calls() if call.module in parts]
+    return sorted(found, key=lambda call: call.index)
 
 
 def values(name: str, residual: bool) -> list[Any]:
@@ -109,11 +109,11 @@ def test_quantities_do_not_change(
 ) -> None:
     """With and without what is not kept."""
     thrifty = values(name, residual)
-    monkeypatch.setattr(tape, "LARGE", NEVER)
+    monkeypatch.setattr(calls, "LARGE", NEVER)
     torch.testing.assert_close(thrifty, values(name, residual))
 
 
-def gradient_is_kept(call: tape.Call) -> bool:
+def gradient_is_kept(call: calls.Call) -> bool:
     return all(g is None or g.isfinite().all() for g in call.g_out)
 
 
@@ -154,11 +154,11 @@ def test_few_calls_compute_a_tensor_again() -> None:
     model = extend(model, use_converter=True)
     x = torch.rand(5, 4, dtype=torch.float64)
     y = model(x)
-    calls = calls_of(model)
-    steps = [call.steps for call in calls]
-    assert max(steps) == tape.MAX_STEPS
+    found = calls_of(model)
+    steps = [call.steps for call in found]
+    assert max(steps) == calls.MAX_STEPS
     expected, seen = y.detach().clone(), []
-    last = calls[-1]
+    last = found[-1]
     torch.testing.assert_close(last.whole_outputs()[0], expected)
     with backpack(extension_hook=lambda m: seen.append(m.output.isfinite().all())):
         y.sum().backward()
@@ -190,7 +190,7 @@ def test_quantities_have_a_graph(
     """Their derivatives flow through what was not kept."""
     found = []
     for limit in (0, NEVER):
-        monkeypatch.setattr(tape, "LARGE", limit)
+        monkeypatch.setattr(calls, "LARGE", limit)
         model: nn.Module
         model, lossfunc = extended()
         if residual:
@@ -225,7 +225,7 @@ def test_what_dies_with_the_forward_pass() -> None:
     assert loss.requires_grad
     dead = {i for i, tensor in enumerate(alive) if tensor() is None}
     assert {0, 3, 6, 8} <= dead
-    for call in tape.live_calls(model[0]) + tape.live_calls(model[6]):
+    for call in calls.live_calls(model[0]) + calls.live_calls(model[6]):
         assert call.outputs[0].untyped_storage().nbytes() == 8
 
 
@@ -302,7 +302,7 @@ def test_derivatives_of_users_keep_everything() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 4), Doubled(), nn.ReLU(), nn.Linear(4, 2)).double())
     lossfunc = extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.rand(5, 3, dtype=torch.float64)), torch.tensor([0, 1, 0, 1, 0]))
-    (call,) = tape.live_calls(model[1])
+    (call,) = calls.live_calls(model[1])
     assert call.outputs[0].isfinite().all()
     with backpack(Variance()):
         loss.backward()
@@ -312,7 +312,7 @@ def test_mode_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics of batch normalisation stay what they are, if the mode changes later."""
     found = []
     for limit in (0, NEVER):
-        monkeypatch.setattr(tape, "LARGE", limit)
+        monkeypatch.setattr(calls, "LARGE", limit)
         model, lossfunc = extended()
         model[3].running_mean.uniform_(-1, 1)
         state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -374,24 +374,24 @@ def test_plain_backward_pass_frees_what_autograd_frees() -> None:
     x, y = data()
     loss = lossfunc(model(x), y)
     loss.backward(retain_graph=True)
-    assert len(tape.live_calls(model[0])) == 1
+    assert len(calls.live_calls(model[0])) == 1
     with backpack(BatchGrad(), retain_graph=True):
         loss.backward(retain_graph=True)
     loss.backward()
-    assert not tape.live_calls(model[0])
+    assert not calls.live_calls(model[0])
     with pytest.raises(RuntimeError), backpack(BatchGrad()):
         loss.backward()
 
 
 def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the limit, nothing is computed again."""
-    monkeypatch.setattr(tape, "LARGE", NEVER)
+    monkeypatch.setattr(calls, "LARGE", NEVER)
     model, lossfunc = extended()
     x, y = data()
     loss = lossfunc(model(x), y)
     assert not any(call.makers for call in calls_of(model))
     loss.backward()
-    assert len(tape.live_calls(model[0])) == 1
+    assert len(calls.live_calls(model[0])) == 1
 
 
 def test_what_autograd_does_not_free_is_kept() -> None:
@@ -434,7 +434,7 @@ def test_modules_that_return_their_input(same: Callable[[], nn.Module], exts: An
     gc.disable()
     try:
         extend(nn.CrossEntropyLoss())(model(x), torch.tensor([0, 1, 2, 1, 0]))
-        assert not tape.live_calls(model[1])  # dies with the graph
+        assert not calls.live_calls(model[1])  # dies with the graph
     finally:
         gc.enable()
 

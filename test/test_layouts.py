@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.core.record.layout import Layout, Place
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -216,7 +216,7 @@ def test_no_leak_of_chosen_outputs() -> None:
     for _ in range(3):
         model(torch.rand(4, 2))
     gc.collect()
-    assert not [call for m in model.modules() for call in tape.live_calls(m)]
+    assert not [call for m in model.modules() for call in calls.live_calls(m)]
 
 
 def test_places() -> None:

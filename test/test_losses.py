@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.subsampling import subsample
@@ -884,7 +884,7 @@ def test_coupling_of_any_two_samples_is_found() -> None:
         for j in range(N):
             loss, f = Two(), torch.randn(N, D, requires_grad=True)
             rule, _out = start(loss, f, i, j)
-            assert rule.couples_samples(seen(loss)) == (i != j)
+            assert rule.couples_terms(seen(loss)) == (i != j)
 
 
 @pytest.mark.parametrize("seed", range(3))

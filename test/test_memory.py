@@ -19,9 +19,9 @@ from torch.nn import Parameter
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
-from backpack.core.engine import sweep
+from backpack.core.engine import backpropagation
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.extensions import BatchGrad
 
@@ -38,7 +38,7 @@ def only_reference_counts() -> Iterator[None]:
     gc.collect()
     gc.disable()
     gc.freeze()
-    START.update(calls=set(tape._live))
+    START.update(calls=set(calls._live))
     yield
     START.clear()
     gc.unfreeze()
@@ -69,7 +69,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def live() -> int:
     """Count the calls that are alive."""
-    return len(set(tape._live) - START["calls"])
+    return len(set(calls._live) - START["calls"])
 
 
 def nothing_left() -> bool:
@@ -397,7 +397,7 @@ def test_second_order_in_slices() -> None:
 import resource, torch
 from torch import nn
 from backpack import backpack, extend
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.extensions import DiagGGNExact
 torch.manual_seed(0)
 model = extend(nn.Sequential(nn.Linear(8, 2000), nn.Sigmoid(), nn.Linear(2000, 1000)))
@@ -449,9 +449,9 @@ def test_memory_that_somebody_has_is_not_used_again(who: str) -> None:
     p = large_result()
     holder = HOLDERS[who](p.grad_batch)
     with torch.no_grad():
-        memory.recycle([p], [BatchGrad()])
-    free = len(memory._spare.get() or ())
-    memory.forget()
+        memory.reuse([p], [BatchGrad()])
+    free = len(memory._reusable.get() or ())
+    memory.clear()
     assert free == (who in ("nobody", "a view that is gone"))
     assert hasattr(p, "grad_batch") == (not free)
     del holder
@@ -526,26 +526,31 @@ def test_extension_hook_frees_memory() -> None:
 
 def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slices that wait are alive."""
-    slices: list[weakref.ref[sweep.State]] = []
+    slices: list[weakref.ref[backpropagation.State]] = []
     alive = []
-    restricted, split = sweep.State.restricted, sweep.Sweep._split
+    restricted, split = backpropagation.State.restricted, backpropagation.Backpropagation._split
 
-    def recording(self: sweep.State, *args: Any) -> sweep.State:
+    def recording(self: backpropagation.State, *args: Any) -> backpropagation.State:
         state = restricted(self, *args)
         slices.append(weakref.ref(state))
         return state
 
-    def counting(self: sweep.Sweep, state: sweep.State, call: tape.Call) -> list[sweep.State]:
+    def counting(
+        self: backpropagation.Backpropagation, state: backpropagation.State, call: calls.Call
+    ) -> list[backpropagation.State]:
         if call.module is model[0]:
             alive.append(sum(ref() is not None for ref in slices))
         return split(self, state, call)
 
-    monkeypatch.setattr(sweep.State, "restricted", recording)
-    monkeypatch.setattr(sweep.Sweep, "_split", counting)
-    monkeypatch.setattr(sweep, "LONG_SWEEP", 0)
+    monkeypatch.setattr(backpropagation.State, "restricted", recording)
+    monkeypatch.setattr(backpropagation.Backpropagation, "_split", counting)
+    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
     model = extend(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(8, 4)))
     loss = extend(nn.CrossEntropyLoss())(model(torch.rand(1, 16)), torch.tensor([0]))
-    with sweep.slice_bytes(48), backpack(extensions.DiagGGNExact()):  # three columns of the loss
+    with (
+        backpropagation.slice_bytes(48),
+        backpack(extensions.DiagGGNExact()),
+    ):  # three columns of the loss
         loss.backward()
     assert alive == [3, 2, 1]
 
@@ -554,12 +559,12 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
 def test_large_networks_return_memory(is_large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones keep it: they would have to fetch it again."""
     returned = []
-    give_back = memory.give_back
-    monkeypatch.setattr(memory, "give_back", lambda: returned.append(give_back()))
-    monkeypatch.setattr(sweep, "LARGE_NETWORK", 0 if is_large else 2**20)
+    release = memory.release
+    monkeypatch.setattr(memory, "release", lambda: returned.append(release()))
+    monkeypatch.setattr(backpropagation, "LARGE_NETWORK", 0 if is_large else 2**20)
     model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.rand(N, 1, 6, 6)), torch.arange(N) % 3)
-    with sweep.slice_bytes(64), backpack(extensions.DiagGGNExact()):
+    with backpropagation.slice_bytes(64), backpack(extensions.DiagGGNExact()):
         loss.backward()
     assert bool(returned) == is_large
 
@@ -569,16 +574,18 @@ def test_slices_of_large_networks_are_smaller(
     threads: int, small: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    found = [sweep.slice_bytes.on(torch.device("cpu"), is_large) for is_large in (False, True)]
+    found = [
+        backpropagation.slice_bytes.on(torch.device("cpu"), is_large) for is_large in (False, True)
+    ]
     assert found == [2**small, 2**large]
-    with sweep.slice_bytes(5):
-        assert sweep.slice_bytes.on(torch.device("cpu"), True) == 5
+    with backpropagation.slice_bytes(5):
+        assert backpropagation.slice_bytes.on(torch.device("cpu"), True) == 5
 
 
 def test_slices_of_columns_are_added_in_place() -> None:
     """The sum over slices stays where it is."""
-    every = sweep.Part(range(1), range(1), range(3), range(3))
-    total, places = sweep.Gathered(sweep.REDUCTIONS["square"]), set()
+    every = backpropagation.Part(range(1), range(1), range(3), range(3))
+    total, places = backpropagation.Gathered(backpropagation.REDUCTIONS["square"]), set()
     for part in every.split(1, 1):
         total.add(torch.ones(5), part)
         places.add(total.value.data_ptr())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.optim import (
     DPSGD,
     KFAC,

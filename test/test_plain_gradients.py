@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from backpack import backpack, extend
-from backpack.core.engine import spared_gradients
+from backpack.core.engine import elided_gradients
 from backpack.extensions import BatchGrad
 
 WEIGHT = torch.Size([64, 64, 3, 3])
@@ -187,17 +187,17 @@ def assert_plain(
 
 
 @pytest.fixture
-def spared(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Size]]:
-    """Note what autograd is spared in each pass."""
+def elided(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Size]]:
+    """Note what autograd leaves out in each pass."""
     found: list[list[torch.Size]] = []
-    spare = spared_gradients.spare
+    elide = elided_gradients.elide
 
     def noting(*args: Any) -> Any:
-        result = spare(*args)
+        result = elide(*args)
         found.append([p.shape for p in result.parameters])
         return result
 
-    monkeypatch.setattr(spared_gradients, "spare", noting)
+    monkeypatch.setattr(elided_gradients, "elide", noting)
     return found
 
 
@@ -209,39 +209,39 @@ SITUATIONS = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("before", "after"), SITUATIONS)
-def test_autograd_computes_them(before: Any, after: Any, spared: list[list[torch.Size]]) -> None:
+def test_autograd_computes_them(before: Any, after: Any, elided: list[list[torch.Size]]) -> None:
     """To the last bit, and nobody looks at the graph."""
     assert_plain(before, after, None, exact=True)
-    assert not spared
+    assert not elided
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_data_that_are_not_finite(bad: float, spared: list[list[torch.Size]]) -> None:
+def test_data_that_are_not_finite(bad: float, elided: list[list[torch.Size]]) -> None:
     """The same entries are not finite."""
     assert_plain(None, None, bad, exact=True)
-    assert not spared
+    assert not elided
 
 
-def test_hooks_of_accumulators_run(spared: list[list[torch.Size]]) -> None:
+def test_hooks_of_accumulators_run(elided: list[list[torch.Size]]) -> None:
     """They see what is in ``p.grad``, and may change it."""
     assert_plain(None, hook_of_an_accumulator, None, exact=True)
-    assert not spared
+    assert not elided
     assert_plain(None, hook_of_an_accumulator, None, exact=False, sum_individual_gradients=True)
-    assert WEIGHT not in spared[0]
+    assert WEIGHT not in elided[0]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("before", "after"), SITUATIONS)
 def test_no_sums_where_they_would_differ(
-    before: Any, after: Any, spared: list[list[torch.Size]]
+    before: Any, after: Any, elided: list[list[torch.Size]]
 ) -> None:
     """The option is on, but what the convolution computes or receives is not known."""
     assert_plain(before, after, None, exact=False, sum_individual_gradients=True)
     is_known = after is hook_of_the_output  # which has run when the gradient arrives
-    assert any(WEIGHT in shapes for shapes in spared) == is_known
+    assert any(WEIGHT in shapes for shapes in elided) == is_known
 
 
-def test_sums(spared: list[list[torch.Size]]) -> None:
+def test_sums(elided: list[list[torch.Size]]) -> None:
     """The option is on, and nothing is in the way."""
     assert_plain(None, None, None, exact=False, sum_individual_gradients=True)
-    assert WEIGHT in spared[0]
+    assert WEIGHT in elided[0]

@@ -14,7 +14,7 @@ from cases import CASES, Case, Problem, select
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.utils.kroneckers import kfacs_to_mat
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]

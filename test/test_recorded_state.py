@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.nn.utils import prune
 
 from backpack import backpack, extend, memory_cleanup
-from backpack.core.engine import spared_gradients
-from backpack.core.record import tape
+from backpack.core.engine import elided_gradients
+from backpack.core.record import calls
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.permute import Permute
 from backpack.extensions import GGNMP, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
@@ -35,7 +35,7 @@ def test_an_input_that_changes_afterwards() -> None:
     x = first(torch.rand(6, 4))
     y = last(act(x))
     x.add_(nn.Parameter(torch.rand(4)))  # nobody reads what it was before
-    (made,), (read,) = map(tape.live_calls, (first, act))
+    (made,), (read,) = map(calls.live_calls, (first, act))
     assert read.origins_in == made.origins_out
     with backpack(BatchGrad()):
         y.sum().backward()
@@ -78,7 +78,7 @@ def test_sums_of_samples_in_different_places(
     """Same shapes do not mean the same samples: an error, or nothing that is needed was dropped."""
 
     def outcome(large: int) -> tuple[str, list[Tensor]]:
-        monkeypatch.setattr(tape, "LARGE", large)
+        monkeypatch.setattr(calls, "LARGE", large)
         torch.manual_seed(0)
         branches = Parallel(nn.Linear(4, 4), Permute(*axes), merge_module=SumModule())
         model = extend(nn.Sequential(nn.Linear(4, 4), branches, nn.Flatten(), nn.Linear(12, 2)))
@@ -121,7 +121,7 @@ def test_what_stays_after_a_cleanup() -> None:
 
 def test_a_part_that_another_pass_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of the graph has its quantities."""
-    monkeypatch.setattr(tape, "LARGE", 0)
+    monkeypatch.setattr(calls, "LARGE", 0)
     torch.manual_seed(0)
     body, head, other = (extend(nn.Linear(4, 4)) for _ in range(3))
     features = body(torch.rand(6, 4))
@@ -134,7 +134,7 @@ def test_a_part_that_another_pass_has_freed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_graph_that_is_kept_after_a_plain_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in nobody's way."""
-    monkeypatch.setattr(tape, "LARGE", 0)
+    monkeypatch.setattr(calls, "LARGE", 0)
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -210,8 +210,8 @@ def of_given(
 @pytest.mark.filterwarnings("ignore")
 def test_functional_call(case: Case, exts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantities are those of the parameters and buffers that took part, and saved there."""
-    monkeypatch.setattr(tape, "LARGE", 0)
-    monkeypatch.setattr(spared_gradients, "WORTHWHILE", 0)
+    monkeypatch.setattr(calls, "LARGE", 0)
+    monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
     problem, other = case.build(), case.build()
     given = {**dict(other.model.named_parameters()), **dict(other.model.named_buffers())}
     changed = other._replace(model=copy.deepcopy(other.model))
@@ -382,7 +382,7 @@ def test_outputs_of_several_precisions_are_computed_again(
             """[N, C] -> [N, C]."""
             return x.double()
 
-    monkeypatch.setattr(tape, "LARGE", 0)
+    monkeypatch.setattr(calls, "LARGE", 0)
     torch.manual_seed(0)
     layers = nn.Linear(4, 5), nn.ReLU(), Double(), nn.Linear(5, 3).double()
     model = extend(nn.Sequential(*layers))
@@ -421,10 +421,10 @@ def test_a_module_that_keeps_its_output_in_a_buffer() -> None:
         torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
         model.zero_grad()
         model(torch.rand(6, 4))  # without a backward pass
-        counts.append(len(tape.all_live_calls()))
+        counts.append(len(calls.all_live_calls()))
     assert counts[0] == counts[-1]
     model.get_submodule("1").state = None  # a cycle: its graph, the call, the module
-    assert not tape.all_live_calls()
+    assert not calls.all_live_calls()
 
 
 def test_readers_of_given_parameters_do_not_add_up() -> None:

@@ -27,7 +27,7 @@ from backpack import CTX, backpack, disable, extend, extensions
 from backpack.context import STATE
 from backpack.convert import recording
 from backpack.convert.recording import is_recorded
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.custom_module.permute import Permute
 
 N, WIDTH, CLASSES = 3, 6, 3
@@ -1128,7 +1128,7 @@ def test_nothing_grows(name: str) -> None:
         return sum(isinstance(x, Tensor) for x in gc.get_objects())
 
     assert tensors_after(3) == tensors_after(20)
-    assert not any(tape.live_calls(m) for m in model.modules())
+    assert not any(calls.live_calls(m) for m in model.modules())
 
 
 def test_what_reads_and_changes_one_memory_does_not_own_its_future() -> None:
@@ -1136,7 +1136,7 @@ def test_what_reads_and_changes_one_memory_does_not_own_its_future() -> None:
     model, X, _ = net("in_place_on_parts")
     recorded(model)(X)  # without a backward pass
     gc.collect()
-    assert not any(tape.live_calls(m) for m in model.modules())
+    assert not any(calls.live_calls(m) for m in model.modules())
 
 
 class Changing(Small):

@@ -32,7 +32,7 @@ from backpack.core.derivatives.recurrent_cells import (
     Weights,
     tanh,
 )
-from backpack.core.record.tape import flatten_outputs
+from backpack.core.record.calls import flatten_outputs
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact
@@ -197,10 +197,10 @@ def test_step_agrees_with_autograd_and_its_adjoint(step: Step) -> None:
         _, expected = torch.autograd.functional.jvp(states_after, moving, along)
         torch.testing.assert_close(tuple(m[v] for m in moved), tuple(expected), **TOLERANCE)
     mats = tuple(torch.randn_like(m) for m in moved)
-    arrived = step.gather(slopes.states, mats)
-    at_gates = torch.cat([arrived[k] for k in step.sources], -1)
+    cotangents = step.gather(slopes.states, mats)
+    at_gates = torch.cat([cotangents[k] for k in step.sources], -1)
     to_p, to_q = at_gates * slopes.p, at_gates * slopes.q
-    to_h, others = step.hand_on(slopes.states, arrived)
+    to_h, others = step.hand_on(slopes.states, cotangents)
     back = [to_p, to_q, torch.zeros_like(mats[0]) if to_h is None else to_h, *others]
     one = sum((m * u).sum() for m, u in zip(moved, mats, strict=True))
     other = sum((t * b).sum() for t, b in zip(tangents, back, strict=True))
@@ -506,12 +506,12 @@ def test_kronecker_factors(kind: str, layers: int, rows: Any) -> None:
     parts = {name: subsample(g, 1, rows) for name, g in steps.products(mats).items()}
     given = probe.at_rows(mats, rows)
     for name in probe.params:
-        arrived = _arrived(parts, name)
+        cotangents = _at_gates(parts, name)
         for approximation in (None, "expand", "reduce"):
             found = probe.rule.kron_rows(c, name, given, approximation)
-            if arrived is None:  # the projection has no bias
-                arrived = probe.rule.kron_rows(c, name, given, "expand").reshape(V, -1, T, P)
-            expected = arrived.flatten(1, 2) if approximation == "expand" else arrived.sum(2)
+            if cotangents is None:  # the projection has no bias
+                cotangents = probe.rule.kron_rows(c, name, given, "expand").reshape(V, -1, T, P)
+            expected = cotangents.flatten(1, 2) if approximation == "expand" else cotangents.sum(2)
             torch.testing.assert_close(found, expected.unsqueeze(2), **TOLERANCE)
             factors = probe.rule.kron_inputs(c, name, approximation)
             if name.startswith("bias"):
@@ -521,15 +521,15 @@ def test_kronecker_factors(kind: str, layers: int, rows: Any) -> None:
                 x = torch.stack([read[name] for read in steps.read], 1)
                 x = subsample(x, 0, rows)
             else:
-                x = einsum("nto,ntoi->nti", arrived[0], parts[name][0])
-                x = x / arrived[0].square().sum(2, keepdim=True)
+                x = einsum("nto,ntoi->nti", cotangents[0], parts[name][0])
+                x = x / cotangents[0].square().sum(2, keepdim=True)
             torch.testing.assert_close(
-                einsum("vnto,nti->vntoi", arrived, x), parts[name], **TOLERANCE
+                einsum("vnto,nti->vntoi", cotangents, x), parts[name], **TOLERANCE
             )
             torch.testing.assert_close(factors, [_input_factor(x, approximation)], **TOLERANCE)
 
 
-def _arrived(parts: dict[str, Tensor], name: str) -> Tensor | None:
+def _at_gates(parts: dict[str, Tensor], name: str) -> Tensor | None:
     """Return what arrives at the pre-activation that a parameter adds to, ``[V, N, T, O]``."""
     return None if "_hr_" in name else parts[name.replace("weight", "bias")]
 
@@ -708,7 +708,7 @@ def test_facts() -> None:
     assert not rule.hessian_is_zero(m)
     assert not rule.hessian_is_diagonal(m)
     assert not rule.is_linear_in_params(m)
-    assert not rule.mixes_samples(m)
+    assert not rule.couples_samples(m)
     assert rule.min_dims(m) == 3
     assert [rule.batch_axis_in(m, i) for i in range(3)] == [0, 1, 1]
     assert [rule.batch_axis_out(m, i) for i in range(3)] == [0, 1, 1]

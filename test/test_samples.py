@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record import layout, tape
+from backpack.core.record import calls, layout
 from backpack.core.record.layout import Layout, Owners, Place, noted
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -588,7 +588,7 @@ def test_data_is_left_as_it_was() -> None:
     key = id(X)
     del X
     assert key not in layout._of_data
-    assert not [call for m in model.modules() for call in tape.live_calls(m)]
+    assert not [call for m in model.modules() for call in calls.live_calls(m)]
 
 
 def test_places_of_owners() -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import FunctionDerivatives, reductions, register
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 
@@ -328,12 +328,12 @@ def test_nothing_is_left(case: Case) -> None:
         """Return the number of tensors that are alive afterwards."""
         output = model(X)
         loss = lossfunc(output, y)
-        calls = [weakref.ref(call) for m in model.modules() for call in tape.live_calls(m)]
-        assert len(calls) > 3
+        recorded = [weakref.ref(call) for m in model.modules() for call in calls.live_calls(m)]
+        assert len(recorded) > 3
         with backpack(*exts):
             loss.backward()
         del loss, output
-        assert not any(call() for call in calls)
+        assert not any(call() for call in recorded)
         for p in model.parameters():
             p.grad = None
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())

@@ -49,7 +49,7 @@ from torch.distributed.tensor.parallel import (
 import backpack as top
 from backpack import backpack, extend
 from backpack import extensions as e
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import shards
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.optim import KFAC, DiagGGN

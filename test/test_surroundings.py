@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record.tape import _live
+from backpack.core.record.calls import _live
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
 EXTS = [extensions.BatchGrad(), extensions.DiagGGNExact()]

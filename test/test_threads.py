@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from backpack import CTX, backpack, disable, extend
 from backpack.core import memory
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.engine.sweep import slice_bytes
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.extensions import (
     KFLR,
     BatchGrad,
@@ -391,16 +391,16 @@ def test_memory_for_results_is_that_of_one_thread() -> None:
         p.grad_batch = torch.zeros(1024, 1024)
         address = p.grad_batch.data_ptr()
         with torch.no_grad():
-            assert memory.recycle([p], [BatchGrad()])
+            assert memory.reuse([p], [BatchGrad()])
             taken.set()
             assert done.wait(30)
             assert memory.empty(like.shape, like).data_ptr() == address
-        memory.forget()
+        memory.clear()
 
     def others() -> None:
         assert taken.wait(30)
         memory.empty(like.shape, like)
-        memory.forget()
+        memory.clear()
         done.set()
 
     side_by_side(takes, others)
@@ -460,7 +460,7 @@ def test_uses_of_parameters_are_counted_in_all_threads() -> None:
             loss_function(sum(outputs), torch.zeros(4, 2, dtype=torch.float64)).backward()
         assert_equal(layer.weight.grad_batch.sum(0), layer.weight.grad)
         layer.zero_grad()
-        assert not any(tape._live[index]().module is layer for index in tape._live)
+        assert not any(calls._live[index]().module is layer for index in calls._live)
 
 
 def test_a_backward_pass_inside_another_has_its_own_context() -> None:
@@ -554,7 +554,7 @@ def test_backward_passes_that_fail_leave_nothing_in_an_open_context(by: str) -> 
         for _ in range(3):
             failing_pass(model)
             gc.collect()
-            assert not BackwardPass._running and not tape.all_live_calls()
+            assert not BackwardPass._running and not calls.all_live_calls()
             assert not any(vars(p) for p in model.parameters())
         X, y = batch(0)
         with pytest.raises(ValueError, match="does not end in a supported loss"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.engine.sweep import slice_bytes
+from backpack.core.engine.backpropagation import slice_bytes
 
 N = 4
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}

@@ -508,9 +508,9 @@ def test_mixed_samples_are_noticed() -> None:
             return v - v.mean(1, keepdim=True)
 
     register(Centred)(Rule)
-    with pytest.raises(AssertionError, match=r"Rule\.mixes_samples"):
+    with pytest.raises(AssertionError, match=r"Rule\.couples_samples"):
         check_rule(Centred(), torch.randn(N, F))
-    register(Centred)(type("Mixing", (Rule,), {"mixes_samples": yes}))
+    register(Centred)(type("Mixing", (Rule,), {"couples_samples": yes}))
     check_rule(Centred(), torch.randn(N, F))
 
 

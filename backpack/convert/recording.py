@@ -32,7 +32,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
+from backpack.core.record.calls import layout_of, origin, preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
+from backpack.core.record.data_flow import clear_inputs, follow_data, is_dense, note_inputs, pass_by
 from backpack.core.record.functions import (
     ATTRIBUTES_TENSOR,
     FILLS,
@@ -50,18 +52,7 @@ from backpack.core.record.functions import (
 )
 from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
 from backpack.core.record.registry import derivatives_of, is_leaf
-from backpack.core.record.tape import (
-    follow_data,
-    forget_inputs,
-    has_rules,
-    is_dense,
-    layout_of,
-    note_inputs,
-    origin,
-    pass_by,
-    preserve,
-    record,
-)
+from backpack.core.record.tape import has_rules, record
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -604,7 +595,7 @@ def _stop(*given: Any) -> None:
     *outer, recorder = STATE.get().recorders
     if recorder is not None and recorder not in outer:
         recorder.leave()
-        forget_inputs(recorder.root, given[2] if given else None)
+        clear_inputs(recorder.root, given[2] if given else None)
         set_compiler(recorder.compiler)
     update(recorders=tuple(outer))
 

@@ -3,8 +3,8 @@
 The system hands out fresh memory page by page, at the first access. For large tensors that takes
 longer than computing their entries. Two things help: to write over the result of the backward
 pass before, which is about to be replaced, where nobody else has it; else, to ask for huge pages.
-Nothing is kept beyond that result. A sweep in many slices has the opposite problem: what the
-allocator keeps adds up.
+Nothing is kept beyond that result. A backpropagation in many slices has the opposite problem: what
+the allocator keeps adds up.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LARGE = 2**22
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-# What :func:`recycle` has taken, by id, until :func:`forget`: of the parameter or the propagation
+# What :func:`reuse` has taken, by id, until :func:`clear`: of the parameter or the propagation
 # that a pass is at, which begins and ends in one thread.
-_spare: ContextVar[dict[int, Tensor] | None] = ContextVar("backpack_spare", default=None)
+_reusable: ContextVar[dict[int, Tensor] | None] = ContextVar("backpack_reusable", default=None)
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Allocate a tensor of the precision and device of ``like``, to be written as a whole."""
-    spare = _spare.get() or {}
+    spare = _reusable.get() or {}
     for key, tensor in spare.items():
         same = tensor.dtype == like.dtype and tensor.device == like.device
         if same and tensor.numel() == prod(shape):
@@ -68,7 +68,7 @@ def product(one: Tensor, other: Tensor) -> Tensor:
     return torch.mul(one, other, out=empty(shape[::-1], one))
 
 
-def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
+def reuse(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
     """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
 
     Args:
@@ -76,7 +76,7 @@ def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
         exts: Whose results they are.
 
     Returns:
-        Whether some were taken: see :func:`forget`.
+        Whether some were taken: see :func:`clear`.
     """
     if torch.is_grad_enabled() or not REUSED_MEMORY.is_on:
         return False
@@ -92,9 +92,9 @@ def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
         if _is_alone(own, name):
             result = own.pop(name)
             vars(result).clear()  # what belongs to the result that it was
-            spare = _spare.get()
+            spare = _reusable.get()
             if spare is None:
-                _spare.set(spare := {})
+                _reusable.set(spare := {})
             spare[id(result)] = result
             is_holding = True
         else:
@@ -102,13 +102,13 @@ def recycle(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
     return is_holding
 
 
-def forget() -> None:
+def clear() -> None:
     """Free what was taken in this thread and not used."""
-    if _spare.get() is not None:
-        _spare.set(None)
+    if _reusable.get() is not None:
+        _reusable.set(None)
 
 
-def give_back() -> None:
+def release() -> None:
     """Return memory between blocks in use to the system, where the allocator can.
 
     What has been freed in small pieces adds up, if tensors of many sizes come and go.

@@ -116,7 +116,7 @@ class Rule(Protocol):
     ) -> dict[str, Any]:
         """Return what must be kept from the forward pass."""
 
-    def mixes_samples(self, module: Module) -> bool:
+    def couples_samples(self, module: Module) -> bool:
         """Return whether a sample's output depends on other samples."""
 
     def is_linear_in_params(self, module: Module) -> bool:

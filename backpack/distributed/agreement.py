@@ -44,7 +44,7 @@ def agree(group: Any, plan: str, summary: str, may_differ: bool = False) -> bool
     store.add(own, 1)
     try:
         if store.add(f"{prefix}/came", 1) == size:  # the last one sees what all have
-            _forget(store, number - 1)
+            _discard(store, number - 1)
             agreed = store.add(own, 0) == size
             store.set(f"{prefix}/verdict", AGREED if agreed else "no")
         store.wait([f"{prefix}/verdict"], _timeout(group))
@@ -85,7 +85,7 @@ def tell(group: Any, error: Exception) -> None:
     prefix = f"backpack/{number}"
     store.set(f"{prefix}/{group.rank()}", stopped(error))
     if store.add(f"{prefix}/came", 1) == group.size():
-        _forget(store, number - 1)
+        _discard(store, number - 1)
         store.set(f"{prefix}/verdict", "no")
 
 
@@ -94,7 +94,7 @@ def stopped(error: Exception) -> str:
     return f"{STOPPED}{type(error).__name__}: {error}"
 
 
-def _forget(store: Any, number: int) -> None:
+def _discard(store: Any, number: int) -> None:
     """Remove what no process reads any more."""
     for name in ("came", "verdict"):
         if number >= 0:

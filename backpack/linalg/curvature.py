@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.record.tape import live_calls
+from backpack.core.record.calls import live_calls
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import Objective

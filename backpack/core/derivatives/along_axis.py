@@ -16,9 +16,9 @@ from backpack.core import fast
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES
 from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 class AlongAxisDerivatives(FunctionDerivatives):

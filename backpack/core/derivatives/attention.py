@@ -22,10 +22,10 @@ from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.memoise import memoise
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
@@ -193,7 +193,7 @@ class AttentionDerivatives(AutomaticDerivatives):
         """Whether there is a formula for the call at hand."""
         raise NotImplementedError
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         if self.is_random(c):
             return (
@@ -201,7 +201,7 @@ class AttentionDerivatives(AutomaticDerivatives):
                 "training mode its attention weights are random, and what was dropped is not "
                 f"known. Use eval(), or {self.dropout}=0."
             )
-        return None if self.has_formula(c) else super().refusal(c)
+        return None if self.has_formula(c) else super().unsupported_reason(c)
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False: the softmax of the scores is nonlinear."""
@@ -622,7 +622,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         y = self._to_heads(c, y @ c.params["out_proj.weight"])
         return tuple(map(_side_by_side, trace.attention.pull(y, weights)))
 
-    def _arrived(self, c: Context, v: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _at_projections(self, c: Context, v: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what arrives at the output, and at queries, keys and values."""
         whole = self._trace(c)
         vs = [v] if isinstance(v, Tensor) else list(v)
@@ -634,16 +634,16 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         selected = None if c.rows is None else tuple(c.numbers(len(whole.heads)))
         # the trace tells whether an input or a parameter has changed
         given = [*vs, whole.heads, c.params["out_proj.weight"]]
-        return y, memoise(c.saved, "arrived", given, (selected,), compute)
+        return y, memoise(c.saved, "cotangents", given, (selected,), compute)
 
     @or_automatic(AutomaticDerivatives)
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian."""
-        _, arrived = self._arrived(c, v)
+        _, cotangents = self._at_projections(c, v)
         maps, trace = Affine.of(c.params), self._trace(c)
         found: list[Tensor | None] = [None] * len(c.inputs)
         for i in c.saved["needed"]:
-            found[i] = self._inside(c, arrived[i][..., trace.own(i), :] @ maps.weights[i], 1)
+            found[i] = self._inside(c, cotangents[i][..., trace.own(i), :] @ maps.weights[i], 1)
         return tuple(found)
 
     @or_automatic(AutomaticDerivatives)
@@ -697,7 +697,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         tangents = self._tangents(c, trace, moved_inputs, params)
 
         first = None if at_weights is None else at_weights.unsqueeze(0)
-        arrived = self._pulled(c, trace, y.unsqueeze(0), first)
+        cotangents = self._pulled(c, trace, y.unsqueeze(0), first)
         at_heads = self._to_heads(c, y @ c.params["out_proj.weight"])
         found = trace.attention.second(at_heads, at_weights, *tangents)
         changes = [_side_by_side(change) for change in found]
@@ -707,14 +707,14 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             changes = [one + _side_by_side(m) for one, m in zip(changes, more, strict=True)]
 
         backs: list[Tensor | None] = [None] * len(inputs)
-        for i, (s, ds) in enumerate(zip(arrived, changes, strict=True)):
+        for i, (s, ds) in enumerate(zip(cotangents, changes, strict=True)):
             weight, d_weight, span = maps.weights[i], moved.weights[i], trace.own(i)
             back = ds[..., span, :] @ weight
             if d_weight is not None:
                 back = back + s[..., span, :] @ d_weight.unsqueeze(1)
             backs[i] = self._inside(c, back, 1)
 
-        quadruples = zip(arrived, changes, trace.inputs, moved_inputs, strict=True)
+        quadruples = zip(cotangents, changes, trace.inputs, moved_inputs, strict=True)
         ends = [Changing(*quadruple) for quadruple in quadruples]
         if "out_proj.weight" in params or "out_proj.bias" in params:
             # what arrives at the output is fixed: only the heads that out_proj reads change
@@ -780,9 +780,9 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see :mod:`.affine`."""
         if not self.has_formula(c):
             return None
-        y, arrived = self._arrived(c, v)
+        y, cotangents = self._at_projections(c, v)
         trace = self._trace(c)
-        parts = [(*arrived, y)[i][..., trace.span(name, i), :] for i in MAKES[name]]
+        parts = [(*cotangents, y)[i][..., trace.span(name, i), :] for i in MAKES[name]]
         inputs = self.affine_inputs(c, name)
         if len(inputs) < len(parts):
             parts = [torch.cat(parts, -1)]

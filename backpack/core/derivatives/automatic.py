@@ -40,18 +40,12 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Following, tensors_in, treatment_by
+from backpack.core.record.calls import Call, describe, flatten_outputs, upstream
 from backpack.core.record.context import Context
+from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register
-from backpack.core.record.tape import (
-    Call,
-    assumption_behind,
-    describe,
-    flatten_outputs,
-    is_all_data,
-    upstream,
-)
 
 
 class AutomaticDerivatives(BaseDerivatives):
@@ -85,7 +79,7 @@ class AutomaticDerivatives(BaseDerivatives):
         """Keep which inputs need a gradient."""
         return {"needed": [i for i, x in enumerate(inputs) if _requires_grad(x)]}
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
         if "hidden" not in saved:
@@ -114,7 +108,7 @@ class AutomaticDerivatives(BaseDerivatives):
         Raises:
             NotImplementedError: If that gives something else (the module is random).
         """
-        reason = self.refusal(c)
+        reason = self.unsupported_reason(c)
         if reason is not None:
             raise NotImplementedError(reason)
         return self._evaluation(c)
@@ -612,7 +606,7 @@ class RefusedDerivatives(AutomaticDerivatives):
         "pass. Use LocalResponseNorm.",
     }
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say what to use instead."""
         advice = next(text for cls, text in self.advice.items() if isinstance(c.module, cls))
         return f"{describe(c.module)} {advice}"

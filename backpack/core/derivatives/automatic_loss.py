@@ -23,10 +23,10 @@ from backpack.core.derivatives.automatic import attributes_kept, hidden_paramete
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register, register_fallback
-from backpack.core.record.tape import Call, describe
 
 
 @register_fallback("loss")
@@ -86,10 +86,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             NotImplementedError: If it is random, depends on its own state or on hidden parameters.
         """
         super().check_call(c)
-        if "refusal" not in c.saved:
-            c.saved["refusal"] = self._why_no_function(c)
-        if c.saved["refusal"] is not None:
-            raise NotImplementedError(c.saved["refusal"])
+        if "unsupported_reason" not in c.saved:
+            c.saved["unsupported_reason"] = self._why_no_function(c)
+        if c.saved["unsupported_reason"] is not None:
+            raise NotImplementedError(c.saved["unsupported_reason"])
 
     def _why_no_function(self, c: Context) -> str | None:
         """Say why the Hessian at the inputs is not all there is; None if it is."""
@@ -218,7 +218,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for part, shape in zip(parts, shapes, strict=True)
         ]
 
-    def couples_samples(self, c: Context) -> bool:
+    def couples_terms(self, c: Context) -> bool:
         """Return whether the Hessian has terms between different samples."""
         self.check_call(c)
         blocks, between = self._blocks(c)
@@ -230,7 +230,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         Raises:
             NotImplementedError: If the loss is no sum over the samples.
         """
-        if self.couples_samples(c):
+        if self.couples_terms(c):
             raise NotImplementedError(
                 f"{describe(c.module)} is no sum over the samples of the batch: its Hessian has "
                 "terms between different samples. Use DiagHessian or HMP without subsampling, or a "

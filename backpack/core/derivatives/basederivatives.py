@@ -28,10 +28,10 @@ from backpack.core.derivatives.by_autograd import (
     transposed,
 )
 from backpack.core.derivatives.interface import Interface
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
 
 USUAL_LAYOUT = fast.path(
@@ -175,7 +175,7 @@ class BaseDerivatives(Interface):
         """Return whether the second derivative is positive semidefinite for every ``g_out``."""
         return False
 
-    def mixes_samples(self, module: Module) -> bool:
+    def couples_samples(self, module: Module) -> bool:
         """Return whether a sample's output depends on other samples."""
         return False
 
@@ -214,12 +214,12 @@ class BaseDerivatives(Interface):
                 ) from error
         return call.saved[key]
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None
 
-    def mixes_in_secret(self, call: Call) -> bool:
-        """Return whether a call mixes samples though :meth:`mixes_samples` does not say so."""
+    def couples_samples_unseen(self, call: Call) -> bool:
+        """Return whether a call mixes samples though :meth:`couples_samples` does not say so."""
         return False
 
     def param_names(self, module: Module) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class BaseDerivatives(Interface):
         return module._parameters
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
-        """Return the parameters whose gradient takes autograd a product that can be spared.
+        """Return the parameters whose gradient takes autograd a product that can be elided.
 
         Args:
             call: The call.
@@ -242,17 +242,17 @@ class BaseDerivatives(Interface):
         return ()
 
     def kernel_overrides(
-        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
+        self, call: Call, nodes: Sequence[Any], elided: Set[Parameter]
     ) -> Sequence[KernelOverride] | None:
         """Return what takes the place of kernels, so that they compute no parameter's gradient.
 
         Args:
             call: The call.
             nodes: Nodes of the graph, among them all between the call's outputs and its inputs.
-            spared: Parameters whose gradients autograd need not compute, for all that is known.
+            elided: Parameters whose gradients autograd need not compute, for all that is known.
 
         Returns:
-            Those for some of the nodes; None if the call's parameters are not to be spared.
+            Those for some of the nodes; None if the call's parameters are not to be elided.
         """
         return []
 

@@ -10,10 +10,10 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNor
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.convnd import sum_positions
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, describe
 
 
 @register(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
@@ -29,10 +29,10 @@ class BatchNormNdDerivatives(BaseDerivatives):
     params = ("weight", "bias")
     is_linear_in_params = always
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Refuse statistics of samples that are not here."""
         alone = not (distributed.is_available() and distributed.is_initialized())
-        if not isinstance(c.module, SyncBatchNorm) or not c.call.mixes_samples:
+        if not isinstance(c.module, SyncBatchNorm) or not c.call.couples_samples:
             return None
         if alone or distributed.get_world_size(c.module.process_group) == 1:
             return None
@@ -41,25 +41,25 @@ class BatchNormNdDerivatives(BaseDerivatives):
             "are known. Use eval(), or BatchNorm for the statistics of this process."
         )
 
-    def mixes_samples(self, module: Any) -> bool:
+    def couples_samples(self, module: Any) -> bool:
         """Return whether the statistics are those of the batch."""
         return module.training or module.running_mean is None
 
     def repeats_output(self, call: Call) -> bool:
         """Return whether the statistics are constants."""
-        return not call.mixes_samples
+        return not call.couples_samples
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return whether the statistics are constants."""
-        return not self.mixes_samples(module)
+        return not self.couples_samples(module)
 
     def is_curved(self, call: Call) -> bool:
         """Return whether the statistics are those of the batch."""
-        return call.mixes_samples
+        return call.couples_samples
 
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return whether the statistics are constants."""
-        return not c.call.mixes_samples
+        return not c.call.couples_samples
 
     # ------------------------------------------------------------------ the pieces: x̂, s, γ
 
@@ -94,7 +94,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return x̂, and s."""
-        if not c.call.mixes_samples:
+        if not c.call.couples_samples:
             s = self._running_s(c)
             return (c.x - self._per_channel(c, c.params["running_mean"])) / s, s
         centered = self._without_added(c, c.input - self._mean(c, c.input))
@@ -113,7 +113,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Apply J."""
-        if not c.call.mixes_samples:
+        if not c.call.couples_samples:
             return t * self._gain(c, self._running_s(c))
         self._need_whole_batch(c)
         x_hat, s = self._normalized(c)
@@ -138,7 +138,7 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     def hvp(self, c: Context, t: Tensor) -> Tensor:
         """Return the change of ``Jᵀ g`` along t."""
-        if not c.call.mixes_samples:
+        if not c.call.couples_samples:
             return torch.zeros_like(t)
         self._need_whole_batch(c)
         g: Any = c.grad_out[0]

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
 from backpack.core import fast
+from backpack.core.record.calls import describe, flatten_outputs
 from backpack.core.record.context import Context
-from backpack.core.record.tape import describe, flatten_outputs
 from backpack.core.rows import Rows
 
 VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")
@@ -573,9 +573,9 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
 
     keys: list[Any] = [i for i, x in enumerate(evaluation.inputs) if is_real(x)]
     groups = [[name] for name in evaluation.c.call.trained] if of_params else [keys]
-    arrived = evaluation.c.call.g_out
+    cotangents = evaluation.c.call.g_out
     g_out = [
-        None if g is None else draw(y) for g, y in zip(arrived, evaluation.stored, strict=True)
+        None if g is None else draw(y) for g, y in zip(cotangents, evaluation.stored, strict=True)
     ]
     if not any(g is not None for g in g_out):
         return False

@@ -16,9 +16,9 @@ from backpack.core.derivatives import by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.record.calls import Call, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.registry import derivatives_of
-from backpack.core.record.tape import Call, describe, flatten_outputs
 from backpack.utils.kroneckers import kfacs_to_mat
 
 RTOL, ATOL = 1e-6, 1e-9
@@ -78,7 +78,7 @@ def check_rule(module: Module, *inputs: Any) -> None:
         call = Call(module, tuple(leaves), {}, outputs, rule, True)
         call.g_out = [randn_like(y) for y in outputs]
         c = context_of(call)
-        for rows in [None] if rule.mixes_samples(module) else [None, [len(inputs[0]) - 1, 0]]:
+        for rows in [None] if rule.couples_samples(module) else [None, [len(inputs[0]) - 1, 0]]:
             for method, compute, expected, use in compare(rule, c.at(rows), keys):
                 name = getattr(getattr(rule, method, None), "translates", method)
                 which = "all samples" if rows is None else f"samples {rows}"
@@ -169,7 +169,7 @@ def _is_generic(rule: Any, method: str) -> bool:
 
 def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
     truth = rule.evaluation(c)
-    numbers, mixes = c.numbers(truth.num_samples), rule.mixes_samples(c.module)
+    numbers, mixes = c.numbers(truth.num_samples), rule.couples_samples(c.module)
     along = {i: _random(c.select(c.inputs[i], rule.axis_in(c, i))) for i in keys}
     ys = [c.select(y, rule.axis_out(c, i)) for i, y in enumerate(c.outputs)]
     gs = [g if g is None else c.select(g, rule.axis_out(c, i)) for i, g in enumerate(c.grad_out)]
@@ -181,7 +181,7 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
         return [*found.values()]
 
     if not mixes and not truth.is_independent():
-        raise AssertionError(f"{type(rule).__name__}.mixes_samples returns False, but they mix")
+        raise AssertionError(f"{type(rule).__name__}.couples_samples returns False, but they mix")
     if keys:
         backs = by_autograd.transposed_products(truth, vs, keys, c.rows)
         vjp = partial(_at_inputs, rule.vjp, c, v, along)
@@ -341,7 +341,7 @@ def _of_loss(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]
     expected = c.select(torch.stack(each), 1)
     product = _written(rule, "hessian_product", "second")
     yield Comparison(product, partial(rule.hessian_product, c, t), [expected])
-    if rule.couples_samples(c):
+    if rule.couples_terms(c):
         return
     root = _written(rule, "signed_hessian_root", "hessian_root", "root")
     yield Comparison(root, lambda: _squared(t, *rule.signed_hessian_root(c)), [expected])

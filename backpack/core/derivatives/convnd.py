@@ -16,9 +16,9 @@ from backpack.core.derivatives import affine, reductions
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.linear_maps import apply_transposed, map_rows
 from backpack.core.derivatives.patches import Kernel, patch_gram, patches
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 CONVOLUTION = {1: conv1d, 2: conv2d, 3: conv3d}
 

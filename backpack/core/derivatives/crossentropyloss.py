@@ -14,9 +14,9 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import describe
 
 # What fast bodies of the cross entropy follow from.
 SOFTMAX = ("hessian_root", "log_p", "p", "_scale")

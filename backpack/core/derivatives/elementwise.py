@@ -37,9 +37,9 @@ from torch.nn.functional import softplus
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.derivatives.reductions import gram
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 class ElementwiseDerivatives(BaseDerivatives):

@@ -32,9 +32,9 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import describe
 
 
 class ElementwiseLossDerivatives(BaseLossDerivatives):

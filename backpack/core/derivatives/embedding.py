@@ -14,9 +14,9 @@ from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.derivatives.linear import positions
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import describe
 
 
 class Lookups(NamedTuple):

@@ -17,9 +17,9 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.record.calls import Call
 from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES, treatment
 from backpack.core.record.layout import Layout, Owners
-from backpack.core.record.tape import Call
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.permute import Permute

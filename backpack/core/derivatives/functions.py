@@ -10,10 +10,10 @@ from torch.nn import Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty, unbatched
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
@@ -71,15 +71,15 @@ class SumModuleDerivatives(FunctionDerivatives):
         """Return False: gradients of a sum do not depend on anything."""
         return False
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        return None if self._is_plain_sum(c) else super().refusal(c)
+        return None if self._is_plain_sum(c) else super().unsupported_reason(c)
 
     def _is_plain_sum(self, c: Context) -> bool:
         shapes = {x.shape for x in c.inputs if isinstance(x, Tensor)}
-        return shapes == {c.output.shape} and not self._mixes_kinds(c)
+        return shapes == {c.output.shape} and not self._has_several_layouts(c)
 
-    def _mixes_kinds(self, c: Context) -> bool:
+    def _has_several_layouts(self, c: Context) -> bool:
         """Whether some inputs have samples and others have none."""
         axes = self.axes_in(c)
         return len({axes[i] is None for i in c.saved["needed"]}) > 1

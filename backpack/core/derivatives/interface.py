@@ -18,8 +18,8 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context, at_hand
-from backpack.core.record.tape import describe
 from backpack.core.rows import Rows
 from backpack.core.types import Grads, Mats
 
@@ -94,9 +94,9 @@ FORMS = {
     "score": _form("score", "mc_samples", "module mc_samples"),
     "weight": _form("weight", "", "module"),
     "jacobian_is_constant": _form("jacobian_is_constant", "", "module"),
-    "refusal": _form("refusal", "", "module"),
+    "unsupported_reason": _form("unsupported_reason", "", "module"),
     "predictions": _form("predictions", "", "module"),
-    "couples_samples": _form("couples_samples", "", "module"),
+    "couples_terms": _form("couples_terms", "", "module"),
     "p": _form("p", "", "module subsampling"),
     "log_p": _form("log_p", "", "module subsampling"),
 }

@@ -11,9 +11,9 @@ from torch.nn import Linear, Module
 from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 def positions(mat: Tensor) -> Tensor:

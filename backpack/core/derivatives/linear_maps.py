@@ -42,10 +42,10 @@ from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Place
-from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
 
 

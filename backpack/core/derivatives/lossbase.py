@@ -29,9 +29,9 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of
-from backpack.core.record.tape import Call, describe
 
 # Columns at the prediction, or one entry (None for zero) for each input.
 Columns = Tensor | tuple[Tensor | None, ...]
@@ -70,7 +70,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         """Return whether there are targets that do not count."""
         return False
 
-    def couples_samples(self, c: Context) -> bool:
+    def couples_terms(self, c: Context) -> bool:
         """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""
         return False
 

@@ -9,9 +9,9 @@ from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import describe
 
 
 @register(MultiLabelMarginLoss)

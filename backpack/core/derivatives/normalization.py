@@ -30,9 +30,9 @@ from backpack.core.derivatives.basederivatives import (
     always,
 )
 from backpack.core.derivatives.vectors import map_vectors
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 class NormalizationDerivatives(BaseDerivatives):

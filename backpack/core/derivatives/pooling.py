@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.features import hooks_of_saved_tensors
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 class SelectionDerivatives(BaseDerivatives):

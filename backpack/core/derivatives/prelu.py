@@ -12,10 +12,10 @@ from torch.nn import PReLU
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, always
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call
 
 
 @register(PReLU)

@@ -28,12 +28,12 @@ from backpack.core.derivatives.recurrent_cells import (
     Weights,
 )
 from backpack.core.derivatives.recurrent_network import (
-    Arrived,
-    ManyArrived,
+    FactoredCotangents,
+    GateCotangents,
     Moved,
     Network,
     Trace,
-    arrived_at,
+    cotangents_at,
     pull_back,
     pull_direction,
     pull_to_input,
@@ -42,11 +42,12 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
-from backpack.core.record.tape import Call, describe, state_of
+from backpack.core.record.weights import state_of
 from backpack.core.types import Mats
 
 OWN_LSTM_KERNEL = fast.path(
@@ -246,12 +247,14 @@ class RecurrentDerivatives(BaseDerivatives):
         tensors = [*c.inputs, output, *(p for of_k in network.weights for p in of_k)]
         return memoise(c.saved, "traces", tensors, (), compute)
 
-    def _arrived(self, c: Context, v: Mats) -> tuple[list[Trace], list[Arrived | ManyArrived]]:
+    def _at_gates(
+        self, c: Context, v: Mats
+    ) -> tuple[list[Trace], list[GateCotangents | FactoredCotangents]]:
         """Return the forward pass, and what arrives at the pre-activations from cotangents."""
         traces = self._traces(c)
         output, finals = self.cotangents(c.module, v)
 
-        def compute() -> list[Arrived | ManyArrived]:
+        def compute() -> list[GateCotangents | FactoredCotangents]:
             received = c.saved.get("received", ())
             if len(received) == len(traces) and c.rows is None and _is_gradient(c, v):
                 return [self.received(c, k) for k in range(len(traces))]
@@ -261,23 +264,25 @@ class RecurrentDerivatives(BaseDerivatives):
         selected = None if c.rows is None else tuple(c.numbers(traces[0].x.shape[1]))
         # the traces tell whether an input or a parameter has changed
         tensors = [output, *finals, traces[0].before]
-        return traces, memoise(c.saved, "arrived", tensors, (selected,), compute)
+        return traces, memoise(c.saved, "cotangents", tensors, (selected,), compute)
 
-    def received(self, c: Context, k: int) -> Arrived | ManyArrived:
+    def received(self, c: Context, k: int) -> GateCotangents | FactoredCotangents:
         """Return what arrives from what a :class:`FusedLayer` has received."""
         received = c.saved["received"]
-        if not isinstance(received[k], Arrived | ManyArrived):
+        if not isinstance(received[k], GateCotangents | FactoredCotangents):
             slopes = self._traces(c)[k].slopes
             received[k] = pull_direction(self.network(c), k, slopes, *received[k])
-        arrived: Arrived | ManyArrived = received[k]
-        return arrived
+        cotangents: GateCotangents | FactoredCotangents = received[k]
+        return cotangents
 
     def vjp(self, c: Context, v: Mats) -> Any:
         """Apply the transposed Jacobian: a recursion back in time."""
         network, module = self.network(c), c.module
-        _, arrived = self._arrived(c, v)
-        x = self.outside(module, pull_to_input(network, arrived, 0), 1, False)
-        starts = (torch.stack(parts, 1) for parts in zip(*(a.start for a in arrived), strict=True))
+        _, cotangents = self._at_gates(c, v)
+        x = self.outside(module, pull_to_input(network, cotangents, 0), 1, False)
+        starts = (
+            torch.stack(parts, 1) for parts in zip(*(a.start for a in cotangents), strict=True)
+        )
         _, *others = c.inputs
         if not others:
             return x
@@ -325,8 +330,8 @@ class RecurrentDerivatives(BaseDerivatives):
     def affine(self, c: Context, name: str, v: Mats) -> list[tuple[Tensor, Tensor | None]]:
         """Return what arrives at the products of a parameter, and what it is multiplied with."""
         kind, k = self._place(c.module, name)
-        traces, arrived = self._arrived(c, v)
-        s = arrived_at(kind, arrived[k]).transpose(1, 2)
+        traces, cotangents = self._at_gates(c, v)
+        s = cotangents_at(kind, cotangents[k]).transpose(1, 2)
         return [(s, _of_samples(c, read_by(kind, traces[k])))]
 
     def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
@@ -347,15 +352,15 @@ class RecurrentDerivatives(BaseDerivatives):
 
     def _many(
         self, c: Context, name: str, v: Mats
-    ) -> tuple[ManyArrived, Tensor, Tensor | None] | None:
+    ) -> tuple[FactoredCotangents, Tensor, Tensor | None] | None:
         """Return what arrives if there are many columns, the slopes of the gates, and x."""
         kind, k = self._place(c.module, name)
-        traces, each = self._arrived(c, v)
-        arrived = each[k]
-        if not isinstance(arrived, ManyArrived):
+        traces, each = self._at_gates(c, v)
+        cotangents = each[k]
+        if not isinstance(cotangents, FactoredCotangents):
             return None
         x = _of_samples(c, read_by(kind, traces[k]))
-        return arrived, arrived.slopes.p if kind.endswith("_ih") else arrived.slopes.q, x
+        return cotangents, cotangents.slopes.p if kind.endswith("_ih") else cotangents.slopes.q, x
 
     @fast.body("Squares of many columns are those of factors.", "affine", "param_vjp")
     def reduced(
@@ -367,8 +372,8 @@ class RecurrentDerivatives(BaseDerivatives):
         if wanted & {"batch_square", "square"} and "individual" not in wanted:
             many = self._many(c, name, v)
         if many is not None:
-            arrived, slopes, x = many
-            squares = arrived.squares(slopes, x, weights)  # of each sample
+            cotangents, slopes, x = many
+            squares = cotangents.squares(slopes, x, weights)  # of each sample
             if "batch_square" in wanted:
                 values["batch_square"] = torch.stack(list(squares))
                 squares = iter(values["batch_square"])
@@ -384,8 +389,8 @@ class RecurrentDerivatives(BaseDerivatives):
         """Sum what arrives over time, or keep every step: ``[V, *out] -> [V, N', 1, O]``."""
         many = None if approximation == "expand" else self._many(c, name, v)
         if many is not None:
-            arrived, slopes, _ = many
-            return arrived.sums(slopes)
+            cotangents, slopes, _ = many
+            return cotangents.sums(slopes)
         ((s, _),) = self.affine(c, name, v)
         return affine.position_rows(s, approximation).unsqueeze(2)
 
@@ -495,7 +500,7 @@ class LSTMDerivatives(SequenceDerivatives):
         return super().costly_gradients(call, wanted)
 
     def kernel_overrides(
-        self, call: Call, nodes: Sequence[Any], spared: Set[Parameter]
+        self, call: Call, nodes: Sequence[Any], elided: Set[Parameter]
     ) -> Sequence[KernelOverride] | None:
         """Return one for the kernel of each direction of a layer."""
         weights = self.weights(call.module, {})
@@ -504,7 +509,7 @@ class LSTMDerivatives(SequenceDerivatives):
             for node in nodes
             if type(node).__name__ == FusedLayer.name
             for k, own in enumerate(weights if OWN_LSTM_KERNEL.is_on else [])
-            if {p for p in own if p is not None and p.requires_grad} <= spared & _leaves(node)
+            if {p for p in own if p is not None and p.requires_grad} <= elided & _leaves(node)
         ]
         if sorted(layer.k for layer in found) == [*range(len(weights))]:
             return found
@@ -546,12 +551,12 @@ class FusedLayer(KernelOverride):
         if self.k not in self.call.saved.get("received", ()):
             return (None,) * 7
         c = context_of(self.call)
-        arrived = self.rule.received(c, self.k)
+        cotangents = self.rule.received(c, self.k)
         weights = self.rule.network(c).weights[self.k]
-        x = arrived.to_input(weights.weight_ih).squeeze(0)
-        return x, None, None, None, None, *map(Tensor.reshape_as, arrived.start, args[5:7])
+        x = cotangents.to_input(weights.weight_ih).squeeze(0)
+        return x, None, None, None, None, *map(Tensor.reshape_as, cotangents.start, args[5:7])
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Free the cotangents that were received for this layer."""
         self.call.saved.pop("received", None)
 

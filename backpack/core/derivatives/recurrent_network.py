@@ -108,7 +108,7 @@ class Trace(NamedTuple):
         return Trace(of(x), of(before), None if hidden is None else of(hidden), slopes)
 
 
-class Arrived(NamedTuple):
+class GateCotangents(NamedTuple):
     """What arrives at the pre-activations of one direction of a layer: cotangents."""
 
     p: Tensor  # [V, T, N, G·H]
@@ -121,7 +121,7 @@ class Arrived(NamedTuple):
         return self.p @ weight
 
 
-class ManyArrived(NamedTuple):
+class FactoredCotangents(NamedTuple):
     """The same for many columns, factored: gate k gets its slope times what arrived at one state.
 
     There are fewer states than gates, and the columns come last: what is computed of them
@@ -281,8 +281,8 @@ class AtGates:
     def put(self, t: int, state: State) -> Tensor:
         """Let what arrived at the states of step t go on to its gates, and return that."""
         if self._whole is None:
-            arrived = torch.cat([state[k] for k in self._sources], -1)
-            part = self._parts[t] = arrived * self._slopes[t]
+            cotangents = torch.cat([state[k] for k in self._sources], -1)
+            part = self._parts[t] = cotangents * self._slopes[t]
             return part
         for source, a, place in self._runs:
             torch.mul(state[source].unsqueeze(-2), a[t], out=place[t])
@@ -364,7 +364,7 @@ def pull_back(
     slopes: Sequence[Slopes],
     output: Tensor | None,
     finals: Sequence[Tensor | None],
-) -> list[Arrived | ManyArrived]:
+) -> list[GateCotangents | FactoredCotangents]:
     """Apply the transposed Jacobian as far as the pre-activations.
 
     Args:
@@ -377,22 +377,22 @@ def pull_back(
     Returns:
         What arrives, for each k.
     """
-    arrived: dict[int, Arrived | ManyArrived] = {}
+    cotangents: dict[int, GateCotangents | FactoredCotangents] = {}
     for layer in reversed(network.layers):
         halves = (
             [None] * network.directions if output is None else output.chunk(network.directions, -1)
         )
         for (k, _), half in zip(network.of_layer(layer), halves, strict=True):
             last = [None if m is None else m[:, k] for m in finals]
-            arrived[k] = pull_direction(network, k, slopes[k], half, last)
+            cotangents[k] = pull_direction(network, k, slopes[k], half, last)
         if layer > 0:
-            output = pull_to_input(network, arrived, layer)
-    return [arrived[k] for k in range(len(arrived))]
+            output = pull_to_input(network, cotangents, layer)
+    return [cotangents[k] for k in range(len(cotangents))]
 
 
 def pull_direction(
     network: Network, k: int, slopes: Slopes, output: Tensor | None, finals: Sequence[Tensor | None]
-) -> Arrived | ManyArrived:
+) -> GateCotangents | FactoredCotangents:
     """Apply the transposed Jacobian of one direction of a layer as far as the pre-activations.
 
     Args:
@@ -424,7 +424,7 @@ def plus_product(added: Tensor | None, mat: Tensor, weight: Tensor) -> Tensor:
 
 def _pull_each(
     step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
-) -> Arrived:
+) -> GateCotangents:
     num_t = len(slopes.p)
     outputs = [None] * num_t if output is None else output.unbind(1)
     ps = AtGates(slopes.p, step.sources, state[0])
@@ -448,7 +448,7 @@ def _pull_each(
         h = plus_product(y, q, w.weight_hh)
         state = (h if direct is None else h + direct, *rest)
     p = ps.stacked()
-    return Arrived(
+    return GateCotangents(
         p,
         p if qs is ps else qs.stacked(),
         torch.stack(in_order(projected, not reverse), 1) if projected else None,
@@ -457,7 +457,7 @@ def _pull_each(
 
 
 def prefers_factors(network: Network, slopes: Slopes, like: Tensor) -> bool:
-    """Whether there are so many columns that :class:`ManyArrived` takes fewer multiplications."""
+    """Whether :class:`FactoredCotangents` takes fewer multiplications, as for many columns."""
     first, *_ = network.weights
     num_v, num_t, num_read = len(like), len(slopes.p), first.weight_hh.shape[1]
     num_read += first.weight_ih.shape[1]
@@ -474,7 +474,7 @@ def prefers_factors(network: Network, slopes: Slopes, like: Tensor) -> bool:
 
 def _pull_many(
     step: Step, w: Weights, slopes: Slopes, output: Tensor | None, state: State, reverse: bool
-) -> ManyArrived:
+) -> FactoredCotangents:
     num_t, (num_v, num_n, num_h) = len(slopes.p), state[0].shape
     state = tuple(s.permute(1, 2, 0).clone() for s in state)  # [N, H, V], changed in place
     span = slice(0, 0)
@@ -501,18 +501,21 @@ def _pull_many(
         h = torch.bmm(m, here[..., span].flatten(1, 2))
         for s, part in zip(state, (h if direct is None else h.add_(direct), *rest), strict=True):
             s[..., span] = part
-    return ManyArrived(
+    return FactoredCotangents(
         states, spans, slopes, step.sources, tuple(s.permute(2, 0, 1) for s in state), []
     )
 
 
 def pull_to_input(
     network: Network,
-    arrived: Mapping[int, Arrived | ManyArrived] | Sequence[Arrived | ManyArrived],
+    cotangents: Mapping[int, GateCotangents | FactoredCotangents]
+    | Sequence[GateCotangents | FactoredCotangents],
     layer: int,
 ) -> Tensor:
     """Return what arrives at the input of a layer, ``[V, T, N, I]``."""
-    each = [arrived[k].to_input(network.weights[k].weight_ih) for k, _ in network.of_layer(layer)]
+    each = [
+        cotangents[k].to_input(network.weights[k].weight_ih) for k, _ in network.of_layer(layer)
+    ]
     return sum(each[1:], start=each[0])
 
 
@@ -610,9 +613,9 @@ def read_by(kind: str, values: Trace) -> Tensor | None:
     return {"weight_ih": values.x, "weight_hh": values.before, "weight_hr": values.hidden}.get(kind)
 
 
-def arrived_at(kind: str, arrived: Arrived | ManyArrived) -> Tensor:
+def cotangents_at(kind: str, cotangents: GateCotangents | FactoredCotangents) -> Tensor:
     """Return what arrives where a parameter adds to, ``[V, T, N, *]``."""
     if kind == "weight_hr":
-        assert isinstance(arrived, Arrived) and arrived.projected is not None
-        return arrived.projected
-    return arrived.p if kind.endswith("_ih") else arrived.q
+        assert isinstance(cotangents, GateCotangents) and cotangents.projected is not None
+        return cotangents.projected
+    return cotangents.p if kind.endswith("_ih") else cotangents.q

@@ -18,10 +18,10 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register_fallback
-from backpack.core.record.tape import Call, describe
 
 
 @register_fallback("module")
@@ -86,7 +86,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         known = next((one.samples for one in call.layouts_in if one and one.is_batched), shape[0])
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
-    def mixes_in_secret(self, call: Call) -> bool:
+    def couples_samples_unseen(self, call: Call) -> bool:
         """Return whether samples are mixed; found out once for each module and shape."""
         known = self._mixing.setdefault(call.module, {})
         key = (call.shape_in, call.training)
@@ -99,10 +99,10 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 known[key] = False
         return known[key]
 
-    def refusal(self, c: Context) -> str | None:
+    def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
-        reason = super().refusal(c)
+        reason = super().unsupported_reason(c)
         if reason is None and not saved.get("one_row", True):
             reason = (
                 f"{describe(module)} returns several rows for each sample. Reshape outside of the "
@@ -116,7 +116,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
             reason = (
                 f"{describe(module)} mixes the samples of the batch, so its derivatives cannot be "
                 "computed automatically. Use eval() if that helps, or register derivatives that "
-                "say so (backpack.core.derivatives.register, mixes_samples)."
+                "say so (backpack.core.derivatives.register, couples_samples)."
             )
         return reason
 

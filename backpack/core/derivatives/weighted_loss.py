@@ -38,10 +38,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         """Number the inputs that are predictions of the loss inside."""
         return self._rule(c.module).predictions(c)
 
-    def couples_samples(self, c: Context) -> bool:
+    def couples_terms(self, c: Context) -> bool:
         """Return whether the loss inside does."""
         rule, inside = self._inside(c)
-        return rule.couples_samples(inside)
+        return rule.couples_terms(inside)
 
     def ignores_targets(self, c: Context) -> bool:
         """Return whether the loss inside does."""

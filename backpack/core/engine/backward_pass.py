@@ -30,29 +30,29 @@ from backpack.context import (
 )
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.engine import call_products, checks, results, spared_gradients
+from backpack.core.engine import call_products, checks, elided_gradients, results
+from backpack.core.engine.backpropagation import call_gradients, sample_counts, separate_samples
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
+from backpack.core.engine.intercept import Entry
 from backpack.core.engine.ownership import owned
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
-from backpack.core.engine.sweep import call_gradients, sample_counts, separate_samples
-from backpack.core.engine.watch import Entry
-from backpack.core.record import shards, tape
-from backpack.core.record.context import context_of
-from backpack.core.record.given import Given
-from backpack.core.record.tape import (
+from backpack.core.record import calls, data_flow, shards, weights
+from backpack.core.record.calls import (
     Call,
-    KeptParameters,
     describe,
     is_used,
     origin,
     parameter_behind,
-    stand_in,
+    placeholder,
 )
+from backpack.core.record.context import context_of
+from backpack.core.record.given import Given
+from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
@@ -162,7 +162,7 @@ class BackwardPass:
         self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.threads: set[int] = set()  # in which it has run
         self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
-        self.owed: set[Parameter] = set()  # those of the spared ones that were reached
+        self.owed: set[Parameter] = set()  # those of the elided ones that were reached
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
         # what first order has read is not needed again: see _keeps
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
@@ -177,14 +177,14 @@ class BackwardPass:
         self.kept: KeptParameters | None = None
         self.keeping: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()  # whose parameters changed between the passes
-        self.users = tape.Users()
+        self.users = calls.Users()
         self.originals: dict[Tensor, Any] = {}  # of the copies that rules see
         self.combining = Combining(configuration, self._save, self.originals)
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
-        self.start = tape.now()
-        self._keep_parameters(tape.all_live_calls())
+        self.start = weights.now()
+        self._keep_parameters(calls.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
         self.accumulated: dict[Parameter, Tensor] = {}
         # above the last call, as long as no call with parameters was reached
@@ -202,7 +202,7 @@ class BackwardPass:
         current = cls._running.get(task) or cls._current(task)
         if current is not None:
             current._undone_on_error(task, current._reach, call, slot, grad)
-        elif grad.numel() >= tape.LARGE and not state_of_caller().disabled:
+        elif grad.numel() >= calls.LARGE and not state_of_caller().disabled:
             call.follow_autograd()
 
     @classmethod
@@ -317,7 +317,7 @@ class BackwardPass:
                 work(*arguments)
         except BaseException as error:
             self._undo()
-            memory.forget()
+            memory.clear()
             if isinstance(error, Exception) and not told and self.combining.stop(error):
                 self.error = error
             else:
@@ -336,18 +336,18 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ during the backward pass
 
-    def _keep_parameters(self, calls: Iterable[Call]) -> None:
+    def _keep_parameters(self, live: Iterable[Call]) -> None:
         """Keep what hooks could change, where it is read after others have run."""
         travels, shown = bool(self.second_order), self.shows_calls
         reading = []
-        for call in calls:
+        for call in live:
             is_known = call.derivatives is not None and call.outputs
             if is_known and call.reads_parameters(travels, shown):
                 reading.append(call)
         if not reading:
             return
         if self.kept is None:
-            self.kept = KeptParameters(copies=_have_hooks(tape.all_live_calls()))
+            self.kept = KeptParameters(copies=_have_hooks(calls.all_live_calls()))
         for call in reading:
             self.keeping[call] = call.own()
             if call.has_moved:
@@ -398,7 +398,7 @@ class BackwardPass:
                 self.combining.note_gathering(call)
             self.reached_calls[call] = None
             self.calls.append(call)
-        call.g_out[slot] = grad if self.first_order or self._keeps(grad) else stand_in(grad)
+        call.g_out[slot] = grad if self.first_order or self._keeps(grad) else placeholder(grad)
         if self.first_order:
             if is_new:
                 self._look_at_samples(call)
@@ -406,8 +406,8 @@ class BackwardPass:
             return
         if len(call.outputs) == 1 and self._is_independent(call):
             self._finish_alone(call)
-            if self.second_order and grad.numel() >= tape.LARGE and not self._keeps(grad):
-                call.g_out[slot] = stand_in(grad)
+            if self.second_order and grad.numel() >= calls.LARGE and not self._keeps(grad):
+                call.g_out[slot] = placeholder(grad)
         else:
             self.deferred.append(call)
             if call.shards and call.reads_parameters(travels=False, is_shown=False):
@@ -432,10 +432,10 @@ class BackwardPass:
 
     def _keeps(self, grad: Tensor) -> bool:
         """Whether a gradient is that of a loss, or small, or second-order quantities read it."""
-        if grad.dim() == 0 or grad.numel() < tape.LARGE or self.reads_gradients:
+        if grad.dim() == 0 or grad.numel() < calls.LARGE or self.reads_gradients:
             return True
         if self.has_copies is None:
-            self.has_copies = any(call.is_unbatched for call in tape.all_live_calls())
+            self.has_copies = any(call.is_unbatched for call in calls.all_live_calls())
         return self.has_copies
 
     def _accumulate(self, call: Call) -> None:
@@ -447,10 +447,10 @@ class BackwardPass:
                 mats = [None if g is None else g.unsqueeze(0) for g in call.gradients()]
                 product = call_products.param(context_of(call), "param_vjp_sum", name, mats)
                 self.gradients[p] = product.squeeze(0)
-            spared_gradients.accumulate(p, self.gradients.pop(p))
+            elided_gradients.accumulate(p, self.gradients.pop(p))
             self.owed.discard(p)
             if self.entry is not None:
-                self.entry.spared.discard(p)
+                self.entry.elided.discard(p)
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
@@ -520,7 +520,7 @@ class BackwardPass:
         names = dict(self.mixed_data)
         for given in self.sample_flow.given:
             names.update(dict.fromkeys(given.mixing))
-        return names | dict.fromkeys(tape.take_mixing(before=self.start))
+        return names | dict.fromkeys(data_flow.take_mixing(before=self.start))
 
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
@@ -540,7 +540,7 @@ class BackwardPass:
         if call.mixed_data is not None:
             self.mixed_data[call.mixed_data] = None
         rule = call.derivatives
-        if call.mixes_samples or (rule and not call.params and rule.mixes_in_secret(call)):
+        if call.couples_samples or (rule and not call.params and rule.couples_samples_unseen(call)):
             self.mixing[describe(call.module)] = None
 
     def _check_foreign_uses(self, call: Call, paths: Mapping[int, Path]) -> None:
@@ -585,8 +585,8 @@ class BackwardPass:
         """Whether ``p`` gets a gradient, from autograd or from here."""
         if self._is_accumulated(p):
             return True
-        spared = self.entry.spared if self.entry is not None else ()
-        if spared and p.requires_grad and p in spared:
+        elided = self.entry.elided if self.entry is not None else ()
+        if elided and p.requires_grad and p in elided:
             self.owed.add(p)
         return bool(self.owed) and p in self.owed
 
@@ -666,7 +666,7 @@ class BackwardPass:
         if self.has_parameters or not self.exts or any(ext.rules for ext in self.exts):
             return
         above = [getattr(x, "grad_fn", None) for x in self.above]
-        if not self.configuration.passes.told and tape.has_parameters(above):
+        if not self.configuration.passes.told and calls.has_parameters(above):
             reached = checks.listed([describe(call.module) for call in self.reached_calls])
             names = ", ".join(type(ext).__name__ for ext in self.exts)
             warn(
@@ -685,7 +685,7 @@ class BackwardPass:
                 hook(module)
             call.inputs, call.outputs = stored
         if self.configuration.retain_graph:
-            call.forget()
+            call.clear()
         else:
             call.release()
 
@@ -731,7 +731,7 @@ class BackwardPass:
         if not (call.is_container or call.is_transparent):
             call.compute_in_one_precision()
         exts = self.first_order
-        if self.has_rules or refusal(call, call.trained) is not None:
+        if self.has_rules or unsupported_reason(call, call.trained) is not None:
             self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
         elif call.trained:
             gradient = _gradient_use(call, None, folds=True)
@@ -779,7 +779,7 @@ class BackwardPass:
                         gradients[other] = _gradient_use(other, rows.get(other))
                 self._extract(p, [gradients[other].of(name) for other, name in uses], known)
             if call is not None and len(exts) == len(self.exts):  # nobody else will ask
-                call.forget_results()
+                call.clear_results()
 
     def _run_rules(
         self,
@@ -805,7 +805,7 @@ class BackwardPass:
 
     def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
         for call, name in uses:
-            reason = refusal(call, [name])
+            reason = unsupported_reason(call, [name])
             if reason is not None:
                 for ext in exts:
                     ext.fail(reason)
@@ -813,7 +813,7 @@ class BackwardPass:
         return True
 
     def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[Extension]) -> None:
-        is_holding = not self.combining.accumulates and memory.recycle((p,), exts)
+        is_holding = not self.combining.accumulates and memory.reuse((p,), exts)
         wanted = self.wanted
         if exts is not self.first_order:
             wanted = {name for ext in exts for name in ext.needs}
@@ -824,7 +824,7 @@ class BackwardPass:
             products = Products(p, uses, wanted)
         products.extract(exts, self.combining)
         if is_holding:
-            memory.forget()
+            memory.clear()
 
     # ------------------------------------------------------------------ second order
 
@@ -847,9 +847,9 @@ class BackwardPass:
                 propagation.check(ext)
             plan.check_subsampling(subsampling, exts)
             if not self.combining.accumulates:
-                memory.recycle(plan.uses, exts)
+                memory.reuse(plan.uses, exts)
             propagation.run(plan, exts, subsampling, self.combining)
-            memory.forget()
+            memory.clear()
 
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
@@ -863,7 +863,7 @@ class BackwardPass:
                     continue
                 if call not in reasons:
                     asked = call.trained or call in plan.calls
-                    reasons[call] = refusal(call, call.trained) if asked else None
+                    reasons[call] = unsupported_reason(call, call.trained) if asked else None
                 if (reason := reasons[call]) is not None:
                     ext.fail(reason)
             if plan.gap is not None:
@@ -992,7 +992,7 @@ def _grouped(exts: Sequence[Extension], key: Any) -> list[tuple[Any, list[Any]]]
     return groups
 
 
-def refusal(call: Call, names: Collection[str]) -> str | None:
+def unsupported_reason(call: Call, names: Collection[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)
@@ -1002,9 +1002,9 @@ def refusal(call: Call, names: Collection[str]) -> str | None:
             known = call.derivatives.param_names(call.module)
     if not set(names).issubset(known):
         return no_rule(call, *[name for name in names if name not in known])
-    if type(call.derivatives).refusal is BaseDerivatives.refusal:
+    if type(call.derivatives).unsupported_reason is BaseDerivatives.unsupported_reason:
         return None
-    return call.derivatives.refusal(context_of(call, check=False))
+    return call.derivatives.unsupported_reason(context_of(call, check=False))
 
 
 def no_rule(call: Call, *names: str) -> str:

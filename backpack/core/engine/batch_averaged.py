@@ -18,10 +18,10 @@ from torch.nn import Parameter
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
+from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.sweep import loss_scale
+from backpack.core.record.calls import Call, Origin
 from backpack.core.record.context import SHARED, Context, context_of
-from backpack.core.record.tape import Call, Origin
 from backpack.core.rows import Rows, one_by_one, row_numbers
 
 Node = Origin | Parameter
@@ -30,7 +30,7 @@ Node = Origin | Parameter
 Jacobian = Callable[[Tensor, Rows], Tensor]
 
 
-class BatchAveragedSweep:
+class BatchAveragedBackpropagation:
     """Carries the batch-averaged GGN of the loss back to the parameters.
 
     Args:
@@ -47,7 +47,7 @@ class BatchAveragedSweep:
         self.subsampling = subsampling
         self.blocks: dict[tuple[Node, Node], Tensor] = {}
         self.groups: dict[Parameter, int] = {}
-        mixing = [f"{call!r} mixes samples" for call in plan.calls if call.mixes_samples]
+        mixing = [f"{call!r} mixes samples" for call in plan.calls if call.couples_samples]
         mixing += [
             f"{call!r} reads chosen rows of samples" for call in plan.calls if _chooses(call)
         ]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Place
 from backpack.core.record.shards import need
-from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
 
 Columns = Sequence[Tensor | None]

@@ -15,7 +15,7 @@ from torch.nn import Module
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.products import OF_GRADIENT, REDUCTIONS
 from backpack.core.engine.propagations import Blocks, InputsAlone
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
@@ -100,12 +100,12 @@ def is_suspicious(scope: Scope) -> bool:
 def note_latest(configuration: Configuration) -> None:
     """Note if backward passes of a context that is left came to recorded calls."""
     scope = configuration.scope
-    tape.note_end_of_context()
+    calls.note_end_of_context()
     if scope is None or scope.latest is None or not configuration.exts:
         return
     if not configuration.passes.own:
         _followed.discard(scope.latest)
-    elif scope.watch is not None:
+    elif scope.interceptor is not None:
         _followed.add(scope.latest)
     scope.latest = None
 

@@ -21,8 +21,9 @@ from backpack.core.engine.products import IN_BASES, OF_GRADIENT, OVER_PARTS, Pro
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
+from backpack.core.record.calls import Call, all_live_calls, describe
 from backpack.core.record.shards import Shard, home, shard_of
-from backpack.core.record.tape import TENSORS, Call, all_live_calls, describe
+from backpack.core.record.weights import TENSORS
 from backpack.core.types import Extension
 
 NO_JOIN = (

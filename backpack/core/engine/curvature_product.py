@@ -20,12 +20,12 @@ from torch.nn import Parameter
 from backpack.context import without_autocast
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
+from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.combining import gathered
+from backpack.core.engine.intercept import not_intercepted
 from backpack.core.engine.plan import Feed, Plan
-from backpack.core.engine.sweep import loss_scale
-from backpack.core.engine.watch import unwatched
+from backpack.core.record.calls import Call, Origin, describe
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.tape import Call, Origin, describe
 from backpack.core.rows import Rows, row_numbers
 
 Subsampling = Sequence[int] | None
@@ -155,7 +155,7 @@ class CurvatureBlock:
         """Apply the block to ``[V, *p]``; ``per_sample`` keeps samples apart: ``[V, N, *p]``."""
         samples = None if self.plan.mixing else self.subsampling
         with (
-            unwatched(),
+            not_intercepted(),
             torch.set_grad_enabled(self.differentiable),
             without_autocast(),
             gathered(),
@@ -192,19 +192,19 @@ class CurvatureBlock:
 
     def _pull_back(self, mat: Tensor, reached: Sequence[Reached], per_sample: bool) -> Tensor:
         """Apply the curvature of the losses (and modules), and return to the parameter."""
-        arrived: dict[Origin, Tensor] = {}
+        cotangents: dict[Origin, Tensor] = {}
         found: list[Tensor] = []  # at the parameter
         for at in reversed(reached):
             call, rows = at.call, at.rows
-            columns = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
-            has_arrived = any(c is not None for c in columns)
+            columns = [None if o is None else cotangents.pop(o, None) for o in call.origins_out]
+            has_cotangent = any(c is not None for c in columns)
             backs: list[Any] = [None] * len(at.inputs)
             c = context_of(call, rows)
             if call in self.plan.losses:
                 backs = self._loss_product(c, at.inputs)
-            elif at.fed and has_arrived:
+            elif at.fed and has_cotangent:
                 backs = call_products.transposed(c, columns)
-            if at.name is not None and has_arrived:
+            if at.name is not None and has_cotangent:
                 method = "param_vjp" if per_sample else "param_vjp_sum"
                 product = call_products.param(c, method, at.name, columns)
                 found.append(self._of_samples(product) if per_sample else product)
@@ -217,8 +217,8 @@ class CurvatureBlock:
                 back = backs[feed.slot]
                 if back is not None:
                     back = _at_output(feed, back)
-                    before = arrived.get(feed.origin)
-                    arrived[feed.origin] = back if before is None else before + back
+                    before = cotangents.get(feed.origin)
+                    cotangents[feed.origin] = back if before is None else before + back
         if not found:  # the loss does not depend on the parameter
             count = len(row_numbers(self.plan.base, self.subsampling))
             return mat.new_zeros(len(mat), *([count] if per_sample else []), *mat.shape[1:])

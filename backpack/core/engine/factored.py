@@ -30,8 +30,8 @@ from torch import Size, Tensor
 
 from backpack.core.derivatives import affine, reductions
 from backpack.core.engine import call_products
+from backpack.core.record.calls import placeholder
 from backpack.core.record.context import Context
-from backpack.core.record.tape import stand_in
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
@@ -361,7 +361,7 @@ def _kept_call(c: Context, reads: bool) -> Context:
     rule = call.derivatives
     assert rule is not None
     inputs = [_kept(x) if isinstance(x, Tensor) else x for x in c.inputs] if reads else []
-    outputs = [stand_in(y) for y in c.outputs]
+    outputs = [placeholder(y) for y in c.outputs]
     call.inputs, call.outputs, call.saved = tuple(inputs), tuple(outputs), dict(call.saved)
     call.g_out, call.g_samples = [], None
     kept = Context(call, inputs, outputs, c.rows, c.is_folded)

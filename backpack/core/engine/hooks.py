@@ -10,11 +10,11 @@ from torch.nn.modules.module import _global_forward_hooks
 
 from backpack.context import CTX, STATE
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import tape
+from backpack.core.record import data_flow, tape
 from backpack.core.record.altered import alteration
+from backpack.core.record.calls import describe
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
-from backpack.core.record.tape import describe
 
 # What records of calls tell
 REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPass.entered
@@ -86,14 +86,14 @@ def _note_inputs(module: Module, args: tuple, kwargs: dict) -> None:
         return
     compiler = set_compiler(None)
     try:
-        tape.note_inputs(module, args, kwargs, any(STATE.get().recorders))
+        data_flow.note_inputs(module, args, kwargs, any(STATE.get().recorders))
     finally:
         set_compiler(compiler)
 
 
-def _forget_inputs(module: Module, args: tuple, output: object) -> None:
+def _clear_inputs(module: Module, args: tuple, output: object) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        tape.forget_inputs(module, output)
+        data_flow.clear_inputs(module, output)
 
 
 def follow_inputs(root: Module) -> None:
@@ -105,4 +105,4 @@ def follow_inputs(root: Module) -> None:
     if _note_inputs not in root._forward_pre_hooks.values():
         hook = root.register_forward_pre_hook(_note_inputs, prepend=True, with_kwargs=True)
         CTX.add_hook_handle(hook, root)
-        CTX.add_hook_handle(root.register_forward_hook(_forget_inputs, always_call=True), root)
+        CTX.add_hook_handle(root.register_forward_hook(_clear_inputs, always_call=True), root)

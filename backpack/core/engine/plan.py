@@ -15,16 +15,16 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.engine.lazy import lazy
-from backpack.core.record.context import context_of
-from backpack.core.record.tape import (
+from backpack.core.record.calls import (
     RESHAPES,
     Call,
-    KeptParameters,
     Origin,
     is_converted,
     parameter_behind,
     upstream,
 )
+from backpack.core.record.context import context_of
+from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
@@ -206,7 +206,7 @@ class Plan:
     @lazy
     def mixing(self) -> bool:
         """Whether a module mixes the samples of the batch."""
-        return any(map(attrgetter("mixes_samples"), self.calls))
+        return any(map(attrgetter("couples_samples"), self.calls))
 
     @lazy
     def read(self) -> KeptParameters:
@@ -218,7 +218,7 @@ class Plan:
                 t
                 for tensors in (call.params, *call.read)
                 for t in tensors.values()
-                if t is not None and (isinstance(t, Parameter) or not call.mixes_samples)
+                if t is not None and (isinstance(t, Parameter) or not call.couples_samples)
             )
         return kept
 

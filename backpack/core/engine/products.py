@@ -20,9 +20,9 @@ from backpack.core.engine import call_products, factored
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.lazy import lazy
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.shards import KNOWN, shard_of
-from backpack.core.record.tape import Call, describe
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 from backpack.utils.kroneckers import eigh_semidefinite
@@ -269,7 +269,7 @@ class Products:
             self._sources = known
 
     def __getitem__(self, name: str) -> Any:
-        """Compute a quantity (or recall it)."""
+        """Compute a quantity (or take it from memory)."""
         if name not in self._values and not self.uses:
             raise LookupError(
                 f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
@@ -528,7 +528,7 @@ class Products:
         return _gram_of_rows(values[0][0] if len(values) == 1 else self._align(values))
 
     def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a quantity that all parameters of a call have in common, or recall it."""
+        """Compute a quantity that all parameters of a call have in common, unless it is there."""
         use, *others = self.uses
         rule: Any = use.call.derivatives
         in_common = rule.kronecker_rows_are_shared and self.terms is None

@@ -19,24 +19,24 @@ from backpack.core.derivatives.lossbase import (
     is_negative,
 )
 from backpack.core.engine import call_products
-from backpack.core.engine.batch_averaged import BatchAveragedSweep
-from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
-from backpack.core.engine.factors import Factor
-from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import IDENTITY, REDUCTIONS, Bases, Products, Use
-from backpack.core.engine.sweep import (
+from backpack.core.engine.backpropagation import (
+    Backpropagation,
     LossSource,
     ResidualSource,
     Source,
-    Sweep,
     call_gradients,
     check_passed_on,
     loss_scale,
     root_of_scale,
     sample_counts,
 )
+from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
+from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan, Producer
+from backpack.core.engine.products import IDENTITY, REDUCTIONS, Bases, Products, Use
+from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
-from backpack.core.record.tape import Call
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension, Save
 from backpack.utils.subsampling import subsample
@@ -140,14 +140,16 @@ class LossFactor(Propagation):
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Sweep ``JᵀS``."""
-        self.sweep(Sweep(plan, exts, subsampling, save))
+        """Backpropagate ``JᵀS``."""
+        self.backpropagate(Backpropagation(plan, exts, subsampling, save))
 
-    def sweep(self, sweep: Sweep) -> None:
-        """Run a sweep."""
-        sweep.run([self.source(call, sweep) for call in sweep.plan.losses])
+    def backpropagate(self, backpropagation: Backpropagation) -> None:
+        """Start at every loss."""
+        backpropagation.run(
+            [self.source(call, backpropagation) for call in backpropagation.plan.losses]
+        )
 
-    def source(self, call: Call, sweep: Sweep) -> Source:
+    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
         """Return what starts at a loss."""
         raise NotImplementedError
 
@@ -156,16 +158,20 @@ class LossFactor(Propagation):
 class ExactFactor(LossFactor):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
-    def source(self, call: Call, sweep: Sweep) -> Source:
+    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
         """Return columns that are made when they start."""
-        scale = root_of_scale(call, sweep.savefields)
+        scale = root_of_scale(call, backpropagation.savefields)
         # if nobody sees the columns, and one less saves more than it takes to find the others
-        thin = sweep.sliced and "individual" not in sweep.wanted and sweep.is_long
+        thin = (
+            backpropagation.sliced
+            and "individual" not in backpropagation.wanted
+            and backpropagation.is_long
+        )
 
         def factor(rows: Rows) -> tuple[Columns, None]:
             return scaled(LossHessian(call, rows).root(thin), scale), None
 
-        return LossSource(call, user_loss_rule(call, sweep.exts) or factor)
+        return LossSource(call, user_loss_rule(call, backpropagation.exts) or factor)
 
 
 @dataclass(frozen=True)
@@ -179,10 +185,10 @@ class SampledFactor(LossFactor):
         if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
-    def source(self, call: Call, sweep: Sweep) -> Source:
+    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
         """Draw for the whole batch."""
-        scale = root_of_scale(call, sweep.savefields)
-        rule = user_loss_rule(call, sweep.exts)
+        scale = root_of_scale(call, backpropagation.savefields)
+        rule = user_loss_rule(call, backpropagation.exts)
         if rule is not None:
             return LossSource(call, rule, sampled=True)
         return self.whole(call, LossHessian(call).drawn_root(self.mc_samples), scale)
@@ -205,17 +211,17 @@ class EmpiricalFactor(LossFactor):
     ``W g gᵀ`` is the outer product of ``W g``, the gradient of a term of the loss, divided by W.
     """
 
-    def source(self, call: Call, sweep: Sweep) -> Source:
+    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
         """Return the gradients at the prediction."""
-        scale = root_of_scale(call, sweep.savefields)
-        rule = user_loss_rule(call, sweep.exts)
+        scale = root_of_scale(call, backpropagation.savefields)
+        rule = user_loss_rule(call, backpropagation.exts)
         if rule is not None:
             return LossSource(call, rule, sampled=True)
         hessian = LossHessian(call)
         if not hessian.is_of_one_prediction:
             raise NotImplementedError(
-                f"{sweep.savefields}: several inputs of {call!r} are predictions, so that a sample "
-                "has no gradient at one of them. Use fisher='exact'."
+                f"{backpropagation.savefields}: several inputs of {call!r} are predictions, so "
+                "that a sample has no gradient at one of them. Use fisher='exact'."
             )
         return SampledFactor.whole(call, hessian.gradient_root(), scale)
 
@@ -237,8 +243,8 @@ class InBases(Propagation):
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Sweep ``JᵀS``."""
-        self.inner.sweep(Sweep(plan, exts, subsampling, save, bases=self.bases))
+        """Backpropagate ``JᵀS``."""
+        self.inner.backpropagate(Backpropagation(plan, exts, subsampling, save, bases=self.bases))
 
 
 @dataclass(frozen=True)
@@ -275,10 +281,10 @@ def is_curved(call: Call) -> bool:
     return call.derivatives.is_curved(call)
 
 
-def couples_samples(call: Call) -> bool:
+def couples_terms(call: Call) -> bool:
     """Whether a loss is no sum over the samples."""
     assert isinstance(call.derivatives, BaseLossDerivatives)
-    return call.derivatives.couples_samples(context_of(call))
+    return call.derivatives.couples_terms(context_of(call))
 
 
 def refuse_coupled(plan: Plan, ext: Extension) -> None:
@@ -288,7 +294,7 @@ def refuse_coupled(plan: Plan, ext: Extension) -> None:
         NotImplementedError: If that is so.
     """
     for call in plan.losses:
-        if couples_samples(call):
+        if couples_terms(call):
             raise NotImplementedError(
                 f"{ext.savefield}: samples have no Hessian of their own, because {call!r} is no "
                 "sum over the samples. Use DiagHessian or HMP without subsampling."
@@ -306,9 +312,9 @@ class HessianFactors(Propagation):
     offers = frozenset({"square", "batch_square"})
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Sweep from the loss and from every nonlinear module."""
+        """Backpropagate from the loss and from every nonlinear module."""
         refuse_rules(exts)
-        joint = plan.mixing or any(couples_samples(call) for call in plan.losses)
+        joint = plan.mixing or any(couples_terms(call) for call in plan.losses)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
         known = [c for c in plan.calls if c.derivatives is not None and c not in plan.after_loss]
         curved = set(filter(is_curved, known))
@@ -317,15 +323,15 @@ class HessianFactors(Propagation):
         if len(reused) == len(plan.uses):
             return
 
-        sweep = Sweep(plan, exts, subsampling, save, left_out=reused)
-        sources: list[Source] = [self._loss_source(call, sweep) for call in plan.losses]
+        backpropagation = Backpropagation(plan, exts, subsampling, save, left_out=reused)
+        sources: list[Source] = [self._loss_source(call, backpropagation) for call in plan.losses]
         for call in reversed(plan.calls):
             derivatives = call.derivatives
             if call in plan.after_loss or derivatives is None:
                 continue
             if call in curved and derivatives.hessian_is_diagonal(call.module):
                 sources.append(ResidualSource(call))
-        sweep.run(sources)
+        backpropagation.run(sources)
 
     @staticmethod
     def _below_dense(plan: Plan, curved: set[Call]) -> list[Parameter]:
@@ -345,11 +351,11 @@ class HessianFactors(Propagation):
         return found
 
     @staticmethod
-    def _loss_source(call: Call, sweep: Sweep) -> Source:
+    def _loss_source(call: Call, backpropagation: Backpropagation) -> Source:
         scale = loss_scale(call)
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
-            columns, weights = LossHessian(call, rows).signed_root(thin=sweep.is_long)
+            columns, weights = LossHessian(call, rows).signed_root(thin=backpropagation.is_long)
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights
@@ -401,12 +407,12 @@ class BatchAveraged(Propagation):
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
-        """Sweep ``E[Jᵀ M J]``."""
+        """Backpropagate ``E[Jᵀ M J]``."""
         refuse_rules(exts)
-        sweep = BatchAveragedSweep(plan, subsampling)
+        backpropagation = BatchAveragedBackpropagation(plan, subsampling)
         for call in plan.losses:
             root_of_scale(call, ", ".join(ext.savefield for ext in exts))
-        for p, matrix in sweep.run().items():
+        for p, matrix in backpropagation.run().items():
             products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
             products.set_values({"gram": matrix})
             products.extract(exts, save)
@@ -427,7 +433,7 @@ class Blocks(Propagation):
         """Save for each parameter the product with its block."""
         refuse_rules(exts)
         for call in plan.calls:
-            if self.modify in (None, identity) or not call.mixes_samples or not is_curved(call):
+            if self.modify in (None, identity) or not call.couples_samples or not is_curved(call):
                 continue
             for ext in exts:
                 ext.fail(

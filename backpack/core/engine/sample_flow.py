@@ -29,8 +29,7 @@ from backpack.core.engine.spread import (
     shape_of,
     spread,
 )
-from backpack.core.record.given import Given
-from backpack.core.record.tape import (
+from backpack.core.record.calls import (
     LARGE,
     RESHAPES,
     Call,
@@ -39,6 +38,7 @@ from backpack.core.record.tape import (
     is_foreign_function,
     is_output,
 )
+from backpack.core.record.given import Given
 
 # How many rows of a loss are looked at.
 ROWS = 6

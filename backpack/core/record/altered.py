@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import disable
+from backpack.core.record.calls import flatten_outputs
 from backpack.core.record.registry import derivatives_of_call
-from backpack.core.record.tape import flatten_outputs
 
 ADVICE = "Register that hook on the module itself, before extend or without prepend=True."
 CHANGED = f"returned what a forward hook that runs before backpack's has changed. {ADVICE}"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core import fast
+from backpack.core.record.calls import Call, describe, live_calls, put
 from backpack.core.record.shards import need
-from backpack.core.record.tape import Call, describe, live_calls, put
 from backpack.core.rows import Rows, row_numbers
 from backpack.utils.subsampling import subsample
 
@@ -228,8 +228,8 @@ class Shown:
             self.module = _copied(self.module)
             own = vars(self.module)
         try:
-            lends = c.module is call.module
-            self.tensors = call.lend_tensors(self.module, call.precision, self.now) if lends else []
+            swaps = c.module is call.module
+            self.tensors = call.swap_tensors(self.module, call.precision, self.now) if swaps else []
         except BaseException:
             self._let_go()
             raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from backpack.context import without_autocast
-from backpack.core.record.tape import Call
+from backpack.core.record.calls import Call
 
 Cotangents = Sequence[Tensor | None]
 
@@ -48,7 +48,7 @@ class KernelOverride(TorchDispatchMode):
         """Return what the kernel would for these arguments; called only if autograd needs it."""
         raise NotImplementedError
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Free the cotangents that were received."""
         raise NotImplementedError
 
@@ -111,4 +111,4 @@ def in_use(
         for hook in hooks:
             hook.remove()
         for override in overrides:
-            override.forget()
+            override.clear()

@@ -507,7 +507,7 @@ def begin_call(module: Module) -> tuple[Inputs, bool]:
         The notes of this call, and whether it is one of a part of a model that runs.
     """
     if _calls.running:
-        _forget_interrupted(module)
+        _clear_interrupted(module)
     owners = filter(None, (inputs.module() for inputs in _calls.running))
     is_part = any(module is part for owner in owners for part in owner.modules())
     inputs = Inputs(module)
@@ -515,7 +515,7 @@ def begin_call(module: Module) -> tuple[Inputs, bool]:
     return inputs, is_part
 
 
-def _forget_interrupted(module: Module) -> None:
+def _clear_interrupted(module: Module) -> None:
     """Forget calls that an interrupt has ended: torch calls no hooks then.
 
     Args:
@@ -580,7 +580,7 @@ def note_mixed(tensor: Tensor, by: str) -> None:
 
 
 def mixed_by(tensors: Iterable[Any]) -> str | None:
-    """Recall what :func:`note_mixed` was told of one of some tensors."""
+    """Return what :func:`note_mixed` was told of one of some tensors."""
     for x in tensors:
         found = MIXED_DATA.get(id(x))
         if found is not None and found[0]() is x:
@@ -589,7 +589,7 @@ def mixed_by(tensors: Iterable[Any]) -> str | None:
 
 
 def noted(tensor: Tensor) -> Layout | None:
-    """Recall what :func:`note` was told, unless the tensor got another shape or memory since."""
+    """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
     key = id(tensor)
     for inputs in reversed(_calls.running):
         found = inputs.notes.get(key)

@@ -98,10 +98,10 @@ def _cached(module_class: type[Module]) -> tuple[Rule | None, Any]:
     try:
         return _CACHE[ref(module_class)]
     except KeyError:
-        return _CACHE.setdefault(ref(module_class, _forget), _look_up(module_class))
+        return _CACHE.setdefault(ref(module_class, _discard), _look_up(module_class))
 
 
-def _forget(module_class: ref[type[Module]]) -> None:
+def _discard(module_class: ref[type[Module]]) -> None:
     _CACHE.pop(module_class, None)
 
 

@@ -17,9 +17,9 @@ from torch.nn import Module
 from backpack.core.derivatives.aliases import publish
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.engine.sweep import root_of_factor
+from backpack.core.engine.backpropagation import root_of_factor
+from backpack.core.record.calls import describe
 from backpack.core.record.registry import REGISTRY
-from backpack.core.record.tape import describe
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule

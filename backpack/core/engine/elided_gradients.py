@@ -4,7 +4,7 @@ For those who ask for it, ``backpack(..., sum_individual_gradients=True)``. The 
 convolution's weight takes about a third of a backward pass. Where individual gradients pass by
 anyway, it is their sum. Autograd is then asked for the gradients of all other leaves
 (``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's kernel
-computes the gradients of all its parameters with that of its input. It is spared where the input
+computes the gradients of all its parameters with that of its input. It is elided where the input
 needs none, or where a :class:`~backpack.core.record.kernels.KernelOverride` computes that from what
 individual gradients need as well.
 
@@ -30,17 +30,17 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.context import Configuration, disable
 from backpack.core import fast
-from backpack.core.record import tape
+from backpack.core.record import calls
+from backpack.core.record.calls import Call, Origin, is_output
 from backpack.core.record.kernels import KernelOverride
-from backpack.core.record.tape import Call, Origin, is_output
 
-SPARED = fast.path(
+ELIDED = fast.path(
     "gradients not computed twice", "The gradient is the sum of individual gradients, if asked for."
 )
 # Multiplications of all gradients together from which on it pays to look at the graph.
 WORTHWHILE = 2**24
 # Functions that stand between a parameter and the one that computes with it.
-REARRANGEMENTS = tape.RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
+REARRANGEMENTS = calls.RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 # Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
 PRECISIONS = (torch.float32, torch.float64)
 
@@ -56,13 +56,13 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
     """
     if not configuration.sum_individual_gradients or torch.is_anomaly_enabled():
         return {}
-    if not SPARED.is_on:
+    if not ELIDED.is_on:
         return {}
     exts = configuration.exts
     first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
     wanted = {name for ext in first_order for name in ext.needs}
     found: dict[Call, list[Parameter]] = {}
-    for call in tape.all_live_calls() if wanted else ():
+    for call in calls.all_live_calls() if wanted else ():
         if call.params and call.derivatives is not None:
             names = call.derivatives.costly_gradients(call, wanted)
             parameters = [p for name, p in call.params.items() if name in names]
@@ -74,7 +74,7 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
         return {}
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
-    users = tape.Users()
+    users = calls.Users()
     known = {
         call: parameters
         for call, parameters in found.items()
@@ -137,7 +137,7 @@ def _is_ordinary(p: Any) -> bool:
     )
 
 
-class Spared(NamedTuple):
+class Elided(NamedTuple):
     """What autograd need not compute, what it is asked for, and what replaces its kernels."""
 
     parameters: set[Parameter]  # whose gradients it need not compute
@@ -145,10 +145,10 @@ class Spared(NamedTuple):
     overrides: list[KernelOverride]  # for its kernels
 
 
-NOTHING = Spared(set(), [], [])
+NOTHING = Elided(set(), [], [])
 
 
-def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Spared:
+def elide(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Elided:
     """Choose the parameters whose gradients autograd need not compute.
 
     All functions of the graph have to run all the same: calls are reached, and what autograd has
@@ -160,7 +160,7 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
         candidates: See :func:`costly`.
 
     Returns:
-        :data:`NOTHING` if none are spared.
+        :data:`NOTHING` if none are elided.
     """
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own
@@ -177,7 +177,7 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
     for node in reversed(order):
         found = computed_by.get(node) or {owner[user] for user in users[node]}
         owner[node] = next(iter(found)) if len(found) == 1 else None
-    spared = {
+    elided = {
         p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
     }
     nodes_of: dict[Any, list[Any]] = defaultdict(list)
@@ -190,21 +190,21 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
     for call, parameters in candidates.items():
         assert call.derivatives is not None
         if any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
-            spared -= parameters
+            elided -= parameters
             continue
-        own = call.derivatives.kernel_overrides(call, nodes_of[call], spared)
+        own = call.derivatives.kernel_overrides(call, nodes_of[call], elided)
         if own is None:
-            spared -= parameters
+            elided -= parameters
         else:
             overrides += own
     asked: list[Tensor | GradientEdge] = []
     running: set[Any] = set()
-    bare: set[Any] = set()  # leads to nothing but entries of what is spared
+    bare: set[Any] = set()  # leads to nothing but entries of what is elided
     for node in order:
         parents = [parent for parent, _ in node.next_functions]
         if node in leaves:
             leaf = leaves[node]
-            if leaf in spared:
+            if leaf in elided:
                 bare.add(node)
             elif leaf.requires_grad:
                 asked.append(leaf)
@@ -217,7 +217,7 @@ def spare(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Sp
             else:
                 asked.append(GradientEdge(node, 0))
                 running.add(node)
-    return Spared(spared, asked, overrides) if spared else NOTHING
+    return Elided(elided, asked, overrides) if elided else NOTHING
 
 
 def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:
@@ -255,7 +255,7 @@ def _is_hooked(node: Any) -> bool:
         handle: RemovableHandle = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
-        if hooks and not all(map(tape.is_own, hooks.values())):
+        if hooks and not all(map(calls.is_own, hooks.values())):
             return True
     return False
 

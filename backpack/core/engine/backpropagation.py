@@ -1,8 +1,8 @@
 """The end-of-backward pass: fetch what arrived, extract at the parameters, propagate to the inputs.
 
 A :class:`Source` emits columns somewhere in the network (at a loss, or at a nonlinear module for
-the Hessian). The :class:`Sweep` carries them back through all reached calls, newest first, in
-slices of samples (and, for a single sample, of columns), so that memory stays bounded.
+the Hessian). The :class:`Backpropagation` carries them back through all reached calls, newest
+first, in slices of samples (and, for a single sample, of columns), so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from backpack.core.engine.products import (
     Use,
     add,
 )
+from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.tape import Call, Origin, describe, flatten_outputs
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
 
@@ -63,11 +63,12 @@ CACHED_COLUMNS = fast.path("slices of columns", "Columns travel while they are i
 BYTES_PER_CORE = 2**22
 BYTES_OF_HEAP = 2**24
 BYTES_ELSEWHERE = 2**28
-# Bytes of the parameters from which on a sweep saves memory: on a CPU, its slices are half as
-# large, and what many slices have freed is returned between them. Small networks would notice.
+# Bytes of the parameters from which on a backpropagation saves memory: on a CPU, its slices are
+# half as large, and what many slices have freed is returned between them. Small networks would
+# notice.
 LARGE_NETWORK = 2**25
 # Multiplications of a column from which on it pays to save one.
-LONG_SWEEP = 2**22
+MANY_COLUMNS = 2**22
 
 
 class slice_bytes:
@@ -233,7 +234,7 @@ class State:
 
     part: Part
     samples: Rows
-    arrived: dict[Origin, Factor] = field(default_factory=dict)
+    cotangents: dict[Origin, Factor] = field(default_factory=dict)
     pending: dict[Parameter, list[Use]] = field(default_factory=dict)
     terms: int | None = None
 
@@ -254,9 +255,9 @@ class State:
             mats = [cut(mat) for mat in use.mats]
             return Use(use.call, use.name, cut_factor(use.factor), rows(use.call, samples), mats)
 
-        arrived = {origin: cut_factor(factor) for origin, factor in self.arrived.items()}
+        cotangents = {origin: cut_factor(factor) for origin, factor in self.cotangents.items()}
         pending = {p: [cut_use(use) for use in uses] for p, uses in self.pending.items()}
-        return State(part, samples, arrived, pending)
+        return State(part, samples, cotangents, pending)
 
 
 class Gathered:
@@ -373,7 +374,7 @@ def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | Non
     return scale.sqrt()
 
 
-class Sweep:
+class Backpropagation:
     """Carries the columns of sources back, and extracts what a group of extensions wants.
 
     Args:
@@ -382,7 +383,7 @@ class Sweep:
         subsampling: Samples they look at.
         save: Called with each parameter, extension and value.
         left_out: Parameters of which nothing is to be extracted.
-        bases: The bases of sums of squares. Default: of the Kronecker factors of this sweep.
+        bases: The bases of sums of squares. Default: of this pass's own Kronecker factors.
     """
 
     def __init__(
@@ -404,7 +405,7 @@ class Sweep:
         if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
             self.wanted |= {ARRIVED}
         self.bases = dict(bases or {})
-        # what needs bases of the whole batch is summed in a second sweep, if the first has slices
+        # what needs bases of the whole batch is summed in a second turn, if the first has slices
         known = self.bases.keys() >= plan.uses.keys()
         self.later = frozenset() if known else self.wanted & IN_BASES
         self.gathered = self.wanted - self.later
@@ -413,7 +414,7 @@ class Sweep:
         self.sliced = not any(map(_RULES, exts))
         self.mixing = plan.mixing and self.sliced
         self.is_large = plan.bytes >= LARGE_NETWORK
-        self.is_long = plan.base * plan.size >= LONG_SWEEP
+        self.is_long = plan.base * plan.size >= MANY_COLUMNS
         self.collects = False  # whether several sources add up in diagonals at calls' outputs
         self.diagonals: dict[Call, Diagonal] = {}
         self.done: Call | None = None  # where the source at hand has left its diagonal
@@ -425,7 +426,7 @@ class Sweep:
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
 
     def run(self, sources: Sequence[Source]) -> None:
-        """Sweep from every source, put the slices together, and save."""
+        """Backpropagate from every source, put the slices together, and save."""
         totals = self._totals(sources)
         later = self._in_bases(sources, totals) if totals and self.later else {}
         for p in list(totals):
@@ -444,7 +445,7 @@ class Sweep:
     def _in_bases(
         self, sources: Sequence[Source], totals: Mapping[Parameter, Mapping[str, Any]]
     ) -> dict[Parameter, dict[str, Any]]:
-        """Sweep again, for sums of squares in the bases of what has come in several pieces."""
+        """Backpropagate again, for sums of squares in the bases of what came in several pieces."""
         for p, values in totals.items():
             products = self._whole(p)
             products.set_values(values)
@@ -457,7 +458,7 @@ class Sweep:
         return self._totals(sources)
 
     def _totals(self, sources: Sequence[Source]) -> dict[Parameter, dict[str, Any]]:
-        """Sweep from every source, and put the slices together; save what came in one piece."""
+        """Backpropagate from every source, and put slices together; save what came in one piece."""
         totals: dict[Parameter, dict[str, Any]] = {}
         only_squares = self.wanted <= {"square", "batch_square"}
         plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
@@ -483,7 +484,7 @@ class Sweep:
                 for name, gathered in into[p].items():
                     gathered.add(products[name], part)
 
-            self._sweep(source, gather)
+            self._backpropagation(source, gather)
             for p, whole in of_source.items():
                 totals[p] = {name: gathered.total() for name, gathered in whole.items()}
         for call in self.diagonals:
@@ -540,20 +541,20 @@ class Sweep:
     def _slices(self, state: State, call: Call) -> list[State]:
         """Slice what has arrived; before that, replace it by fewer columns: slices cannot be."""
         slices = self._split(state, call)
-        if len(slices) == 1 or len(state.arrived) > 1 or state.pending:
+        if len(slices) == 1 or len(state.cotangents) > 1 or state.pending:
             return slices
-        ((origin, factor),) = state.arrived.items()
+        ((origin, factor),) = state.cotangents.items()
         fewer = self._reduced(state, factor)
         if fewer is factor:
             return slices
-        state.arrived[origin] = fewer
+        state.cotangents[origin] = fewer
         return self._split(state, call)
 
     def _split(self, state: State, call: Call) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
         if not self.sliced or self.mixing or call not in self.plan.going_on:
             return [state]
-        outs = [state.arrived[o] for o in call.origins_out if o in state.arrived]
+        outs = [state.cotangents[o] for o in call.origins_out if o in state.cotangents]
         if not outs:
             return [state]
         ins = [
@@ -599,9 +600,9 @@ class Sweep:
         spread[:, torch.arange(terms)[:, None], numbers] = columns
         return Factor(spread.flatten(0, 1), 1)
 
-    # ------------------------------------------------------------------ one sweep
+    # ------------------------------------------------------------------ one backpropagation
 
-    def _sweep(self, source: Source, receive: Receive) -> None:
+    def _backpropagation(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the products of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
         self.done = None
@@ -618,7 +619,7 @@ class Sweep:
             if self.mixing:
                 state.terms = len(part.samples)
             starts = self._start(source, part)
-            deliver(self.plan, source.call, starts, state.arrived, state.samples)
+            deliver(self.plan, source.call, starts, state.cotangents, state.samples)
             self._carry(state, calls, receive)
 
     # ------------------------------------------------------------------ diagonals
@@ -700,7 +701,7 @@ class Sweep:
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
                     if self.is_tight:
-                        memory.give_back()
+                        memory.release()
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
             self._through(state, call, receive)
@@ -709,12 +710,12 @@ class Sweep:
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
-        found = fetch(call, state.arrived)
+        found = fetch(call, state.cotangents)
         if found is None:
             return
         factor, mats = found
         del found  # columns are freed once they have travelled on
-        arrived = state.arrived
+        cotangents = state.cotangents
         rows = None if state.samples is None else self.plan.rows(call, state.samples)
         ratio = factor.mat.shape[1] // factor.groups
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
@@ -731,12 +732,12 @@ class Sweep:
             self._hand_over(state, c, factor, mats, receive)
         if not goes_on:
             return
-        if self.sliced and len(mats) == 1 and not arrived and not state.pending:
+        if self.sliced and len(mats) == 1 and not cotangents and not state.pending:
             factor = self._reduced(state, factor)
             mats = [factor.mat]
         backs = self._transposed(c, mats)
         backs_held = [None if m is None else factor.holding(m) for m in backs]
-        deliver(self.plan, call, backs_held, arrived, state.samples)
+        deliver(self.plan, call, backs_held, cotangents, state.samples)
 
     def _hand_over(
         self,
@@ -791,7 +792,7 @@ class Sweep:
         known, call = [m for m in mats if m is not None], c.call
         alike = known[0].shape[1] > 1 and not any(map(_STEP_BETWEEN_ROWS, known))
         rule: Any = call.derivatives
-        alike = alike and call.is_plain and not call.mixes_samples
+        alike = alike and call.is_plain and not call.couples_samples
         if alike and rule.has_one_jacobian(c):
             first = take_rows(row_numbers(self.plan.num_rows(call), c.rows), slice(0, 1))
             one = [None if m is None else m[:, :1] for m in mats]
@@ -837,7 +838,7 @@ class Sweep:
                         for i, m in enumerate(parts)
                     ]
                     factors = [None if m is None else factor.holding(m) for m in backs]
-                    deliver(self.plan, call, factors, state.arrived, state.samples)
+                    deliver(self.plan, call, factors, state.cotangents, state.samples)
                 except (ValueError, RuntimeError, IndexError) as error:
                     raise ValueError(
                         f"{_what_is_passed_on(ext, rule, call, parts)} ({error})"
@@ -862,7 +863,7 @@ def deliver(
     plan: Plan,
     call: Call,
     factors: Sequence[Factor | None],
-    arrived: dict[Origin, Factor],
+    cotangents: dict[Origin, Factor],
     samples: Rows,
 ) -> None:
     """Add columns at a call's inputs to what their producers have so far."""
@@ -883,7 +884,7 @@ def deliver(
                 factor = factor.on(output.device)
         except ValueError as error:
             raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
-        arrived[origin] = arrived[origin] + factor if origin in arrived else factor
+        cotangents[origin] = cotangents[origin] + factor if origin in cotangents else factor
 
 
 def separate_samples(plan: Plan) -> None:
@@ -895,13 +896,13 @@ def separate_samples(plan: Plan) -> None:
     if not any(map(_IS_UNBATCHED, plan.calls)):
         return
     plan.check_one_batch_for_all()
-    arrived: dict[Origin, Factor] = {}
+    cotangents: dict[Origin, Factor] = {}
     apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
     for call in reversed(plan.calls):
         if call in plan.losses or call.derivatives is None:
             continue
         if call.is_unbatched:
-            found = fetch(call, arrived)
+            found = fetch(call, cotangents)
             call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
             for total, each in zip(call.g_out, call.g_samples, strict=True):
                 if total is not None and (
@@ -927,7 +928,7 @@ def separate_samples(plan: Plan) -> None:
             else None
             for origin, back in zip(call.origins_in, backs, strict=True)
         ]
-        deliver(plan, call, factors, arrived, None)
+        deliver(plan, call, factors, cotangents, None)
 
 
 def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
@@ -949,18 +950,20 @@ def _only(mats: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if mat is None else mat.squeeze(0) for mat in mats]
 
 
-def fetch(call: Call, arrived: dict[Origin, Factor]) -> tuple[Factor, list[Tensor | None]] | None:
+def fetch(
+    call: Call, cotangents: dict[Origin, Factor]
+) -> tuple[Factor, list[Tensor | None]] | None:
     """Take what arrived at a call's outputs: columns at one of them, and at each."""
     if len(call.origins_out) == 1 and call.is_usual:
         (origin,) = call.origins_out
-        factor = None if origin is None else arrived.pop(origin, None)
+        factor = None if origin is None else cotangents.pop(origin, None)
         return None if factor is None else (factor, [factor.mat])
-    found = [None if o is None else arrived.pop(o, None) for o in call.origins_out]
+    found = [None if o is None else cotangents.pop(o, None) for o in call.origins_out]
     known = [f for f in found if f is not None]
     if not known:
         return None
     groups = min(f.groups for f in known)
-    if call.mixes_rows:
+    if call.couples_rows:
         for i, f in enumerate(found):
             place = None if f is None else call.place_out(i)
             if f is not None and place is not None:

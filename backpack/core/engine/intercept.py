@@ -12,10 +12,10 @@ from torch import Tensor, overrides
 from torch.nn import Parameter
 
 from backpack.context import CTX, STATE, disable, update
-from backpack.core.engine import spared_gradients
+from backpack.core.engine import elided_gradients
 from backpack.core.engine.loss_terms import LossTerms
 from backpack.core.record import kernels
-from backpack.core.record.tape import Call, has_parameters
+from backpack.core.record.calls import Call, has_parameters
 
 
 class Entry:
@@ -26,7 +26,7 @@ class Entry:
 
     Attributes:
         nodes: Where it starts in the graph.
-        spared: Parameters whose gradients autograd was not asked for, and that still need one.
+        elided: Parameters whose gradients autograd was not asked for, and that still need one.
         terms: What the losses say about the samples, if first-order extensions are active.
         task: Autograd's number of the backward pass, once it has started.
     """
@@ -35,7 +35,7 @@ class Entry:
         """Wait for the start."""
         self.roots = roots
         self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
-        self.spared: set[Parameter] = set()
+        self.elided: set[Parameter] = set()
         self.terms: LossTerms | None = None
         self.task: int | None = None
 
@@ -51,27 +51,27 @@ class Entry:
         return self.task == task
 
 
-class WatchBackward(overrides.TorchFunctionMode):
-    """Notes which tensors ``backward()`` is called on, and spares it what is computed anyway.
+class InterceptBackward(overrides.TorchFunctionMode):
+    """Notes what ``backward()`` is called on; asks for no gradients that are computed anyway.
 
     The first lets the engine notice a modified loss, for the second see
-    :mod:`backpack.core.engine.spared_gradients`.
+    :mod:`backpack.core.engine.elided_gradients`.
 
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
-        spares: Whether it is spared anything. A short step does not pay for looking at the graph.
+        elides: Whether gradients may be left out. Looking for them does not pay in a short step.
     """
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-    def __init__(self, completed: Callable[[Call], None], spares: bool):
+    def __init__(self, completed: Callable[[Call], None], elides: bool):
         """Watch nothing yet."""
         super().__init__()
         self.completed = completed
-        self.spares = spares
+        self.elides = elides
         self.was_left = False
 
-    def __enter__(self) -> WatchBackward:
+    def __enter__(self) -> InterceptBackward:
         """Push the mode: from now on, calls of ``backward()`` are seen."""
         self.was_left = False
         super().__enter__()
@@ -88,7 +88,7 @@ class WatchBackward(overrides.TorchFunctionMode):
         for _ in stack:
             overrides._pop_mode()
         for mode in stack:
-            if not (isinstance(mode, WatchBackward) and mode.was_left):
+            if not (isinstance(mode, InterceptBackward) and mode.was_left):
                 overrides._push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,21 +123,21 @@ class WatchBackward(overrides.TorchFunctionMode):
 
     def _backward(self, func: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
         roots = entry.roots
-        candidates = spared_gradients.costly(CTX.configuration) if self.spares else {}
+        candidates = elided_gradients.costly(CTX.configuration) if self.elides else {}
         if not candidates:
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
-        spared, asked, instead = spared_gradients.spare(roots, candidates)
-        if not spared:
+        elided, asked, instead = elided_gradients.elide(roots, candidates)
+        if not elided:
             return func(*args, **kwargs)
         call.arguments["inputs"] = asked
-        entry.spared = spared
+        entry.elided = elided
         with kernels.in_use(instead, roots, self.completed):
             result = func(*call.args, **call.kwargs)
-        if spared:  # what is accumulated is taken out
-            shapes = [list(p.shape) for p in spared]
+        if elided:  # what is accumulated is taken out
+            shapes = [list(p.shape) for p in elided]
             raise RuntimeError(
                 f"The gradients of parameters of shapes {shapes} are missing: no gradient has "
                 "arrived at the modules that use them. A hook of any parameter, such as "
@@ -156,7 +156,7 @@ class _Away:
 
     __slots__ = ("mode",)
 
-    def __init__(self, mode: WatchBackward):
+    def __init__(self, mode: InterceptBackward):
         self.mode = mode
 
     def __enter__(self) -> None:
@@ -166,7 +166,7 @@ class _Away:
         self.mode.__enter__()
 
 
-def unwatched() -> AbstractContextManager[Any]:
+def not_intercepted() -> AbstractContextManager[Any]:
     """Pop our mode, which slows down every function, where no backward pass starts."""
     mode = overrides._get_current_function_mode()
-    return _Away(mode) if isinstance(mode, WatchBackward) else nullcontext()
+    return _Away(mode) if isinstance(mode, InterceptBackward) else nullcontext()

@@ -1,4 +1,4 @@
-"""Gradients of the batch that individual gradients add up to: autograd is spared them, or not."""
+"""Gradients of the batch that individual gradients add up to: autograd leaves them out, or not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import backpack as library
 from backpack import extend
 from backpack.core.derivatives import recurrent, recurrent_network
-from backpack.core.engine import spared_gradients
+from backpack.core.engine import elided_gradients
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import tape
+from backpack.core.record import calls
 from backpack.extensions import (
     BatchGrad,
     BatchL2Grad,
@@ -36,17 +36,17 @@ EXTENSIONS = (BatchGrad, BatchL2Grad, SumGradSquared, Variance)
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[Any]]:
-    """Let small networks take part, and note what is spared in each backward pass."""
+    """Let small networks take part, and note what is elided in each backward pass."""
     found: list[set[Any]] = []
-    spare = spared_gradients.spare
+    elide = elided_gradients.elide
 
     def noting(*args: Any) -> Any:
-        result = spare(*args)
+        result = elide(*args)
         found.append(set(result[0]))
         return result
 
-    monkeypatch.setattr(spared_gradients, "WORTHWHILE", 0)
-    monkeypatch.setattr(spared_gradients, "spare", noting)
+    monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
+    monkeypatch.setattr(elided_gradients, "elide", noting)
     return found
 
 
@@ -102,17 +102,17 @@ def plain(model: nn.Module, lossfunc: nn.Module) -> Tensor:
 def test_gradients_are_those_of_autograd(
     extension: Any, chosen: list[set[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spare all convolutions; quantities are what they are without.
+    """Elide those of all convolutions; quantities are what they are without.
 
     At a single position, the sum of individual gradients takes a product, too: the linear layer
     takes part if somebody wants that sum.
     """
     model = compare(network(), plain, extension())
-    spared = {p for i in (0, 2, 4) for p in model[i].parameters()} | {model[6].weight}
-    spared |= {model[8].weight} if extension is Variance else set()
-    assert chosen == [spared]
+    elided = {p for i in (0, 2, 4) for p in model[i].parameters()} | {model[6].weight}
+    elided |= {model[8].weight} if extension is Variance else set()
+    assert chosen == [elided]
     values = [getattr(p, extension().savefield) for p in model.parameters()]
-    monkeypatch.setattr(spared_gradients, "WORTHWHILE", float("inf"))
+    monkeypatch.setattr(elided_gradients, "WORTHWHILE", float("inf"))
     other = compare(network(), plain, extension())
     assert len(chosen) == 1
     for value, p in zip(values, other.parameters(), strict=True):
@@ -156,7 +156,7 @@ def test_gradients_accumulate(chosen: list[set[Any]]) -> None:
 
 def test_small_networks_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the threshold, nobody looks at the graph."""
-    monkeypatch.setattr(spared_gradients, "spare", lambda *_: pytest.fail("not worthwhile"))
+    monkeypatch.setattr(elided_gradients, "elide", lambda *_: pytest.fail("not worthwhile"))
     compare(network(), plain, BatchGrad())
 
 
@@ -283,7 +283,7 @@ class TestFusedLayers:
         """Gradients and quantities are what they are without, and each layer is computed once."""
         results = []
         for worthwhile in (0, float("inf")):
-            monkeypatch.setattr(spared_gradients, "WORTHWHILE", worthwhile)
+            monkeypatch.setattr(elided_gradients, "WORTHWHILE", worthwhile)
             model = self.compare(extension(), **options)
             fields = [getattr(p, extension().savefield) for p in model.parameters()]
             results.append([t for t in fields if not t.is_sparse])
@@ -328,8 +328,8 @@ class TestFusedLayers:
         assert chosen == 2 * [{*model.parameters()}] and computed == [0]
 
     @pytest.mark.parametrize("why", ["a penalty", "frozen", "hook"])
-    def test_parameters_that_are_not_spared(self, why: str, computed: list[int]) -> None:
-        """Then the kernel runs, unless the others are spared."""
+    def test_parameters_that_are_not_elided(self, why: str, computed: list[int]) -> None:
+        """Then the kernel runs, unless the others are elided."""
         model = self.Network()
         p = model.lstm.weight_hh_l0
         if why == "frozen":
@@ -459,9 +459,9 @@ print(*(set(sys.modules) - before))
         x, released = torch.rand(5, 2, 3), []
         for layer in layers:
             x, _ = layer(x)
-        calls = tape.all_live_calls()[-3:]
+        recorded = calls.all_live_calls()[-3:]
         with backpack(
-            Variance(), extension_hook=lambda _: released.append([c.is_released for c in calls])
+            Variance(), extension_hook=lambda _: released.append([c.is_released for c in recorded])
         ):
             x.sum().backward()
         assert released == [[False, False, False], [False, False, True], [False, True, True]]
@@ -479,7 +479,7 @@ print(*(set(sys.modules) - before))
             with backpack(BatchGrad()), pytest.raises(ZeroDivisionError):
                 loss.backward(retain_graph=True)
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        assert not any("received" in call.saved for call in tape.all_live_calls())
+        assert not any("received" in call.saved for call in calls.all_live_calls())
         model.zero_grad()
         loss.backward()
         assert computed == [0]
@@ -511,7 +511,7 @@ def test_a_first_layer_frees_what_autograd_has_stored(
     while nodes:
         node: Any = nodes.pop()
         for name in dir(node):
-            if name.startswith("_raw_saved") and not tape.is_output(node):  # it saves nothing
+            if name.startswith("_raw_saved") and not calls.is_output(node):  # it saves nothing
                 try:
                     assert getattr(node, name.removeprefix("_raw")) is None
                 except RuntimeError:
@@ -690,7 +690,7 @@ def test_frozen_between_the_passes(chosen: list[set[Any]]) -> None:
 
 
 def test_autocast(chosen: list[set[Any]]) -> None:
-    """Nothing is spared where several precisions meet."""
+    """Nothing is elided where several precisions meet."""
     model, lossfunc = extend(network().float()), extend(nn.CrossEntropyLoss())
     x, y = data()
     with torch.autocast("cpu", torch.bfloat16):
@@ -725,7 +725,7 @@ def test_checkpoint(chosen: list[set[Any]]) -> None:
 
 
 def test_gradient_of_the_data(chosen: list[set[Any]]) -> None:
-    """A leaf that is no parameter has its gradient; then the first layer can be spared, too."""
+    """A leaf that is no parameter has its gradient; then the first layer can be elided, too."""
     model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
     x, y = data()
     x.requires_grad_()

@@ -1,0 +1,348 @@
+"""Where the samples are in what no parameter has touched yet, and what mixes them there.
+
+The sample axis comes in with the inputs of the outermost module, and follows data through modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from backpack.context import disable
+from backpack.core.record.calls import (
+    Call,
+    all_live_calls,
+    describe,
+    flatten_outputs,
+    layout_of,
+    origin,
+    positional,
+)
+from backpack.core.record.compiler import is_traced
+from backpack.core.record.layout import (
+    Inputs,
+    Layout,
+    begin_call,
+    end_call,
+    mixed_by,
+    note,
+    note_mixed,
+    running,
+    unbatched,
+)
+from backpack.core.record.registry import (
+    derivatives_of,
+)
+from backpack.core.record.weights import TENSORS, now
+from backpack.custom_module.function_module import FunctionModule
+from backpack.custom_module.parameter_module import ParameterModule
+
+# Modules that stand for a function: what they compute from nothing has no samples.
+FUNCTIONS = (FunctionModule, ParameterModule)
+# What makes nested and sparse tensors dense.
+FILLING_UP = {"to_dense", "to_padded_tensor"}
+OnMiss = Callable[[str], None]
+FORM = operator.attrgetter("layout", "is_nested")
+DENSE = frozenset({(torch.strided, False)})
+NO_SAMPLES = (
+    "Give what has no samples, such as a table, an axis of one entry in front (x[None]), or make "
+    "it a buffer of the model."
+)
+
+
+def note_inputs(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_part: bool = False
+) -> None:
+    """Note where the samples are in what a model is called with: along the first axis.
+
+    Of tensors whose first axes differ, some have the samples, others none. A module that knows
+    better corrects that. All of it holds for this call (:func:`clear_inputs`): what another model
+    has found out of the same data says nothing here.
+
+    Args:
+        module: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        is_part: Whether a model that is followed runs: what is known of its tensors holds.
+    """
+    if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
+        return
+    inputs, is_child = begin_call(module)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in tensors if not x.is_nested and x.dim()]
+    count = _number_of_samples(given)
+    inputs.others = {len(x) for x in given} - {count, 1}
+    if inputs.others:
+        inputs.choice = (
+            f"{describe(module)} was called with tensors of shapes "
+            f"{[list(x.shape) for x in given]}, and {count} was taken for the number of samples"
+        )
+    for x in given:
+        mark, known = origin(x), layout_of(x)
+        if mark is not None and mark.is_output:
+            continue
+        if known is not None and (is_part or is_child or not (known.assumed or mark is not None)):
+            continue
+        own = Layout.of_axis(x.shape, 0, assumed=True)
+        layout = own if len(x) == count else Layout(1, 0, True, x.dim())
+        if mark is None:
+            inputs.note(x, layout)
+        else:
+            mark.layout = layout
+            inputs.marks.append(mark)
+
+
+def _number_of_samples(given: Sequence[Tensor]) -> int:
+    """Choose the size of a first axis: that of most tensors, or one that is no other's inner axis.
+
+    A table of positions ``[T, H]`` belongs to ``[N, T, H]``, whichever comes first.
+    """
+    sizes = [len(x) for x in given]
+    most = max([sizes.count(n) for n in sizes if n > 1], default=0)
+    tied = [n for n in dict.fromkeys(sizes) if n > 1 and sizes.count(n) == most]
+    if len(tied) < 2:
+        return next(iter(tied or sizes), 0)
+    inner = {n: {s for x in given if len(x) == n for s in x.shape[1:]} for n in tied}
+    outer = [
+        n for n in tied if not any(n in inner[m] and m not in inner[n] for m in tied if m != n)
+    ]
+    return (outer or tied)[0]
+
+
+def clear_inputs(module: Module, output: Any = None) -> None:
+    """Note that a call of a model has ended; check where the samples were taken to be.
+
+    Args:
+        module: The model.
+        output: What it returned, if it did.
+    """
+    inputs = end_call(module)
+    if inputs is None:
+        return
+    for mark in inputs.marks:
+        mark.layout = None
+    for y in flatten_outputs(output) if inputs.others else ():
+        layout, mark = layout_of(y), origin(y)
+        if layout is None or mark is None or not y.dim() or len(y) not in inputs.others:
+            continue
+        if layout.is_batched and (layout.has_rows(y.shape) or not layout.assumed):
+            continue
+        mark.lost = (
+            f"{inputs.choice}, but an output of shape {list(y.shape)} does not have them along its "
+            f"first axis. {NO_SAMPLES}"
+        )
+        for call in all_live_calls():
+            if mark in call.origins_out:
+                call.misplaced = mark.lost
+
+
+def _given(inputs: Inputs) -> list[Layout]:
+    """List where the samples are in what a model that runs was called with."""
+    layouts = [layout for _, layout, _ in inputs.notes.values()]
+    return layouts + [mark.layout for mark in inputs.marks if mark.layout is not None]
+
+
+def is_all_data(layout: Layout) -> bool:
+    """Whether nothing that the model at hand was called with has samples if this has none."""
+    known = _given(running()[-1]) if running() else ()
+    batched = [one for one in known if one.is_batched and not one.is_constant]
+    return bool(batched) and all(one._root in layout.behind for one in batched)
+
+
+def assumption_behind(layouts: Iterable[Layout]) -> str:
+    """Tell which assumption says where samples are, for an error that might be due to it."""
+    known: set[Layout] = set().union(*(layout.behind for layout in layouts))
+    for inputs in running():
+        if inputs.others and any(known & one.behind for one in _given(inputs)):
+            return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
+    for call in all_live_calls():
+        read = zip(call.inputs, call.layouts_in, strict=True)
+        if any(one is not None and known & one.behind for one in call.layouts_out):
+            if any(isinstance(x, Tensor) and one is None for x, one in read):
+                return (
+                    f" They were taken to be along the first axis of the data that {call!r} reads, "
+                    "which is no argument of the model. Let it be one."
+                )
+            break
+    return ""
+
+
+def tensors_in(value: Any) -> tuple[Tensor, ...]:
+    """List the tensors in a structure."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if type(value) is tuple and TENSORS.issuperset(map(type, value)):
+        return value
+    return tuple([x for x in tree_leaves(value) if isinstance(x, Tensor)])
+
+
+# Modules that have mixed samples where no gradient passes, and when; until a backward pass knows.
+# One for all threads, since a backward pass may run in another one than the forward pass: to tell
+# too much of private training is safe, to forget something is not.
+_mixing: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+
+
+def take_mixing(modules: Iterable[Module] | None = None, before: int | None = None) -> list[str]:
+    """Tell once which modules have mixed the samples of a batch where no gradient passes.
+
+    Args:
+        modules: Those to look at; None for all.
+        before: Number of the call from which on none counts.
+    """
+    if not _mixing:
+        return []
+    found = [
+        module
+        for module in (list(_mixing) if modules is None else modules)
+        if module in _mixing and (before is None or _mixing[module] < before)
+    ]
+    for module in found:
+        del _mixing[module]
+    return list(map(describe, found))
+
+
+def _follow_mixing(module: Module, given: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    """Note that samples were mixed where no gradient passes: individual ones do not show it."""
+    by, rule = mixed_by(given), derivatives_of(module)
+    if rule is not None:
+        if rule.couples_samples(module):
+            by = describe(module)
+            _mixing[module] = now()
+        elif _mixing:
+            _mixing.pop(module, None)
+    if by is not None:
+        for y in outputs:
+            note_mixed(y, by)
+
+
+def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note where the samples are in tensors that no gradient flows through.
+
+    Args:
+        module: The module that has computed them.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        output: What it returned.
+    """
+    outputs, given = tensors_in(output), tensors_in((args, kwargs) if kwargs else args)
+    if not all(map(is_dense, outputs)):
+        return
+    _follow_mixing(module, given, outputs)
+    known = list(map(layout_of, given))
+    if known and not any(known):
+        return
+    if not any(layout is not None and layout.is_batched for layout in known):
+        if None not in known and (given or isinstance(module, FUNCTIONS)):
+            lost = next((one.lost for one in known if one is not None and one.lost), None)
+            for y in outputs:
+                note(y, unbatched(lost))
+        return
+    call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
+    try:
+        layouts = list(call.layouts_of_data())
+    except Exception as error:
+        message = (
+            f"a tensor of shape {list(outputs[0].shape) if outputs else []}, in which the samples "
+            f"of the batch could not be followed through {call!r}: {error}"
+        )
+        layouts = [unbatched(message) for _ in outputs]
+        for y in outputs:
+            if y.is_floating_point():  # a mask or a length is rarely one of several samples
+                note_mixed(y, f"a function of the data ({describe(module)})")
+    for y, layout in zip(outputs, layouts, strict=True):
+        note(y, layout or unbatched())
+
+
+def dense_advice(x: Tensor) -> str:
+    """Tell what to do about a tensor that is nested or sparse."""
+    if x.is_nested:
+        return (
+            "has nested tensors, whose samples have shapes of their own. Give it "
+            "x.to_padded_tensor(0.0), and leave the padding out of the loss."
+        )
+    return f"has a tensor of layout {x.layout}. Give it a dense one: x.to_dense()."
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return FORM(x) in DENSE
+
+
+def pass_by(
+    root: Module,
+    names: Sequence[str],
+    function: str,
+    tensors: Sequence[Tensor],
+    result: Any,
+    missed: OnMiss,
+) -> None:
+    """Note what is not known of what a function of nested or sparse tensors has computed.
+
+    Args:
+        root: The model.
+        names: Its parameters that the function has read.
+        function: Its name.
+        tensors: Its arguments.
+        result: What it returned.
+        missed: See :func:`record`.
+    """
+    odd = next(x for x in tensors if not is_dense(x))
+    for y in tree_leaves(result):
+        if isinstance(y, Tensor) and not any(x is y for x in tensors):
+            if names:
+                why = f"calls {function}, which {dense_advice(odd)}"
+                note_miss(root, tensors, [y], why, missed, names)
+            follow_odd(function, odd, y)
+
+
+def follow_odd(function: str, odd: Tensor, y: Tensor) -> None:
+    """Note where the samples are in a tensor that was computed from a nested or sparse one."""
+    mark = origin(y)
+    if not is_dense(y) or (mark is not None and mark.is_output):
+        return
+    if function in FILLING_UP:  # the samples stay where they are
+        layout = layout_of(odd) or Layout.of_axis(y.shape, 0, assumed=True)
+    else:
+        what = f"a tensor of shape {list(y.shape)} that {function} has computed"
+        layout = unbatched(f"{what}, which {dense_advice(odd)}")
+    if mark is None:
+        note(y, layout)
+    elif layout.lost:
+        mark.lost = layout.lost
+    else:
+        mark.layout = layout
+
+
+def note_miss(
+    module: Module,
+    args: Iterable[Any],
+    outputs: Sequence[Tensor],
+    why: str,
+    missed: OnMiss,
+    names: Sequence[str] = (),
+) -> None:
+    """Let a backward pass that comes through a call which is not recorded know that."""
+    names = names or [name for name, p in module.named_parameters() if p.requires_grad]
+    if not names:
+        return
+    shapes = ", ".join(_shape(x) for x in args if isinstance(x, Tensor))
+    message = (
+        f"the parameters {', '.join(names)} of {describe(module)} (inputs {shapes}) have no "
+        f"quantities of this use: the module {why}"
+    )
+    for out in outputs:
+        while torch._C._functorch.is_functorch_wrapped_tensor(out):  # of the transform itself
+            out = torch._C._functorch.get_unwrapped(out)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda grads: missed(message))
+
+
+def _shape(x: Tensor) -> str:
+    return "nested" if x.is_nested else str(list(x.shape))
