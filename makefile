@@ -11,6 +11,7 @@ BENCHMARK_ARGS ?=
 FAST_PATHS_ARGS ?=
 
 BIN := $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The stamps stand for "installed from this setup.cfg".
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
@@ -19,7 +20,7 @@ READY_BENCHMARK := $(VENV)/.ready-benchmark
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest docs install-dev lint format clean benchmark benchmark-quick benchmark-guard
+.PHONY: help demo test test-slow test-oldest docs install-dev lint format clean benchmark benchmark-quick benchmark-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,9 +28,12 @@ help: ## Show this list
 demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictures to demo/
 	$(BIN)/python docs_src/examples/demo_digits.py --out demo
 
-test: $(READY) ## Run all tests, slow ones included, and the examples in README.md and docstrings
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-		--doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) test README.md backpack
+test: $(READY) ## Run the tests but for slow ones, and the examples in README.md and docstrings
+	$(PYTEST) -m "not slow" --doctest-glob=README.md --doctest-modules $(PYTEST_ARGS) \
+		test README.md backpack
+
+test-slow: $(READY) ## Run the other tests: large models, several processes, programs of every kind
+	$(PYTEST) -m slow $(PYTEST_ARGS) test
 
 test-oldest: $(OLDEST_VENV)/.ready ## Run a part of the tests with the oldest version of torch that works
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(PYTEST_ARGS) test/test_results.py \

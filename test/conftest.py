@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Leave a million objects of the tests themselves out of garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fast_paths(request: pytest.FixtureRequest) -> Iterator[None]:
     """Take fast paths, or do not."""

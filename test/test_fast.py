@@ -311,6 +311,7 @@ def test_without_any(case: Case) -> None:
 ELSEWHERE = {"own LSTM kernel", "TransposedLinearDerivatives.batch_averaged"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(fast.PATHS.keys() - ELSEWHERE))
 def test_without_one(name: str) -> None:
     cases = [case for case in SHORT if name in with_all(case)[1]]

@@ -114,6 +114,7 @@ def num_terms(loss: Any, y: Tensor) -> float:
 NAMES = ("mlp", "mse", "cnn", "sequence", "tagger")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["identity", DiagonalGGN, KroneckerGGN, GGN, Hessian])

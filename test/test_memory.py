@@ -323,6 +323,7 @@ def del_(_: Tensor) -> None:
     """Forget the argument."""
 
 
+@pytest.mark.slow
 def test_plain_training_steps() -> None:
     model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
     check_flat(lambda: step(model, lossfunc, []), 200)

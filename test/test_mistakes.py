@@ -1111,6 +1111,7 @@ def test_mixing_between_model_and_loss(name: str) -> None:
     assert all("functions before CrossEntropyLoss" in m and node in m for m in found)
 
 
+@pytest.mark.slow
 def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     calls = []
     model = Between(MIXING["centred"][0])
@@ -1261,6 +1262,7 @@ def private_step(
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXED_DATA)
 def test_dp_sgd_refuses_samples_mixed_where_no_gradient_passes(name: str) -> None:
     make, converter, what = MIXED_DATA[name]
@@ -1371,6 +1373,7 @@ def messages_of_loss(function: Callable[[Tensor], Tensor], *exts: BackpropExtens
     return warnings_of(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TERMS)
 def test_terms_of_one_sample_each(name: str) -> None:
     for _ in range(2):  # what is known of the structure is used

@@ -318,6 +318,7 @@ def test_families_are_there() -> None:
     assert {type(model.make()).__name__ for model in MODELS.values()} == FAMILIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("route", "options"), VARIANTS, ids=["record", "auto"])
 @pytest.mark.parametrize("name", MODELS)
 def test_quantities(name: str, route: Any, options: dict[str, Any]) -> None:

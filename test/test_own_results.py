@@ -108,6 +108,7 @@ def in_order(model: nn.Module, found: Results) -> Results:
     return dict(sorted(named.items(), key=lambda item: item[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_editing_all_results_in_hooks_and_afterwards(case: Case, group: str) -> None:

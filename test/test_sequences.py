@@ -311,6 +311,7 @@ def test_two_backward_passes(case: Case) -> None:
                 close(getattr(q, ext.savefield), getattr(p, ext.savefield))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EVERY_KIND, ids=str)
 def test_nothing_is_left(case: Case) -> None:
     """What the forward pass recorded dies with the backward pass, without a garbage collector."""

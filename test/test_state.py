@@ -203,6 +203,7 @@ def _receive(queue: Any, answers: Any) -> None:
         answers.put(float(tensor.sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sorted(torch.multiprocessing.get_all_sharing_strategies()))
 def test_results_in_another_process_stay_what_they_are(strategy: str) -> None:
     before = torch.multiprocessing.get_sharing_strategy()
@@ -281,6 +282,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_import_leaves_the_allocator_alone() -> None:
     """What tensors of 8 MiB leave in the process when they are freed."""

@@ -644,6 +644,7 @@ def samples() -> tuple[Tensor, Tensor]:
     return torch.randint(7, (5, 6)), torch.randint(2, (5,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_and_recorded(name: str) -> None:
     torch._dynamo.reset()

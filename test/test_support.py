@@ -102,6 +102,7 @@ def test_no_gaps(name: str) -> None:
     assert set(row.values()) <= {Support.CLOSED_FORM, Support.NOT_NEEDED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", IN_CASES, ids=lambda cls: cls.__name__)
 def test_what_the_matrix_claims_runs(cls: type[nn.Module]) -> None:
     case, row = find_case(cls), support_matrix()[cls]

@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, extend, extensions
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 timm = pytest.importorskip("timm.models", reason="timm is not installed")
 torchvision = pytest.importorskip("torchvision.models", reason="torchvision is not installed")

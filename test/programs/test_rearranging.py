@@ -12,6 +12,8 @@ from rearranging import Entry, Outcome, Program, is_valid, programs, reduced, ru
 
 from backpack import extensions
 
+pytestmark = pytest.mark.slow
+
 
 def example(
     *body: str,

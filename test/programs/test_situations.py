@@ -16,6 +16,8 @@ from situations import SITUATIONS, Situation
 
 from backpack import extensions
 
+pytestmark = pytest.mark.slow
+
 ORDERS = {
     "first": (
         extensions.BatchGrad,
