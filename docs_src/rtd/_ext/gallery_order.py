@@ -19,7 +19,7 @@ GROUPS = {
         "differential_privacy",
     ),
     "Curvature": (
-        *("ggn_spectrum", "spectral_density", "trace_estimation", "newton_cg"),
+        *("ggn_spectrum", "spectral_density", "ntk", "trace_estimation", "newton_cg"),
         *("ekfac", "pruning", "laplace", "influence"),
     ),
     "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac", "distributed_training"),
