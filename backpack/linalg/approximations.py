@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack import backpack, extensions
 from backpack.core.engine.products import (
@@ -20,6 +21,7 @@ from backpack.core.engine.products import (
     axis_factors,
 )
 from backpack.core.engine.propagations import InBases, LossFactor
+from backpack.distributed.data_group import DataGroup, ProcessGroupChoice
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -63,6 +65,7 @@ class DiagonalGGN(DiagonalOperator):
         mc_samples: int | None = None,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute the diagonal.
 
@@ -76,14 +79,16 @@ class DiagonalGGN(DiagonalOperator):
             use_converter: How functions in the forward are seen: recorded while it runs (default),
                 or ``"trace"``, see :func:`backpack.extend`.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+            process_group: As for :class:`~backpack.linalg.GGN`.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`.
         """
-        ext = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
-        super().__init__(
-            _diagonal(ext, model, loss_function, data, params, use_converter, progress)
+        objective = _extended(
+            model, loss_function, data, params, use_converter, progress, process_group
         )
+        ext = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
+        super().__init__(_diagonal(objective, ext))
 
 
 class DiagonalHessian(DiagonalOperator):
@@ -102,11 +107,13 @@ class DiagonalHessian(DiagonalOperator):
         params: Iterable[Parameter] | None = None,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute the diagonal; arguments and errors as for :class:`DiagonalGGN`."""
-        super().__init__(
-            _diagonal(DiagHessian(), model, loss_function, data, params, use_converter, progress)
+        objective = _extended(
+            model, loss_function, data, params, use_converter, progress, process_group
         )
+        super().__init__(_diagonal(objective, DiagHessian()))
 
 
 class KroneckerGGN(KroneckerOperator):
@@ -138,6 +145,7 @@ class KroneckerGGN(KroneckerOperator):
         use_converter: UseConverter = False,
         progress: bool = True,
         fisher: Fisher | None = None,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute the factors.
 
@@ -156,6 +164,8 @@ class KroneckerGGN(KroneckerOperator):
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
             fisher: ``"exact"`` (as KFLR), ``"sampled"`` (as KFAC), ``"empirical"`` or ``"inputs"``,
                 instead of a method.
+            process_group: As for :class:`~backpack.linalg.GGN`. ``"KFRA"`` averages over each batch
+                of each process.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, or if there is no such method.
@@ -163,7 +173,9 @@ class KroneckerGGN(KroneckerOperator):
         if method not in _STRATEGIES:
             raise ValueError(f"method is one of {', '.join(_STRATEGIES)}, got {method!r}.")
         chosen = _STRATEGIES[method] if fisher is None else strategies(fisher, mc_samples)
-        objective = _extended(model, loss_function, data, params, use_converter, progress)
+        objective = _extended(
+            model, loss_function, data, params, use_converter, progress, process_group
+        )
         ext = _KroneckerSums(chosen, mc_samples, approximation)
         totals, norm = _totals(objective, ext)
         super().__init__(
@@ -200,6 +212,7 @@ class EKFAC(EigenOperator):
         approximation: Approximation = None,
         use_converter: UseConverter = False,
         progress: bool = False,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute eigenvectors and eigenvalues.
 
@@ -216,6 +229,7 @@ class EKFAC(EigenOperator):
                 :class:`~backpack.extensions.HBP`.
             use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
             progress: Show a bar for each pass (needs ``tqdm``).
+            process_group: As for :class:`~backpack.linalg.GGN`.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, if there is no such ``fisher``, or if
@@ -227,7 +241,9 @@ class EKFAC(EigenOperator):
                 "a list of batches, or a DataLoader."
             )
         template = extensions.EKFAC(mc_samples, approximation=approximation, fisher=fisher)
-        objective = _extended(model, loss_function, data, params, use_converter, progress)
+        objective = _extended(
+            model, loss_function, data, params, use_converter, progress, process_group
+        )
         params = objective.params
         factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, approximation)
         totals, norm = _totals(objective, factors)
@@ -235,6 +251,8 @@ class EKFAC(EigenOperator):
             p: [eigh_semidefinite(f)[1] for f in factors.factors(p, sums, norm)]
             for p, sums in zip(params, totals, strict=True)
         }
+        if objective.group is not None:  # rounding may turn eigenvectors on other machines
+            bases = {p: objective.group.of_first(own) for p, own in bases.items()}
         totals, again = _totals(objective, _EigenSquares(template, bases))
         if not isclose(norm, again):
             raise ValueError(
@@ -312,6 +330,12 @@ class _KroneckerSums(HBP):
             factor if i == self.scaled[p] else factor * count for i, factor in enumerate(factors)
         ]
 
+    def sum_counts(self, group: DataGroup, params: Sequence[Parameter]) -> None:
+        """Count the samples of all processes."""
+        own = torch.tensor([self.num_samples[p] for p in params], device=params[0].device)
+        (total,) = group.total("numbers of samples", [own])
+        self.num_samples = dict(zip(params, total.tolist(), strict=True))
+
     def factors(self, p: Parameter, sums: Sequence[Tensor], norm: float) -> list[Tensor]:
         """Return the Kronecker factors of a parameter, for a loss that is divided by a norm."""
         if self.scaled[p] is None:
@@ -328,15 +352,16 @@ def _extended(
     params: Iterable[Parameter] | None,
     use_converter: UseConverter,
     progress: bool,
+    process_group: ProcessGroupChoice,
 ) -> Objective:
     """Return the objective of a model and loss that are extended for passes over the data."""
-    objective = Objective(model, loss_function, data, params, progress)
+    objective = Objective(model, loss_function, data, params, progress, process_group)
     objective.use_converter = use_converter
     return objective
 
 
-def _diagonal(ext: BackpropExtension, *arguments: Any) -> Tensor:
-    totals, norm = _totals(_extended(*arguments), ext)
+def _diagonal(objective: Objective, ext: BackpropExtension) -> Tensor:
+    totals, norm = _totals(objective, ext)
     return parameter_list_to_vector(totals) / norm
 
 
@@ -348,9 +373,22 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
         ext: An extension that is linear in the loss.
 
     Returns:
-        For each parameter the sum over the batches, for their losses times their weights, and what
-        the sums are to be divided by.
+        For each parameter the sum over the batches (of all processes), for their losses times their
+        weights, and what the sums are to be divided by.
     """
+    with objective.telling():
+        totals, weights = _own_totals(objective, ext)
+    if objective.group is not None:
+        flat, structure = tree_flatten(totals)
+        *flat, weights = objective.total(f"{type(ext).__name__} over the data", flat, weights)
+        totals = tree_unflatten(flat, structure)
+        if isinstance(ext, _KroneckerSums):
+            ext.sum_counts(objective.group, objective.params)
+    return totals, objective.norm(weights)
+
+
+def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], float]:
+    """Sum over the batches of this process; return the sum of their weights, too."""
     totals: list[Any] = []
     weights = 0.0
     with (
@@ -367,7 +405,7 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
                 values = _values(objective.params, ext, weight * loss)
             weights += weight
             totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
-    return totals, objective.norm(weights)
+    return totals, weights
 
 
 def _values(params: Sequence[Parameter], ext: BackpropExtension, loss: Tensor) -> list[Any]:

@@ -17,6 +17,7 @@ from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.calls import live_calls
+from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import Objective
@@ -53,6 +54,10 @@ class MatrixFreeOperator(LinearOperator):
     model may be any that autograd can differentiate twice; it is not extended, and no gradient is
     touched. Each product runs through the data once, also if it is one with many vectors.
 
+    On several processes that have a part of the data each (``DistributedSampler``), products are
+    those of all data, the same on all: all have to multiply with the same vectors. Samples that a
+    sampler repeats, so that all processes have as many, count twice.
+
     The operator is one matrix: dropout and batch normalisation in training mode are errors, and so
     are data or parameters that change between two products. Build a new operator after a step.
     """
@@ -65,6 +70,7 @@ class MatrixFreeOperator(LinearOperator):
         params: Iterable[Parameter] | None = None,
         progress: bool = True,
         vectors_at_once: int = 8,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Store what is given; nothing is computed.
 
@@ -78,12 +84,17 @@ class MatrixFreeOperator(LinearOperator):
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
             vectors_at_once: How many columns of a matrix are multiplied at once: a matter of time
                 and memory. 1 if the backward pass of a module cannot be vectorised.
+            process_group: Over which processes the data is spread: a group of
+                ``torch.distributed``, or that of the ``DistributedDataParallel`` around the model
+                (default). None: each process has all data, or an operator of its own.
 
         Raises:
             ValueError: If the data can be read only once, there are no trainable parameters, they
                 are not the model's, or of several precisions or devices, the reduction is unknown,
                 ``vectors_at_once`` is not positive, or a module in training mode is random or mixes
                 samples.
+            NotImplementedError: On several processes without a choice, or if parameters are
+                sharded.
         """
         if vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
@@ -92,7 +103,7 @@ class MatrixFreeOperator(LinearOperator):
                 "The data is an iterator, which can be read only once, but each product reads it: "
                 "pass a DataLoader or a list."
             )
-        self._objective = Objective(model, loss_function, data, params, progress)
+        self._objective = Objective(model, loss_function, data, params, progress, process_group)
         self._vectors_at_once = vectors_at_once
         self._loss: float | None = None
         first, *_ = self._objective.params
@@ -108,7 +119,8 @@ class MatrixFreeOperator(LinearOperator):
         vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
         weights = loss = 0.0
         math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
-        with torch.inference_mode(False), torch.enable_grad(), backpack(), math:
+        own = self._objective.telling()  # an error here is one of all processes
+        with own, torch.inference_mode(False), torch.enable_grad(), backpack(), math:
             product = torch.zeros_like(matrix.T)  # [V, P]
             for X, targets in self._objective:
                 batch = self._batch(X, targets)
@@ -121,6 +133,11 @@ class MatrixFreeOperator(LinearOperator):
                     parts = batch.product([v[some] for v in vectors])
                     flat = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
                     product[some].add_(flat, alpha=batch.weight)
+        if self._objective.group is not None:
+            what = f"product of {type(self).__name__} with vectors of digest {digest(matrix)}"
+            local = torch.tensor(loss, dtype=torch.float64, device=product.device)
+            product, all_losses, weights = self._objective.total(what, [product, local], weights)
+            loss = float(all_losses)
         norm = self._objective.norm(weights)
         self._check_unchanged(loss / norm)
         return product.T / norm
@@ -291,6 +308,7 @@ class FisherMC(JacobianOperator):
         seed: int = 0,
         progress: bool = True,
         vectors_at_once: int = 8,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Store what is given; nothing is computed.
 
@@ -303,13 +321,17 @@ class FisherMC(JacobianOperator):
             seed: Draws the targets. The state of torch's random numbers is left alone.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
             vectors_at_once: How many columns of a matrix are multiplied at once.
+            process_group: As for :class:`~backpack.linalg.MatrixFreeOperator`. Each process draws
+                its own targets.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.MatrixFreeOperator`, or without samples.
         """
         if mc_samples < 1:
             raise ValueError(f"mc_samples has to be at least 1, got {mc_samples}.")
-        super().__init__(model, loss_function, data, params, progress, vectors_at_once)
+        super().__init__(
+            model, loss_function, data, params, progress, vectors_at_once, process_group
+        )
         self._mc_samples, self._seed = mc_samples, seed
         self._losses: list[float] = []  # of each batch in the first pass
         self._number = 0
@@ -325,7 +347,9 @@ class FisherMC(JacobianOperator):
         self._check_order(loss.item() if weight else 0.0)  # without targets it is no number
         devices = [prediction.device] if prediction.is_cuda else []
         with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(1_000_003 * self._seed + self._number)
+            group = self._objective.group
+            rank, size = (0, 1) if group is None else (group.group.rank(), group.group.size())
+            torch.manual_seed((1_000_003 * self._seed + self._number) * size + rank)
             drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
         self._number += 1
 

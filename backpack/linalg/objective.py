@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
+from backpack.distributed.data_group import DataGroup
+from backpack.distributed.shards import is_sharded
 
+ONE_PROCESS = "one"
 # Classes of torch, torchvision and timm that are random in training mode, beside dropout.
 ALWAYS_RANDOM = ("RReLU", "StochasticDepth", "DropPath")
 
@@ -41,6 +47,7 @@ class Objective:
         data: Iterable[Any],
         params: Iterable[Parameter] | None,
         progress: bool,
+        process_group: Any = ONE_PROCESS,
     ):
         """Check what is given.
 
@@ -50,14 +57,23 @@ class Objective:
             data: Batches ``(X, y)``.
             params: Parameters. Default: the trainable ones of the model.
             progress: Show a bar while iterating over the data.
+            process_group: Who adds up sums over the data, see :class:`MatrixFreeOperator`.
+                Default: nobody can.
 
         Raises:
             ValueError: If there are no trainable parameters, they are not the model's, of several
                 precisions or on several devices, the reduction of the loss is unknown, or a module
                 in training mode is no function of a sample.
-            NotImplementedError: On several processes of ``torch.distributed``.
+            NotImplementedError: On several processes of ``torch.distributed`` without a choice, or
+                with sharded parameters.
         """
-        check_one_process("An operator over a data set")
+        self.group: DataGroup | None = None
+        if process_group == ONE_PROCESS:
+            check_one_process("An operator over a data set")
+        else:
+            self.group = DataGroup.of(process_group, model, "An operator over a data set")
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # passes over the data leave gradients alone
         self.model = model
         self.loss_function = loss_function
         self.data = data
@@ -75,6 +91,13 @@ class Objective:
             raise ValueError(
                 "Curvature needs parameters that require a gradient: pass some of the model's as "
                 "params, and set p.requires_grad_(True)."
+            )
+        sharded = [name for name, p in model.named_parameters() if is_sharded(p)]
+        if sharded:
+            raise NotImplementedError(
+                f"An operator over a data set needs whole parameters, but {sharded[0]!r} is a "
+                "DTensor (fully_shard, parallelize_module). Build it with a model that is not "
+                "sharded."
             )
         kinds = {(p.dtype, p.device) for p in self.params}
         if len(kinds) > 1:
@@ -109,6 +132,30 @@ class Objective:
             is_empty = False
         if is_empty:
             raise ValueError("The data has no batches.")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let an error of this process be one on all that sum with it."""
+        with self.group.telling() if self.group is not None else nullcontext():
+            yield
+
+    def total(self, what: str, values: Sequence[Tensor], weight: float) -> list[Any]:
+        """Sum over the processes, if they are to.
+
+        Args:
+            what: What is summed: the same on all.
+            values: Sums of this process.
+            weight: The sum of its weights.
+
+        Returns:
+            The sums, and that of the weights behind them.
+        """
+        if self.group is None:
+            return [*values, weight]
+        device = self.params[0].device
+        own = torch.tensor(weight, dtype=torch.float64, device=device)
+        *totals, weights = self.group.total(what, [*values, own])
+        return [*totals, float(weights)]
 
     def weight(self, output: Tensor, targets: Sequence[Any]) -> float:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.

@@ -33,12 +33,14 @@ class ExtensionOptimizer(Optimizer):
         extension: Computes the quantity.
         at_least: Smallest value of options of a group.
         more_than: The same, for those that must be larger than it.
-        works_on_processes: Whether steps are right where the quantity is that of all processes.
+        on_processes: What to do on several where they are not.
+        averaged_over: The ``process_group`` of the context that ``step`` enters.
     """
 
     at_least: ClassVar[dict[str, float]] = {"lr": 0, "weight_decay": 0}
     more_than: ClassVar[dict[str, float]] = {}
-    works_on_processes: ClassVar[bool] = False
+    on_processes: ClassVar[str] = "Run it in one process."
+    averaged_over: Any = "module"
 
     def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
         """Store the options; those that a subclass has set before belong to the whole optimiser."""
@@ -46,6 +48,11 @@ class ExtensionOptimizer(Optimizer):
         self._options = tuple(vars(self))
         self._used: dict[Tensor, ref[Tensor]] = {}
         super().__init__(params, defaults)
+
+    @property
+    def works_on_processes(self) -> bool:
+        """Whether steps on several processes are those of one with all samples."""
+        return False
 
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:
@@ -86,10 +93,10 @@ class ExtensionOptimizer(Optimizer):
                 is that of all of them and all that the step reads is.
         """
         if not self.works_on_processes:
-            check_one_process(type(self).__name__)
+            check_one_process(type(self).__name__, self.on_processes)
         loss = None
         if closure is not None:
-            with torch.enable_grad(), backpack(*self.extensions):
+            with torch.enable_grad(), backpack(*self.extensions, process_group=self.averaged_over):
                 loss = closure()
         with torch.no_grad():
             self._update(closure, loss)

@@ -8,10 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Sampler
 
+from backpack.distributed import check_group
+from backpack.distributed.data_group import DataGroup
 from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer
 
@@ -81,6 +84,12 @@ class DPOptimizer(ExtensionOptimizer):
     modules that are not extended, or run in ``torch.no_grad()``; numbers that were taken out of the
     graph (``detach()``, ``item()``).
 
+    On several processes with samples of their own (``process_group``), the clipped sums of all are
+    added up, with the noise that the first process draws: the step is that of one process with all
+    samples, and the same on all. The model is no ``DistributedDataParallel`` then, or averages
+    nothing: ``backpack(*optimizer.extensions, process_group=None)``. All processes do every step, a
+    process without samples by :meth:`step_without_samples`.
+
     Options of groups, schedulers and ``state_dict`` are those of the optimiser behind.
 
     Source: Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang, Deep learning with differential
@@ -88,6 +97,8 @@ class DPOptimizer(ExtensionOptimizer):
     """
 
     at_least: ClassVar[dict[str, float]] = {}
+    on_processes: ClassVar = "Give process_group=torch.distributed.group.WORLD."
+    averaged_over = None  # sums are added up here
 
     def __init__(
         self,
@@ -99,6 +110,7 @@ class DPOptimizer(ExtensionOptimizer):
         loss_reduction: Literal["mean", "sum"] = "mean",
         generator: Generator | None = None,
         adaptive: AdaptiveClipping | None = None,
+        process_group: ProcessGroup | None = None,
     ):
         """Store the options.
 
@@ -106,7 +118,8 @@ class DPOptimizer(ExtensionOptimizer):
             optimizer: Does the update. Its step reads ``p.grad`` and takes no closure.
             max_grad_norm: R, largest norm of an individual gradient.
             noise_multiplier: σ, standard deviation of the noise in units of R.
-            expected_batch_size: B, number of samples in a batch on average over batches.
+            expected_batch_size: B, number of samples in a batch on average over batches; on several
+                processes, of all of them.
             loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
                 gradients by the number of samples in the batch, which is undone before clipping.
                 It has to be ``"sum"`` if a mean would divide by something that depends on other
@@ -114,10 +127,13 @@ class DPOptimizer(ExtensionOptimizer):
             generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
                 No part of ``state_dict``: a new one with the old seed draws the old noise again.
             adaptive: Let R follow a quantile of the norms. Default: R stays.
+            process_group: Processes of ``torch.distributed`` that have samples of their own, with
+                the same weights. Default: this process has all; several are an error.
 
         Raises:
             ValueError: If an option is out of range.
         """
+        check_group(process_group)
         if not max_grad_norm > 0 or not noise_multiplier >= 0 or not expected_batch_size > 0:
             raise ValueError(
                 "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
@@ -130,12 +146,18 @@ class DPOptimizer(ExtensionOptimizer):
         self.expected_batch_size = expected_batch_size
         self.generator = generator
         self.adaptive = adaptive
+        self._group = None if process_group is None else DataGroup(process_group)
         self._sums: dict[Tensor, Tensor] = {}
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
         extension.looks_at_loss = True
         super().__init__(optimizer.param_groups, optimizer.defaults, extension)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    @property
+    def works_on_processes(self) -> bool:
+        """Whether sums are those of all processes of a group."""
+        return self._group is not None
 
     @property
     def max_grad_norm(self) -> float:
@@ -194,27 +216,37 @@ class DPOptimizer(ExtensionOptimizer):
         members = [p for group in self.param_groups for p in group["params"]]
         if not self._sums or any(map(self._is_new, members)):
             self.accumulate()
-        if not self._sums:
+        if not self._sums and self._group is None:
             return
-        noise_multiplier = self.noise_multiplier
+        trained = [p for p in members if p in self._sums]
+        noisy = [self._sums[p] for p in trained]
+        like = trained[0] if trained else torch.empty(0)
+        count = torch.full((1,), self._below, dtype=torch.float64, device=like.device)
+        if self._group is None or self._group.is_first:  # noise is added once
+            noisy = [total + self._noise(total) for total in noisy]
+            if self.adaptive is not None:
+                noise = torch.empty(1, device=like.device).normal_(generator=self.generator)
+                count += self.adaptive.count_noise * noise
+        if self._group is not None:
+            names = ", ".join(map(self._describe, trained))
+            what = f"step of {type(self).__name__} for {names or 'no parameter'}"
+            *noisy, count = self._group.total(what, [*noisy, count])
+        for p, total in zip(trained, noisy, strict=True):
+            p.grad = total / self.expected_batch_size
         if self.adaptive is not None:
-            noise_multiplier = self.adaptive.noise_of_gradients(noise_multiplier)
-        for p in members:
-            if p in self._sums:
-                noise = torch.empty_like(p).normal_(generator=self.generator)
-                noise *= noise_multiplier * self.max_grad_norm
-                p.grad = noise.add_(self._sums[p]).div_(self.expected_batch_size)
-        if self.adaptive is not None:
-            self._adapt(self.adaptive, next(iter(self._sums)))
+            fraction = 0.5 + float(count) / self.expected_batch_size
+            distance = fraction - self.adaptive.quantile
+            self.max_grad_norm *= exp(-self.adaptive.rate * distance)
         self._sums, self._below = {}, 0.0
         self.optimizer.step()
 
-    def _adapt(self, adaptive: AdaptiveClipping, like: Tensor) -> None:
-        """Move the bound towards the quantile."""
-        noise = torch.empty(1, device=like.device).normal_(generator=self.generator).item()
-        count = self._below + adaptive.count_noise * noise
-        fraction = 0.5 + count / self.expected_batch_size
-        self.max_grad_norm *= exp(-adaptive.rate * (fraction - adaptive.quantile))
+    def _noise(self, like: Tensor) -> Tensor:
+        """Draw the noise of a sum of clipped gradients."""
+        noise_multiplier = self.noise_multiplier
+        if self.adaptive is not None:
+            noise_multiplier = self.adaptive.noise_of_gradients(noise_multiplier)
+        noise = torch.empty_like(like).normal_(generator=self.generator)
+        return noise.mul_(noise_multiplier * self.max_grad_norm)
 
     def _refuse_mixed(self, p: Tensor, clipped: Tensor) -> None:
         name = type(self).__name__
@@ -272,6 +304,7 @@ class DPSGD(DPOptimizer):
         loss_reduction: Literal["mean", "sum"] = "mean",
         generator: Generator | None = None,
         adaptive: AdaptiveClipping | None = None,
+        process_group: ProcessGroup | None = None,
     ):
         """Store the options. Those up to ``weight_decay`` may differ between groups.
 
@@ -286,6 +319,7 @@ class DPSGD(DPOptimizer):
             loss_reduction: That of the loss, see :class:`DPOptimizer`.
             generator: Draws the noise, see :class:`DPOptimizer`.
             adaptive: Let R follow a quantile of the norms. Default: R stays.
+            process_group: Processes with samples of their own, see :class:`DPOptimizer`.
 
         Raises:
             ValueError: If an option is out of range.
@@ -302,6 +336,7 @@ class DPSGD(DPOptimizer):
             loss_reduction=loss_reduction,
             generator=generator,
             adaptive=adaptive,
+            process_group=process_group,
         )
 
 

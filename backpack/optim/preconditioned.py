@@ -53,7 +53,6 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
     more_than: ClassVar = {"damping": 0}
-    works_on_processes: ClassVar = True
 
     def __init__(
         self,
@@ -87,6 +86,11 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas have to be at least 0 and less than 1, got {betas}.")
         super().add_param_group(param_group)
+
+    @property
+    def works_on_processes(self) -> bool:
+        """Return True, if the quantity is that of all: that is found out in the step."""
+        return True
 
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:

@@ -1,0 +1,114 @@
+"""Processes that have a part of the data each, and add up what they compute of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from backpack.core.engine.checks import check_one_process
+from backpack.core.record.averaging import Processes
+from backpack.distributed.reduction import agree, check_group, tell
+
+# Over which processes sums over the data are: those of the DistributedDataParallel around the
+# model, or of a group; None: each process has all data.
+ProcessGroupChoice = ProcessGroup | Literal["module"] | None
+ADVICE = (
+    "Give process_group=torch.distributed.group.WORLD to add up what the processes compute of "
+    "their own data, or process_group=None if each has all data."
+)
+
+
+class DataGroup:
+    """Sums over processes; an error of one, or a call of another kind, is an error on all.
+
+    All have to do the same at the same time: build an operator, multiply with the same vectors, do
+    a step. Who does not come is an error as soon as the time is over that the group was given.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        """Store the group."""
+        self.group = group
+        self._processes = Processes((group,))
+
+    @classmethod
+    def of(cls, choice: Any, model: Module | None, what: str) -> DataGroup | None:
+        """Find the processes that a program has chosen; None for this one alone.
+
+        Args:
+            choice: A group, ``"module"`` or None, see :data:`ProcessGroupChoice`.
+            model: Whose ``DistributedDataParallel`` knows the group, if it is one.
+            what: What sums, for an error.
+
+        Raises:
+            ValueError: If that is no choice.
+            NotImplementedError: If there are several processes, and nobody has chosen.
+        """
+        check_group(choice)
+        if isinstance(choice, str):
+            if not isinstance(model, DistributedDataParallel):
+                check_one_process(what, ADVICE)
+                return None
+            choice = model.process_group
+        return None if choice is None or choice.size() == 1 else cls(choice)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that does what is done once."""
+        return self.group.rank() == 0
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of an error here, so that they do not wait."""
+        try:
+            yield
+        except Exception as error:
+            tell(self._processes, error)
+            raise
+
+    def total(self, what: str, values: Sequence[Tensor]) -> list[Tensor]:
+        """Add up tensors, in one operation for each precision.
+
+        Args:
+            what: What they are: has to be the same on all processes, as their shapes have.
+            values: Of this process.
+
+        Returns:
+            The sums, the same on all processes.
+
+        Raises:
+            RuntimeError: If processes do not sum the same, an error has stopped one, or one does
+                not come.
+        """
+        shapes = [(list(value.shape), value.dtype) for value in values]
+        agree(self._processes, f"{what}: {shapes}", may_differ=False)
+        sums: list[Tensor | None] = [None] * len(values)
+        for dtype in dict.fromkeys(value.dtype for value in values):
+            places = [i for i, value in enumerate(values) if value.dtype == dtype]
+            flat = torch.cat([values[i].reshape(-1) for i in places])
+            distributed.all_reduce(flat, group=self.group)
+            pieces = flat.split([values[i].numel() for i in places])
+            for i, piece in zip(places, pieces, strict=True):
+                sums[i] = piece.view(values[i].shape)
+        return [value for value in sums if value is not None]
+
+    def of_first(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that the first process has; they have the same shapes on all."""
+        found = [value.contiguous() for value in values]
+        for value in found:
+            distributed.broadcast(value, group=self.group, group_src=0)
+        return found
+
+
+def digest(tensor: Tensor) -> str:
+    """Tell a tensor from others by its bits, whatever the order in which they are added up."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten()
+    places = torch.arange(1, len(bits) + 1, device=bits.device)
+    return f"{int(bits.sum())}, {int((bits * places).sum())}"
