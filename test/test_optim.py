@@ -437,6 +437,44 @@ def test_state_dict_continues_identically(make: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
+def stopped(function: Any, calls: int) -> Any:
+    """Let a function be stopped in one of its calls, when it has done its work."""
+    results: list[Any] = []
+
+    def stops(*args: Any) -> Any:
+        results.append(function(*args))
+        if len(results) == calls:
+            raise KeyboardInterrupt
+        return results[-1]
+
+    return stops
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMISERS if name != "DPSGD"])
+def test_an_interrupted_step_leaves_all_as_it_was(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done again with the same backward pass, and is what it would have been."""
+    found = []
+    for is_interrupted in (False, True):
+        model = network()
+        optimiser = OPTIMISERS[name](model.parameters(), lr=0.1)
+        torch.manual_seed(0)
+        for number in range(3):
+            with backpack(*optimiser.extensions):
+                make_closure(model, optimiser)()
+            if is_interrupted:
+                before = copy.deepcopy((optimiser.state_dict(), list(model.parameters())))
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(optimiser, "_solve", stopped(optimiser._solve, 1 + number))
+                    optimiser.step()
+                after = optimiser.state_dict(), list(model.parameters())
+                assert_close(after, before, rtol=0, atol=0)
+            optimiser.step()
+        found.append([optimiser.state_dict()["state"], list(model.parameters())])
+    assert_close(*found, rtol=0, atol=0)
+
+
 @every_optimiser
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]

@@ -179,7 +179,8 @@ class KFAC(PreconditionedOptimizer):
                 turns = zip(state["eigenvectors"], before, strict=True)
                 squares = [(new.T @ old).square() for new, old in turns]
                 moments = state["curvature"][-1]
-                moments.copy_(apply_kfac_mat_prod(squares, moments.flatten()).view_as(moments))
+                turned = apply_kfac_mat_prod(squares, moments.flatten()).view_as(moments)
+                state["curvature"] = [*factors, turned]
 
         eigenvalues = state["eigenvalues"]
         if self.ekfac:

@@ -20,22 +20,21 @@ ADAPTATION = 19 / 20
 TRUSTED = (1 / 4, 3 / 4)
 
 
-def update_average(average: Tensor, value: Tensor, beta: float, count: int) -> None:
-    """Update an exponential moving average that has no bias from its start, in place.
+def updated_average(average: Tensor | None, value: Tensor, beta: float, count: int) -> Tensor:
+    """Return an exponential moving average that has no bias from its start, with a new value.
 
     ``(1 - β) sum_s β^(t-s) v_s / (1 - β^t)`` equals ``v_1`` for t = 1, and moves by the fraction
     ``(1 - β) / (1 - β^t)`` of its distance to ``v_t``.
 
     Args:
-        average: The average of the values before; anything for the first one.
+        average: The average of the values before; None for the first one.
         value: The new value.
         beta: Forgetting factor β in [0, 1).
         count: Number of values t, the new one included.
     """
-    if count == 1:
-        average.copy_(value)
-    else:
-        average.lerp_(value, (1 - beta) / (1 - beta**count))
+    if average is None:
+        return value.clone()
+    return average.lerp(value, (1 - beta) / (1 - beta**count))
 
 
 def _product(one: Tensor, other: Tensor) -> float:
@@ -49,6 +48,9 @@ class PreconditionedOptimizer(ExtensionOptimizer):
     A subclass says what the curvature C is, and how to solve with it. α is the step size (``lr``)
     and λ the ``damping``. The objective is the loss plus a penalty η/2 ‖θ‖² (``weight_decay``) with
     gradient ηθ and curvature η. ``betas`` are the forgetting factors of m and C.
+
+    A step that an error stops, such as that of a missing quantity or of a decomposition, leaves
+    weights and averages as they were.
     """
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
@@ -118,21 +120,28 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         before = 0.0 if interval is None else self._objective(loss)
 
         directions, slope, square = [], 0.0, 0.0
-        for group, p, grad in self._trained():
-            state = self.state[p]
-            gradient = grad.add(p, alpha=group["weight_decay"])
-            self._average(group, p, state, gradient)
-            direction = self._solve(group, p, state, group["damping"] + group["weight_decay"])
-            directions.append((group, p, direction))
-            if interval is not None or self.kl_clip is not None:
-                # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its length
-                # δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
-                slope -= group["lr"] * _product(gradient, direction)
-                square += group["lr"] ** 2 * _product(state["gradient"], direction)
+        states: dict[Tensor, dict[str, Any]] = {}  # become those of the optimiser in the end
+        used = dict(self._used)
+        try:
+            for group, p, grad in self._trained():
+                state = states[p] = dict(self.state.get(p, {}))
+                gradient = grad.add(p, alpha=group["weight_decay"])
+                self._average(group, p, state, gradient)
+                direction = self._solve(group, p, state, group["damping"] + group["weight_decay"])
+                directions.append((group, p, direction))
+                if interval is not None or self.kl_clip is not None:
+                    # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its
+                    # length δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
+                    slope -= group["lr"] * _product(gradient, direction)
+                    square += group["lr"] ** 2 * _product(state["gradient"], direction)
+        except BaseException:
+            self._used = used  # what was read may be read again
+            raise
 
         scale = 1.0
         if self.kl_clip is not None and square > self.kl_clip:
             scale = (self.kl_clip / square) ** 0.5
+        self.state.update(states)
         for group, p, direction in directions:
             p.sub_(scale * group["lr"] * direction)
 
@@ -164,14 +173,16 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         value = self._quantity(p) if due else []
         values = value if isinstance(value, list) else [value]
         if not state:
-            state.update(step=0, curvatures=0, gradient=torch.empty_like(gradient))
-            state["curvature"] = [torch.empty_like(v) for v in values]
+            state.update(step=0, curvatures=0, gradient=None, curvature=[None] * len(values))
+        beta, beta_curvature = group["betas"]
         state["step"] += 1
-        update_average(state["gradient"], gradient, group["betas"][0], state["step"])
+        state["gradient"] = updated_average(state["gradient"], gradient, beta, state["step"])
         if due:
             state["curvatures"] += 1
-            for average, v in zip(state["curvature"], values, strict=True):
-                update_average(average, v, group["betas"][1], state["curvatures"])
+            state["curvature"] = [
+                updated_average(average, v, beta_curvature, state["curvatures"])
+                for average, v in zip(state["curvature"], values, strict=True)
+            ]
 
     def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
         """Return ``(C + shift I)⁻¹ m``, of shape ``[*p]``."""
