@@ -77,6 +77,31 @@ Combining.tell = staticmethod(tell)
 Combining.agree = staticmethod(agree)
 
 
+def _instead(given: object) -> str:
+    """Name what was given in place of an extension, and say what to give."""
+    name = type(given).__name__
+    if isinstance(given, type) and issubclass(given, BackpropExtension):
+        hint = f"Did you mean {given.__name__}()? backpack expects instances, not classes."
+        return f"{given!r}. {hint}"
+    if isinstance(given, list | tuple):
+        return f"{given!r}. Give them one by one: backpack(*extensions)."
+    if hasattr(given, "extensions"):
+        return f"{name}. Give the extensions that it needs: backpack(*optimizer.extensions)."
+    if isinstance(given, Module):
+        return f"{name}. Give what is to be computed, such as backpack(BatchGrad())."
+    return f"{given!r}. Give objects from backpack.extensions, such as backpack(BatchGrad())."
+
+
+def _instead_of_module(given: object) -> str:
+    """Name what was given in place of a module, and say what to give."""
+    if isinstance(given, type) and issubclass(given, Module):
+        return f"the class {given.__name__}. Make an instance: extend({given.__name__}())."
+    hint = "Give the model itself; it has its parameters."
+    if callable(given):
+        hint = "Give a module: for F.cross_entropy, torch.nn.CrossEntropyLoss()."
+    return f"{getattr(given, '__name__', '')} ({type(given).__name__}). {hint}".lstrip()
+
+
 def _is_loss(call: calls.Call | None) -> bool:
     return call is not None and isinstance(call.derivatives, BaseLossDerivatives)
 
@@ -123,12 +148,7 @@ class backpack(ShowsOptions):
         for ext in exts:
             if isinstance(ext, BackpropExtension):
                 continue
-            hint = (
-                f" Did you mean {ext.__name__}()? backpack expects instances, not classes."
-                if isinstance(ext, type) and issubclass(ext, BackpropExtension)
-                else ""
-            )
-            raise ValueError(f"backpack expects instances of extensions, got {ext!r}.{hint}")
+            raise ValueError(f"backpack expects instances of extensions, got {_instead(ext)}")
         checks.check_extensions(exts)
         check_group(process_group)
         self.exts = exts
@@ -255,7 +275,7 @@ def extend(
         backpack.custom_module.graph_utils.ConversionError: If the forward pass cannot be traced.
     """
     if not isinstance(module, Module):
-        raise TypeError(f"extend expects a torch.nn.Module, got {type(module).__name__}.")
+        raise TypeError(f"extend expects a torch.nn.Module, got {_instead_of_module(module)}")
     if use_converter not in (True, False, "trace", "record"):
         raise ValueError(
             f"use_converter is True, False, 'trace' or 'record', but not {use_converter!r}."

@@ -66,5 +66,7 @@ def _check_indices(subsampling: Sequence[int] | Tensor, dim: int, size: int) -> 
     if not indices:
         raise ValueError(f"Expected at least one index, got {about}.")
     if any(not -size <= index < size for index in indices):
-        raise ValueError(f"Index out of range: got {about}.")
+        raise ValueError(
+            f"Index out of range: got {about}. Samples of the batch are 0 to {size - 1}."
+        )
     return [index % size for index in indices]

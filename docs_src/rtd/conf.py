@@ -8,7 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE / "_ext"), str(ROOT)]  # `benchmark` is not installed
+# `benchmark` is not installed, and the tests share their table of mistakes
+sys.path[:0] = [str(HERE / "_ext"), str(ROOT), str(ROOT / "test")]
 
 project = "BackPACK"
 author = "the backpack contributors"

@@ -142,8 +142,14 @@ def quantities(model: Module, *names: str) -> dict[str, Tensor]:
         ``"0.weight.0"``, ``"0.weight.kfac.0"``.
 
     Raises:
+        TypeError: If ``model`` is not a module.
         ValueError: If no parameter has results of one of the names.
     """
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"quantities expects a model, got {type(model).__name__}. For a single parameter, use "
+            "backpack.results_of(p)."
+        )
     found = {key: saved(p) for key, p in model.named_parameters()}
     known = dict.fromkeys(name for results in found.values() for name in results)
     unknown = [name for name in names if name not in known]

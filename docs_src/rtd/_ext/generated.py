@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mistakes
 import way
 from figures_of_peers import comparison
 from gallery_order import sort_into_groups
@@ -77,6 +79,21 @@ def support_matrix(summary: bool) -> str:
     return f"{explanations}\n\n{table}\n"
 
 
+def natural_mistakes() -> str:
+    """Run the mistakes of the tests; return the programs and what they are told."""
+    lines = code_block("python", mistakes.preamble())
+    for mistake in mistakes.MISTAKES:
+        told = textwrap.fill(f"{mistake.kind.__name__}: {mistake.message()}", 78)
+        lines += [mistake.title, "-" * len(mistake.title), ""]
+        lines += [*code_block("python", mistake.code()), *code_block("text", told)]
+    return "\n".join(lines)
+
+
+def code_block(language: str, code: str) -> list[str]:
+    """Return the lines of a block of code in reST."""
+    return [f".. code-block:: {language}", "", textwrap.indent(code, "    "), ""]
+
+
 def without_relative_links(text: str) -> str:
     """Replace links to files of the repository, which are no pages here, by their text."""
     return re.sub(r"(?<!!)\[([^]]+)\]\((?!https?:|#|mailto:)[^)]*\)", r"\1", text)
@@ -144,6 +161,7 @@ FILES: dict[str, Callable[[Path], str]] = {
     "support_summary.inc.md": lambda _: support_matrix(summary=True),
     "support.inc.md": lambda _: support_matrix(summary=False),
     "comparison.inc.md": lambda _: comparison(Data(json.loads(RESULTS.read_text("utf-8")))),
+    "mistakes.inc.rst": lambda _: natural_mistakes(),
     "benchmark.md": benchmark,
     "changelog.md": repository_file("CHANGELOG.md"),
     "contributing.md": repository_file("CONTRIBUTING.md"),

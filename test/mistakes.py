@@ -1,0 +1,288 @@
+"""The most natural mistakes, and what a program is told.
+
+The table is both a test (``test_messages.py``) and a page of the documentation, which shows the
+programs and the messages that they lead to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, quantities, results_of
+from backpack.extensions import KFAC, BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack.linalg import GGN
+from backpack.optim import DiagGGN
+
+
+class Mistake(NamedTuple):
+    """A program with a mistake, and what its message has to say.
+
+    Attributes:
+        title: What is wrong.
+        program: Makes the mistake.
+        kind: Class of the error or of the warning.
+        names: What the message says of the object.
+        remedy: What it says of the way out.
+    """
+
+    title: str
+    program: Callable[[], None]
+    kind: type[Exception]
+    names: str
+    remedy: str
+
+    def message(self) -> str:
+        """Run the program; return what it is told.
+
+        Raises:
+            AssertionError: If it is told nothing of that kind.
+        """
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self.program()
+            except self.kind as error:
+                return str(error)
+        told = [str(w.message) for w in caught if issubclass(w.category, self.kind)]
+        if len(told) != 1:
+            raise AssertionError(f"{self.title}: told {told}")
+        return told[0]
+
+    def code(self) -> str:
+        """Return the lines of the program."""
+        lines = inspect.getsource(self.program).splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("def ")) + 1
+        return textwrap.dedent("\n".join(lines[start:]))
+
+
+MISTAKES: list[Mistake] = []
+
+
+def mistake(
+    title: str, kind: type[Exception], names: str, remedy: str
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a program to the table."""
+
+    def add(program: Callable[[], None]) -> Callable[[], None]:
+        MISTAKES.append(Mistake(title, program, kind, names, remedy))
+        return program
+
+    return add
+
+
+# What the programs have in common.
+X, y = torch.rand(8, 3), torch.randint(2, (8,))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+class Centre(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def preamble() -> str:
+    """Return what the programs have in common."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    return source.split("# What the programs have in common.\n")[1].split("\n\n\ndef preamble")[0]
+
+
+# ------------------------------------------------------------------ what is extended
+
+
+@mistake("The model is not extended", UserWarning, "BatchGrad", "Call extend() on the model")
+def not_extended() -> None:
+    model, loss_function = mlp(), nn.CrossEntropyLoss()
+    loss = loss_function(model(X), y)
+    with backpack(BatchGrad()):
+        loss.backward()
+
+
+@mistake("The forward pass comes before", UserWarning, "BatchGrad", "before the forward pass")
+def forward_before_extend() -> None:
+    model, loss_function = mlp(), extend(nn.CrossEntropyLoss())
+    output = model(X)
+    extend(model)
+    with backpack(BatchGrad()):
+        loss_function(output, y).backward()
+
+
+@mistake("The loss is not extended", ValueError, "DiagGGNExact", "Call extend() on the loss")
+def loss_not_extended() -> None:
+    model, loss_function = extend(mlp()), nn.CrossEntropyLoss()
+    with backpack(DiagGGNExact()):
+        loss_function(model(X), y).backward()
+
+
+@mistake("The loss is a function", ValueError, "KFAC", "in place of a function")
+def loss_is_a_function() -> None:
+    model = extend(mlp())
+    with backpack(KFAC()):
+        F.cross_entropy(model(X), y).backward()
+
+
+@mistake("A function is extended", TypeError, "cross_entropy", "torch.nn.CrossEntropyLoss()")
+def function_extended() -> None:
+    extend(F.cross_entropy)  # type: ignore[type-var]
+
+
+@mistake("The model's forward calls functions", ValueError, "ReluBackward0", "use_converter=True")
+def function_in_forward() -> None:
+    model, loss_function = extend(Net()), extend(nn.CrossEntropyLoss())
+    with backpack(DiagGGNExact()):
+        loss_function(model(X), y).backward()
+
+
+@mistake(
+    "What extend returns is not used", ValueError, "'first' (Linear)", "that extend() has returned"
+)
+def returned_model_not_used() -> None:
+    model, loss_function = Net(), extend(nn.CrossEntropyLoss())
+    extend(model, use_converter=True)
+    with backpack(DiagGGNExact()):
+        loss_function(model(X), y).backward()
+
+
+@mistake("The model is a DataParallel", NotImplementedError, "DataParallel", "DistributedData")
+def data_parallel() -> None:
+    extend(nn.DataParallel(mlp()))
+
+
+# ------------------------------------------------------------------ the context
+
+
+@mistake("A class in place of an object", ValueError, "BatchGrad", "Did you mean BatchGrad()?")
+def a_class() -> None:
+    backpack(BatchGrad)  # type: ignore[arg-type]
+
+
+@mistake("The optimiser in place of its extensions", ValueError, "DiagGGN", "*optimizer.extensions")
+def an_optimiser() -> None:
+    optimizer = DiagGGN(extend(mlp()).parameters(), lr=0.1)
+    backpack(optimizer)  # type: ignore[arg-type]
+
+
+@mistake("Two extensions with one savefield", ValueError, "'diag_ggn_mc'", "Use two contexts")
+def one_savefield() -> None:
+    backpack(DiagGGNMC(mc_samples=1), DiagGGNMC(mc_samples=5))
+
+
+@mistake("The context is not entered", UserWarning, "backpack(BatchGrad)", "inside `with backpack")
+def not_entered() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    backpack(BatchGrad())
+    loss_function(model(X), y).backward()
+
+
+@mistake("backward() is outside", AttributeError, "grad_batch", "inside `with backpack(...)`")
+def backward_outside() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad()):
+        loss = loss_function(model(X), y)
+    loss.backward()
+    print(results_of(model[0].weight).grad_batch)
+
+
+@mistake("A second backward pass", RuntimeError, "CrossEntropyLoss", "retain_graph=True")
+def second_backward() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    loss = loss_function(model(X), y)
+    with backpack(BatchGrad()):
+        loss.backward(retain_graph=True)
+    with backpack(DiagGGNExact()):
+        loss.backward()
+
+
+# ------------------------------------------------------------------ samples
+
+
+@mistake("A sample that is not in the batch", ValueError, "grad_batch", "0 to 7")
+def no_such_sample() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad(subsampling=[0, 8])):
+        loss_function(model(X), y).backward()
+
+
+@mistake("Batch normalisation, individual gradients", UserWarning, "'1' (BatchNorm1d)", "GroupNorm")
+def batch_normalisation() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    loss_function = extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad()):
+        loss_function(model(X), y).backward()
+
+
+@mistake("An own module mixes samples", NotImplementedError, "'1' (Centre)", "couples_samples")
+def mixed_samples() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), Centre(), nn.Linear(4, 2)))
+    loss_function = extend(nn.CrossEntropyLoss())
+    with backpack(DiagGGNExact()):
+        loss_function(model(X), y).backward()
+
+
+# ------------------------------------------------------------------ losses, and what uses results
+
+
+@mistake("The loss of each sample", ValueError, "CrossEntropyLoss", "reduction='mean' or 'sum'")
+def no_reduction() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss(reduction="none"))
+    with backpack(DiagGGNExact()):
+        loss_function(model(X), y).mean().backward()
+
+
+@mistake("A penalty is added to the loss", UserWarning, "CrossEntropyLoss", "by hand")
+def penalty() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    penalty = sum(p.square().sum() for p in model.parameters())
+    with backpack(DiagGGNExact()):
+        (loss_function(model(X), y) + 0.1 * penalty).backward()
+
+
+@mistake("Targets cannot be drawn", NotImplementedError, "SmoothL1Loss", "DiagGGNExact")
+def no_likelihood() -> None:
+    model, loss_function = extend(mlp()), extend(nn.SmoothL1Loss())
+    with backpack(DiagGGNMC()):
+        loss_function(model(X), torch.rand(8, 2)).backward()
+
+
+@mistake("A step without quantities", RuntimeError, "diag_ggn_mc", "*optimizer.extensions")
+def step_without_quantities() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    optimizer = DiagGGN(model.parameters(), lr=0.1)
+    loss_function(model(X), y).backward()
+    optimizer.step()
+
+
+@mistake("Data that can be read only once", ValueError, "iterator", "DataLoader or a list")
+def data_read_once() -> None:
+    batches = iter([(X, y)])
+    GGN(mlp(), nn.CrossEntropyLoss(), batches)
+
+
+# ------------------------------------------------------------------ results
+
+
+@mistake("Results of a parameter, not of a model", TypeError, "Parameter", "results_of(p)")
+def quantities_of_a_parameter() -> None:
+    model = extend(mlp())
+    quantities(model[0].weight)  # type: ignore[arg-type]
