@@ -25,12 +25,8 @@ IN_PLACE = "Products belong to all extensions, and gradients to autograd: change
 class Network(NamedTuple):
     """What an extension is tried on.
 
-    Attributes:
-        title: Name in messages.
-        model: Any model.
-        loss_function: A module that averages over the samples.
-        X: Several inputs: ``[N, *in]``.
-        y: Their targets: ``[N, *]``.
+    Its name in messages; any model; a loss function that averages over the samples; several inputs
+    ``[N, *in]`` and their targets ``[N, *]``.
     """
 
     title: str

@@ -30,6 +30,7 @@ GROUPS = {
         "extension_hook",
         "retain_graph",
         "logging_quantities",
+        "training_dashboard",
         "lightning_training",
     ),
 }

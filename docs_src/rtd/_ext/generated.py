@@ -6,11 +6,13 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mistakes
 import way
+from costs import NETWORKS, TASKS, cost_rows, one_screen
 from figures_of_peers import comparison
 from gallery_order import sort_into_groups
 from matplotlib import pyplot as plt
@@ -73,6 +75,19 @@ def list_table(rows: list[list[str]], name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def costs_of(task: str) -> str:
+    """Return the costs of what a task takes, for the end of its page."""
+    rows = cost_rows(Data(json.loads(RESULTS.read_text(encoding="utf-8"))), TASKS[task])
+    header = ["time / memory", *NETWORKS.values()]
+    return f"{COSTS_ARE}\n{list_table([header, *rows], 'costs')}"
+
+
+COSTS_ARE = """\
+Time and memory of a step, relative to those of a plain forward and backward pass (– takes too long
+or too much memory to be measured). :doc:`/generated/benchmark` says which networks these are.
+"""
+
+
 def support_matrix(summary: bool) -> str:
     """Return the table of modules and extensions, explanations first."""
     table, explanations = support.report(markdown=True, summary=summary).split("\n\n")
@@ -99,20 +114,26 @@ def without_relative_links(text: str) -> str:
     return re.sub(r"(?<!!)\[([^]]+)\]\((?!https?:|#|mailto:)[^)]*\)", r"\1", text)
 
 
-def benchmark(folder: Path) -> str:
-    """Return the report, with a picture for each problem."""
+def performance(folder: Path) -> str:
+    """Return one screen of costs, plots of the same networks, all figures, and the method."""
     contents = json.loads(RESULTS.read_text(encoding="utf-8"))
-    report = markdown(contents, RESULTS.name).replace("(../README.md)", "(#method)")
     data = Data(contents)
-    for problem, about in data.problems.items():
-        heading = f"## {about['title']}\n"
-        if heading in report:
-            name = draw_problem(data, problem, folder)
-            report = report.replace(heading, f"{heading}\n![Time of all quantities]({name})\n")
+    pictures = []
+    for problem in NETWORKS:
+        name = draw_problem(data, problem, folder)
+        pictures.append(
+            f"### {data.problems[problem]['title']}\n\n![Time of all quantities]({name})\n"
+        )
+    report = markdown(contents, RESULTS.name)
+    reading = report[report.index("Times are ratios") : report.index("[How it is measured]")]
+    report = report[report.index("## Goals") :]
+    report = re.sub(r"!\[cpu-\w+\.png\]\(cpu-\w+\.png\)\n", "", report)
     report = re.sub("(?<=<summary>).*(?=</summary>)", with_code, report)
     method = (ROOT / "benchmark" / "README.md").read_text(encoding="utf-8")
     method = method.replace("# The benchmark\n", "## Method\n").replace("\n## ", "\n### ")
-    return without_relative_links(f"{report}\n{method}")
+    reading = f"## How to read the figures below\n\n{reading}"
+    parts = [one_screen(data), "## Plots\n", *pictures, reading, report, method]
+    return without_relative_links("\n".join(parts))
 
 
 def with_code(match: re.Match[str]) -> str:
@@ -161,8 +182,9 @@ FILES: dict[str, Callable[[Path], str]] = {
     "support_summary.inc.md": lambda _: support_matrix(summary=True),
     "support.inc.md": lambda _: support_matrix(summary=False),
     "comparison.inc.md": lambda _: comparison(Data(json.loads(RESULTS.read_text("utf-8")))),
+    **{f"costs_{task}.inc.rst": partial(lambda task, _: costs_of(task), task) for task in TASKS},
     "mistakes.inc.rst": lambda _: natural_mistakes(),
-    "benchmark.md": benchmark,
+    "benchmark.md": performance,
     "changelog.md": repository_file("CHANGELOG.md"),
     "contributing.md": repository_file("CONTRIBUTING.md"),
 }
