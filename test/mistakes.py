@@ -119,7 +119,9 @@ def not_extended() -> None:
         loss.backward()
 
 
-@mistake("The forward pass comes before", UserWarning, "BatchGrad", "before the forward pass")
+@mistake(
+    "The forward pass comes before extend", UserWarning, "BatchGrad", "before the forward pass"
+)
 def forward_before_extend() -> None:
     model, loss_function = mlp(), extend(nn.CrossEntropyLoss())
     output = model(X)

@@ -39,7 +39,7 @@ def cost(data: Data, problem: str, quantity: str) -> str:
         return NOT_MEASURED
     memory = cell["bytes"] / cell["plain_bytes"]
     digits = 1 if max(time.median, memory) < 10 else 0
-    return f"{time.median:.{digits}f} / {memory:.{digits}f}"
+    return f"{time.median:.{digits}f}\N{NO-BREAK SPACE}/\N{NO-BREAK SPACE}{memory:.{digits}f}"
 
 
 def cost_rows(data: Data, quantities: Iterable[str]) -> list[list[str]]:
