@@ -175,3 +175,19 @@ def test_facts_about_an_extension(name: str) -> None:
     assert ".. math::" in text
     for fact in ("Shape", "Scale", "Cost", "Source"):
         assert f":{fact}: " in text
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    """Those to pages and to anchors; what is outside of the site is left alone."""
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"><a href="b.html#there"></a><a href="b.html#gone"></a><a href="#top"></a>'
+        '<a href="c.html"></a><img src="d.png"><a href="https://pytorch.org/x#y"></a></h1>'
+    )
+    (tmp_path / "b.html").write_text('<a name="there" href="a.html#bottom"></a>')
+    found = helper("local_links").dead_links(tmp_path)
+    assert found == [
+        ("a.html", "b.html#gone"),
+        ("a.html", "c.html"),
+        ("a.html", "d.png"),
+        ("b.html", "a.html#bottom"),
+    ]

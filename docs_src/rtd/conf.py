@@ -25,7 +25,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "myst_parser",
+    "constructors",
     "generated",
+    "local_links",
     "mathml",
     "public_api",
 ]

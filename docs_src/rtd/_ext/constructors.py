@@ -1,0 +1,25 @@
+"""Constructors are documented by their arguments: the line above these says nothing on a page."""
+
+from __future__ import annotations
+
+from inspect import getdoc
+from typing import Any
+
+from sphinx.application import Sphinx
+
+
+def leave_out_first_line(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Take the first line of ``__init__`` out of the text of its class, which precedes it there."""
+    if what not in ("class", "exception") or "__init__" not in vars(obj):
+        return
+    first = (getdoc(obj.__init__) or "").partition("\n")[0]
+    if first and first in lines[1:]:
+        lines.remove(first)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Be there before the docstring is read as one of Google's style."""
+    app.connect("autodoc-process-docstring", leave_out_first_line, priority=100)
+    return {"parallel_read_safe": True}
