@@ -58,7 +58,9 @@ def networks(data: Data) -> list[list[str]]:
         milliseconds = 1000 * statistics.median(cell["plain"])
         mebibytes = cell["plain_bytes"] / 2**20
         size = f"{about['parameters']:,}"
-        rows.append([name, about["title"], size, f"{milliseconds:.0f} ms", f"{mebibytes:.0f} MiB"])
+        rows.append(
+            [f"{name}: {about['title']}", size, f"{milliseconds:.0f} ms", f"{mebibytes:.0f} MiB"]
+        )
     return rows
 
 
@@ -93,7 +95,7 @@ def one_screen(data: Data) -> str:
     return ONE_SCREEN.format(
         costs=table(["time / memory", *NETWORKS.values()], costs),
         comparison=table(["", *GROUPS], ratios_of_groups(data)),
-        networks=table(["", "network", "parameters", "plain pass", "its memory"], networks(data)),
+        networks=table(["network", "parameters", "plain pass", "its memory"], networks(data)),
         environment=of_which_runs(data),
         spared=SPARED,
     )
