@@ -1,5 +1,5 @@
-"""Debug a training run
-====================
+"""A dashboard of a training run
+=============================
 
 The loss says *that* something went wrong. What went wrong shows in quantities that the same
 backward pass has computed. Here is a training run with three faults that were planted, and one

@@ -52,6 +52,7 @@ html_math_renderer = "mathml"
 default_role = "code"
 autoclass_content = "both"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 add_module_names = False
 myst_heading_anchors = 3

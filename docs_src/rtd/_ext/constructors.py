@@ -12,7 +12,11 @@ def leave_out_first_line(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     """Take the first line of ``__init__`` out of the text of its class, which precedes it there."""
-    if what not in ("class", "exception") or "__init__" not in vars(obj):
+    if what not in ("class", "exception"):
+        return
+    if issubclass(obj, tuple):  # a line that Python has written
+        lines[:] = [line for line in lines if not line.startswith("Create new instance of ")]
+    if "__init__" not in vars(obj):
         return
     first = (getdoc(obj.__init__) or "").partition("\n")[0]
     if first and first in lines[1:]:
