@@ -248,6 +248,11 @@ def test_extensions_of_the_documentation() -> None:
         and value.__module__ == "page"
         and value.needs
     ]
-    assert len(found) >= 3
+    wrong = [
+        ext for ext in found if ext.__name__ == "Rescaled"
+    ]  # on which the page shows the check
+    assert len(found) >= 4
+    assert len(wrong) == 1
     for ext in found:
-        check_extension(ext())
+        if ext not in wrong:
+            check_extension(ext())
