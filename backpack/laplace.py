@@ -112,7 +112,7 @@ class Laplace:
 
     @property
     def prior_precision(self) -> float:
-        """δ, the precision of the prior. It may be set: nothing has to be computed anew."""
+        """δ, the precision of the prior. It may be set; nothing has to be computed anew."""
         return self._prior_precision
 
     @prior_precision.setter
@@ -200,7 +200,7 @@ class Laplace:
 
         Args:
             X: N inputs.
-            num_samples: S.
+            num_samples: How many, S.
             linearized: Draw from the distribution of :meth:`outputs`, input by input. Else run the
                 model with weights that are drawn.
             generator: Source of random numbers.

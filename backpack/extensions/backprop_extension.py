@@ -118,7 +118,7 @@ class BackpropExtension(ShowsOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of all that ``extract`` reads: what it needs, and what comes with that."""
+        """Names of all that ``extract`` reads, what it needs and what comes with that."""
         return self.needs
 
     def rule_for(self, module: Module) -> ModuleExtension | None:

@@ -64,7 +64,7 @@ class Randomness:
 
     @property
     def precision(self) -> torch.dtype:
-        """That of the computation: at least single."""
+        """That of the computation, at least single."""
         return torch.promote_types(self.operator.dtype, torch.float32)
 
     def normal(self, num_vectors: int) -> Tensor:

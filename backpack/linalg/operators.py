@@ -97,7 +97,7 @@ class LinearOperator(ABC):
 
     @property
     def T(self) -> LinearOperator:
-        """The transposed matrix ``[P, M]``: itself if it is symmetric."""
+        """The transposed matrix ``[P, M]``, itself if it is symmetric."""
         return self if self.is_symmetric else TransposedOperator(self)
 
     def __add__(self, other: LinearOperator) -> LinearOperator:

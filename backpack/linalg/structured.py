@@ -177,7 +177,7 @@ class KroneckerOperator(SpectralOperator):
 
     @property
     def spectrum(self) -> Tensor:
-        """The eigenvalues ``[P]``: products of those of the factors."""
+        """The eigenvalues ``[P]``, products of those of the factors."""
         return torch.cat([_outer([values for values, _ in block]) for block in self._eigenpairs])
 
     @property
