@@ -310,7 +310,7 @@ class _KroneckerSums(HBP):
 
     @property
     def _has_scale(self) -> bool:
-        """Whether a factor carries the scale of the loss, as the identity does not."""
+        """Whether a factor carries the scale of the loss, which the identity does not."""
         return self.needs != (IDENTITY,)
 
     def extract(self, products: Products) -> list[Tensor]:
