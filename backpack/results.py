@@ -36,6 +36,7 @@ class Results:
     diag_h_batch: Tensor
     sqrt_ggn_exact: Tensor
     sqrt_ggn_mc: Tensor
+    ggn_gram: Tensor
     ekfac: EigenKronecker
     kfac: list[Tensor]
     kflr: list[Tensor]

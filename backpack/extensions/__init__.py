@@ -20,6 +20,7 @@ from backpack.extensions.secondorder.diag_ggn import (
 )
 from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.ekfac import EKFAC
+from backpack.extensions.secondorder.ggn_gram import GGNGram
 from backpack.extensions.secondorder.hbp import HBP, KFAC, KFLR, KFRA
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
@@ -41,6 +42,7 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "GGNGram",
     "GradGram",
     "ProjectedGrad",
     "SqrtGGNExact",

@@ -25,6 +25,7 @@ from backpack.linalg.estimators import Estimate, diagonal, frobenius_norm, trace
 from backpack.linalg.jacobian import Jacobian
 from backpack.linalg.ntk import NTK
 from backpack.linalg.operators import DampedOperator, LinearOperator
+from backpack.linalg.spectrum import GGNSpectrum
 from backpack.linalg.structured import (
     DiagonalOperator,
     EigenOperator,
@@ -44,6 +45,7 @@ __all__ = [
     "EmpiricalFisher",
     "Estimate",
     "FisherMC",
+    "GGNSpectrum",
     "Hessian",
     "Jacobian",
     "KroneckerGGN",

@@ -37,6 +37,7 @@ from backpack.extensions.secondorder.hbp import (
 )
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective
+from backpack.linalg.passes import values_of
 from backpack.linalg.structured import (
     DiagonalOperator,
     EigenOperator,
@@ -402,28 +403,7 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
                 weight = objective.weight(output, targets)
                 if weight == 0:  # no target counts
                     continue
-                values = _values(objective.params, ext, weight * loss)
+                (values,) = values_of(objective.params, [ext], weight * loss)
             weights += weight
             totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
     return totals, weights
-
-
-def _values(params: Sequence[Parameter], ext: BackpropExtension, loss: Tensor) -> list[Any]:
-    """Run a backward pass that leaves no trace at the parameters."""
-    gradients = [p.grad for p in params]
-    ext.savefield = "_backpack_linalg"
-    for p in params:  # backward() would add to the tensors of the caller, in place
-        p.grad = None
-    try:
-        loss.backward(inputs=list(params))
-        values = [vars(p).pop(ext.savefield, None) for p in params]
-    finally:
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
-    unused = [list(p.shape) for p, v in zip(params, values, strict=True) if v is None]
-    if unused:
-        raise ValueError(
-            f"The loss does not depend on the parameters of shapes {unused} through an extended "
-            "module. Leave them out (params=...)."
-        )
-    return values

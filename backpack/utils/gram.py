@@ -16,29 +16,32 @@ from torch.nn import Module, Parameter
 
 
 def total_gram(model: Module | Iterable[Parameter], savefield: str = "grad_gram") -> Tensor:
-    """Add up the Gram matrices of parameters, as ``GradGram`` has saved them.
+    """Add up the Gram matrices of parameters, as ``GradGram`` or ``GGNGram`` have saved them.
 
     Args:
         model: A model, or parameters. Those without a result are left out.
-        savefield: Attribute of the parameters.
+        savefield: Attribute of the parameters; ``"ggn_gram"`` for ``GGNGram``.
 
     Returns:
-        ``[N, N]``, the inner products of the whole gradients.
+        ``[N, N]``, the inner products of the whole gradients; ``[V, N, V, N]``, those of the
+        columns of the GGN's square root.
 
     Raises:
-        ValueError: If there is no result, or the numbers of samples differ.
+        ValueError: If there is no result, or the numbers of samples (or columns) differ.
     """
     params = model.parameters() if isinstance(model, Module) else model
     grams = [gram for gram in (getattr(p, savefield, None) for p in params) if gram is not None]
     if not grams:
         raise ValueError(
-            f"No parameter has {savefield!r}. Call backward() inside `with backpack(GradGram()):`."
+            f"No parameter has {savefield!r}. Call backward() inside `with backpack(GradGram()):` "
+            "(or GGNGram)."
         )
     if len({gram.shape for gram in grams}) > 1:
-        sizes = sorted({len(gram) for gram in grams})
+        shapes = sorted({tuple(gram.shape[: gram.dim() // 2]) for gram in grams})
         raise ValueError(
-            f"Gram matrices of different numbers of samples, {sizes}, do not add up. Use one "
-            "backward pass for each batch."
+            f"Gram matrices of different numbers of samples (or columns and samples), {shapes}, "
+            "do not add up. Use one backward pass for each batch, and let the loss see a sample's "
+            "positions as one row."
         )
     return sum(grams[1:], start=grams[0].clone())
 

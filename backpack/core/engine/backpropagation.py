@@ -7,6 +7,7 @@ first, in slices of samples (and, for a single sample, of columns), so that memo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +40,7 @@ from backpack.core.engine.products import (
     GRAMS,
     IN_BASES,
     REDUCTIONS,
+    UNSLICED,
     Bases,
     Products,
     Reduction,
@@ -409,6 +411,11 @@ class Backpropagation:
         known = self.bases.keys() >= plan.uses.keys()
         self.later = frozenset() if known else self.wanted & IN_BASES
         self.gathered = self.wanted - self.later
+        is_unsliced = not UNSLICED.isdisjoint(self.wanted)
+        if is_unsliced:  # what does not come in one piece is made of the products themselves
+            self.gathered = self.gathered - UNSLICED | {"individual"}
+        # whether somebody wants the columns themselves, not just the matrix they stand for
+        self.shows_columns = is_unsliced or "individual" in self.wanted
         self.savefields = ", ".join([ext.savefield for ext in exts])
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))
@@ -420,7 +427,8 @@ class Backpropagation:
         self.done: Call | None = None  # where the source at hand has left its diagonal
         self.is_tight = False  # whether what a source emits is more than a slice holds, too
         self.fits = False  # whether all that the source at hand emits is one slice, wherever it is
-        self.limit = slice_bytes.on(plan.calls[0].outputs[0].device, self.is_large)
+        device = plan.calls[0].outputs[0].device
+        self.limit = sys.maxsize if is_unsliced else slice_bytes.on(device, self.is_large)
         # how many rows of a call belong to one independent sample, and what user rules returned
         self.rows_per_sample: dict[Call, int] = {}
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
@@ -440,7 +448,8 @@ class Backpropagation:
     def _whole(self, p: Parameter) -> Products:
         """Return products that have no columns, but will be given values."""
         terms = 1 if self.plan.mixing else None
-        return Products(p, self._whole_uses(p), self.wanted, terms, self.bases.get(p))
+        wanted = self.wanted - UNSLICED
+        return Products(p, self._whole_uses(p), wanted, terms, self.bases.get(p))
 
     def _in_bases(
         self, sources: Sequence[Source], totals: Mapping[Parameter, Mapping[str, Any]]
@@ -779,7 +788,7 @@ class Backpropagation:
             and 2 * num_v > 3 * prod(shape)
             and self.sliced
             and not self.mixing
-            and "individual" not in self.wanted
+            and not self.shows_columns
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows

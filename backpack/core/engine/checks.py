@@ -13,13 +13,13 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
-from backpack.core.engine.products import OF_GRADIENT, REDUCTIONS
+from backpack.core.engine.products import REDUCTIONS, UNSLICED
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import calls
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
-EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | InputsAlone.offers | OF_GRADIENT
+EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | InputsAlone.offers | UNSLICED
 # How many names a message lists.
 MOST_NAMES = 8
 EXTEND_FIRST = (

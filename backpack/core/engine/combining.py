@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from backpack.context import Configuration
 from backpack.core.engine import results
-from backpack.core.engine.products import IN_BASES, OF_GRADIENT, OVER_PARTS, Products
+from backpack.core.engine.products import IN_BASES, OVER_PARTS, UNSLICED, Products
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
@@ -308,7 +308,7 @@ class Combining:
         combines = self.accumulates or p in self.groups
         if combines:
             for ext in exts:
-                if ext.collects or not OF_GRADIENT.isdisjoint(ext.needs):
+                if ext.collects or not UNSLICED.isdisjoint(ext.needs):
                     raise NotImplementedError(f"{ext!r}: {NOT_OF_PARTS}")
                 if not IN_BASES.isdisjoint(ext.needs):
                     raise NotImplementedError(f"{ext!r}: {NOT_IN_BASES}")

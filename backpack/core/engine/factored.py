@@ -13,6 +13,9 @@ multiplied out      ``O I``            ``T O I + K O I``            ``T O I + N 
 
 What is kept is the smaller one; what is done with factors is what takes fewer multiplications. For
 norms that is the same question: ``T² (O + I)`` against ``T O I``.
+
+The columns ``V_vn = J_nᵀ s_vn`` of a square root of the GGN are V gradients of each sample, which
+have x in common: the rows of s are ``v N + n``, and x has its N rows once.
 """
 
 from __future__ import annotations
@@ -108,7 +111,9 @@ class Dense:
 
 
 class Pair:
-    """A part ``[O, I]`` of a parameter: s ``[N, T, O]`` and x ``[N, T, I]``, or s ``[N, O]`` alone.
+    """A part ``[O, I]`` of a parameter: s ``[V·N, T, O]`` and x ``[N, T, I]``, or s ``[V·N, O]``.
+
+    Below, N counts all V·N gradients, unless x is meant.
 
     Attributes:
         s: What arrives where the parameter is multiplied.
@@ -133,6 +138,25 @@ class Pair:
         """T."""
         return 1 if self.x is None else self.s.shape[1]
 
+    @property
+    def columns(self) -> int:
+        """V."""
+        return 1 if self.x is None else len(self.s) // max(1, len(self.x))
+
+    @property
+    def by_column(self) -> Tensor:
+        """S as ``[V, N, T, O]``, of the V gradients that each row of x takes part in."""
+        rows = len(self.s) if self.x is None else len(self.x)
+        return self.s.reshape(-1, rows, *self.s.shape[1:])
+
+    def take(self, samples: Samples) -> Pair:
+        """Return the pair of some of the gradients."""
+        s, x = self.s, self.x
+        if x is None or len(x) == len(s):
+            return Pair(s[samples], None if x is None else x[samples])
+        rows = torch.arange(len(s), device=s.device)[samples]
+        return Pair(s[rows], x[rows % len(x)])
+
     def joined(self, other: Pair) -> Pair:
         """Return the pair of the sum of both gradients: more positions."""
         if self.x is None or other.x is None:
@@ -141,46 +165,64 @@ class Pair:
 
     def dense(self) -> Tensor:
         """Return ``[N, O, I]``."""
-        return affine.vjp(self.s.unsqueeze(0), self.x).squeeze(0)
+        return affine.vjp(self.by_column, self.x).flatten(0, 1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return ``[K, O, I]``."""
-        s, x, weights = self.s, self.x, weights.to(self.s.dtype)
+        x, weights = self.x, weights.to(self.s.dtype)
         if x is None:
-            return weights @ s
-        num_k, num_t, (num_o, num_i) = len(weights), self.positions, self.shape
-        if num_k * num_t > num_t + num_k:  # multiplied out once for all weights
-            spans = spans_of(len(s), num_o * num_i)
-            of_spans = [weights[:, n] @ (s[n].mT @ x[n]).flatten(1) for n in spans]
+            return weights @ self.s
+        s, num_k, num_t, (num_o, num_i) = self.by_column, len(weights), self.positions, self.shape
+        num_v = len(s)
+        if num_k * num_t * (num_v + num_i) > num_v * num_i * (num_t + num_k) + num_k * num_t:
+            # multiplied out once for all weights
+            spans = spans_of(s.shape[1], num_v * num_o * num_i)
+            by_column = weights.unflatten(1, s.shape[:2])
+            of_spans = [by_column[:, :, n].flatten(1) @ self._products(n) for n in spans]
             return reduce(torch.add, of_spans).unflatten(1, (num_o, num_i))
+        if num_v > 1:  # sum over the columns of a sample, which have x in common
+            by_sample = weights.unflatten(1, s.shape[:2]).permute(2, 0, 1)  # [N, K, V]
+            sums = by_sample @ s.transpose(0, 1).flatten(2)
+            return affine.vjp_sum(sums.transpose(0, 1).unflatten(2, s.shape[2:]), x)
         if num_k == 1 and num_i < num_o:  # scale what is smaller
-            return affine.vjp_sum(s.unsqueeze(0), x * weights.T.unsqueeze(2))
+            return affine.vjp_sum(s, x * weights.T.unsqueeze(2))
         spans = spans_of(num_k, s.numel())
-        return _cat([affine.vjp_sum(s * weights[k, :, None, None], x) for k in spans])
+        return _cat([affine.vjp_sum(self.s * weights[k, :, None, None], x) for k in spans])
+
+    def _products(self, n: slice) -> Tensor:
+        """Return the gradients that some rows of x take part in, ``[V·n, O·I]``."""
+        assert self.x is not None
+        return (self.by_column[:, n].mT @ self.x[n]).flatten(2).flatten(0, 1)
 
     def square_norms(self) -> Tensor:
         """Return ``[N]``."""
-        s = at_least_single(self.s).unsqueeze(0)
+        s = at_least_single(self.by_column)
         x = None if self.x is None else at_least_single(self.x)
-        return affine.reduced(s, x, {"square_norm"}, None)["square_norm"]
+        each = [affine.reduced(v.unsqueeze(0), x, {"square_norm"}, None) for v in s]
+        return _cat([of_column["square_norm"] for of_column in each])
 
     def gram(self, other: Pair) -> Tensor:
         """Return ``sum_tu (s_nt·s_mu) (x_nt·x_mu)``, ``[N, M]``."""
         if self.x is None or other.x is None:
             return self.s @ other.s.T
-        rows, num_m = [], len(other.s)
-        for n in spans_of(len(self.s), num_m * self.positions * other.positions):
-            s, x = self.s[n].flatten(0, 1), self.x[n].flatten(0, 1)
-            products = (s @ other.s.flatten(0, 1).T) * (x @ other.x.flatten(0, 1).T)
-            by_position = products.unflatten(1, (num_m, -1)).unflatten(0, (-1, self.positions))
-            rows.append(by_position.sum((1, 3)))
-        return _cat(rows)
+        s, others = self.by_column, other.s.flatten(0, 1)
+        num_m, sizes = len(other.x), (-1, len(other.x), other.positions)
+        products = s.new_empty(*s.shape[:2], len(other.s))
+        for n in spans_of(s.shape[1], len(other.s) * self.positions * other.positions):
+            of_x = self.x[n].flatten(0, 1) @ other.x.flatten(0, 1).T
+            of_x = of_x.unflatten(1, (1, num_m, other.positions))
+            for v, column in enumerate(s):
+                of_both = (column[n].flatten(0, 1) @ others.T).unflatten(1, sizes) * of_x
+                by_position = of_both.unflatten(0, (-1, self.positions))
+                products[v, n] = by_position.sum((1, 4)).flatten(1)
+        return products.flatten(0, 1)
 
     def dot(self, other: Pair) -> Tensor:
         """Return the diagonal of :meth:`gram`: inner products of equal samples, ``[N]``."""
         if self.x is None or other.x is None:
             return (self.s * other.s).sum(1)
-        return ((self.s @ other.s.mT) * (self.x @ other.x.mT)).sum((1, 2))
+        of_x = self.x @ other.x.mT
+        return ((self.by_column @ other.by_column.mT) * of_x).sum((2, 3)).flatten()
 
 
 def _cat(parts: list[Tensor], axis: int = 0) -> Tensor:
@@ -223,7 +265,7 @@ class Pairs:
 
     def take(self, samples: Samples) -> Pairs:
         """Return the same factors of some of the samples."""
-        return self._each(lambda t: t[samples])
+        return Pairs([part.take(samples) for part in self.parts], self.assemble, self.kind)
 
     def to(self, device: torch.device) -> Pairs:
         """Return a copy on another device."""
@@ -256,10 +298,17 @@ class Pairs:
         """
         factored = dense = 0
         for a, b in zip(self.parts, other.parts, strict=True):
-            factored += num_n * num_m * a.positions * b.positions * sum(a.shape)
+            positions = num_n * num_m * a.positions * b.positions
+            factored += positions * (a.shape[0] + sum(a.shape[1:]) // (a.columns * b.columns))
             once = num_n * a.positions + num_m * b.positions + num_n * num_m
             dense += once * prod(a.shape)
         return factored <= dense
+
+    def matches(self, other: Pairs, num_n: int) -> bool:
+        """Whether gradient by gradient, inner products of pairs are possible, and cheaper."""
+        parts = zip(self.parts, other.parts, strict=True)
+        same = all(a.columns == b.columns for a, b in parts)
+        return same and self.gram_is_cheaper(other, num_n, 1)
 
     def gram(self, other: Pairs) -> Tensor:
         """Return ``[N, M]``."""
@@ -278,7 +327,7 @@ class Cotangents:
     Attributes:
         c: The call, of the rows that the cotangents have.
         name: Name of the parameter there.
-        mats: ``[1, R, *out]`` for each output.
+        mats: ``[V, R, *out]`` for each output; below, N counts V gradients of each sample.
         num_samples: N; R is a multiple.
     """
 
@@ -307,10 +356,11 @@ class Cotangents:
         """Return the same factors of some of the samples."""
         each = self._rows_per_sample
         device = self._known()[0].device
-        chosen = torch.arange(self.num_samples, device=device)[samples]
+        count = len(self._known()[0]) * self.num_samples
+        chosen = torch.arange(count, device=device)[samples]
         rows = (chosen.unsqueeze(1) * each + torch.arange(each, device=device)).flatten()
-        mats = [None if mat is None else mat[:, rows] for mat in self.mats]
-        numbers = rows.tolist()
+        mats = [None if mat is None else mat.flatten(0, 1)[rows][None] for mat in self.mats]
+        numbers = (rows % self._known()[0].shape[1]).tolist()
         if self.c.rows is not None:
             known = self.c.rows
             assert not isinstance(known, slice)
@@ -326,11 +376,10 @@ class Cotangents:
 
     def dense(self) -> Tensor:
         """Return ``[N, *p]``."""
-        each = self._param("param_vjp", self.mats).squeeze(0)
-        return each if len(each) == self.num_samples else self._merged(each)
-
-    def _merged(self, each: Tensor) -> Tensor:
-        return each.unflatten(0, (self.num_samples, -1)).sum(1)
+        each = self._param("param_vjp", self.mats)
+        if each.shape[1] != self.num_samples:
+            each = each.unflatten(1, (self.num_samples, -1)).sum(2)
+        return each.flatten(0, 1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return ``[K, *p]``: the products are linear in the cotangents."""
@@ -339,7 +388,10 @@ class Cotangents:
         def weighted(mat: Tensor | None, k: slice) -> Tensor | None:
             if mat is None:
                 return None
-            return mat * of_rows[k].to(mat.dtype).reshape(-1, mat.shape[1], *[1] * (mat.dim() - 2))
+            of_columns = of_rows[k].to(mat.dtype).unflatten(1, mat.shape[:2])
+            if len(mat) == 1:
+                return mat * of_columns.reshape(-1, mat.shape[1], *[1] * (mat.dim() - 2))
+            return torch.einsum("kvr,vr...->kr...", of_columns, mat)
 
         spans = spans_of(len(weights), self.entries)
         sums = [
@@ -352,7 +404,16 @@ class Cotangents:
         is_precise = self._known()[0].dtype in reductions.PRECISE
         if self._rows_per_sample > 1 or not is_precise:
             return None
-        return self._param("reduced", self.mats, {"square_norm"}, None)["square_norm"]
+        each = [
+            self._param(
+                "reduced",
+                [None if mat is None else mat[v, None] for mat in self.mats],
+                {"square_norm"},
+                None,
+            )
+            for v in range(len(self._known()[0]))
+        ]
+        return _cat([of_column["square_norm"] for of_column in each])
 
 
 def _kept_call(c: Context, reads: bool) -> Context:
@@ -388,7 +449,7 @@ def source(
     Args:
         c: The call, of the rows that the cotangents have.
         name: Name of the parameter there.
-        mats: ``[1, R, *out]`` for each output.
+        mats: ``[V, R, *out]`` for each output.
         num_samples: N; the gradients of R / N rows are summed.
     """
     rule: Any = c.call.derivatives
@@ -404,10 +465,11 @@ def source(
         return None
     parts = []
     for s, x in pairs:
-        s = _kept(s.squeeze(0))
+        rows = len(s) * num_samples
+        s = _kept(s).flatten(0, 1)
         x = None if x is None else _kept(x)
-        if len(s) != num_samples:  # rows of a sample are more positions
-            s = _positions_of_samples(s, num_samples)
+        if len(s) != rows:  # rows of a sample are more positions
+            s = _positions_of_samples(s, rows)
             x = None if x is None else _positions_of_samples(x, num_samples)
         parts.append(Pair(s, x))
     assemble: Callable[[list[Tensor]], Tensor] = _whole
@@ -437,6 +499,10 @@ class FactoredGrad:
     The factors belong to others as well, and are not copied. If one of them was changed in place
     since (the next batch was written to the memory of the last one), every method is an error.
     Values have the scale of :class:`~backpack.extensions.BatchGrad`.
+
+    The columns of a square root of the GGN, ``[V, N, *p]``, are V·N gradients in the order of
+    these axes (``columns`` is V): :class:`~backpack.extensions.SqrtGGNExact` with
+    ``factored=True``.
     """
 
     def __init__(
@@ -446,6 +512,7 @@ class FactoredGrad:
         dtype: torch.dtype,
         label: str = "a parameter",
         norms: Tensor | None = None,
+        columns: int = 1,
     ):
         """Store what is given; users get instances from a backward pass, or from :meth:`of`.
 
@@ -455,9 +522,11 @@ class FactoredGrad:
             dtype: Precision of results.
             label: Names the parameter in messages.
             norms: Squared norms, ``[N]``, if they are known.
+            columns: V, if these are the columns of a square root: that many for each sample.
         """
         self._sources = _joined(sources)
         self.label = label
+        self.columns = columns
         self._norms = norms
         self._read = [(t, _version(t)) for part in self._sources for t in part.tensors()]
         self.shape = Size(shape)
@@ -567,7 +636,7 @@ class FactoredGrad:
         device = torch.device(device)
         sources = [part.to(device) for part in self._sources]
         norms = None if self._norms is None else self._norms.to(device)
-        return FactoredGrad(sources, self.shape, self.dtype, self.label, norms)
+        return FactoredGrad(sources, self.shape, self.dtype, self.label, norms, self.columns)
 
     def dense(self) -> Tensor:
         """Return the individual gradients, ``[N, *p]``, as a tensor of its own."""
@@ -624,7 +693,7 @@ class FactoredGrad:
         self._check()
         other._check()
         pairs = self._as_pairs(other)
-        if pairs is not None and pairs[0].gram_is_cheaper(pairs[1], len(self), 1):
+        if pairs is not None and pairs[0].matches(pairs[1], len(self)):
             return pairs[0].dot(pairs[1]).to(self.dtype)
         size = self._block_size
         products = []
@@ -716,7 +785,8 @@ class FactoredGrad:
         if not others and isinstance(first, Pairs) and first.assemble is _whole:
             (pair,) = first.parts
             if pair.shape == (num_o, num_i) and pair.x is not None:
-                return ((pair.s @ a.T.to(pair.s)) * (pair.x @ b.T.to(pair.s))).sum(1).to(self.dtype)
+                of_both = (pair.by_column @ a.T.to(pair.s)) * (pair.x @ b.T.to(pair.s))
+                return of_both.sum(2).flatten(0, 1).to(self.dtype)
         rows = []
         for _, block in self._blocks(self._block_size):
             by_row = block.reshape(-1, num_o, num_i) @ b.T.to(block)

@@ -210,8 +210,8 @@ OVER_PARTS = REDUCTIONS | dict.fromkeys(
 )
 
 
-# What follows from the gradient alone: a factored form of [N, *p], see FactoredGrad.
-OF_GRADIENT = frozenset({"factored"})
+# What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
+UNSLICED = frozenset({"factored"})
 
 
 class Products:
@@ -255,15 +255,18 @@ class Products:
             self._find_sources()
 
     def _find_sources(self) -> None:
-        """Find what individual gradients are made of, unless that is more than they are."""
-        count = self.num_samples
+        """Find what individual products are made of, unless that is more than they are."""
+        count, columns = self.num_samples, len(self.uses[0].factor.mat)
         found = [
             factored.source(use.c, use.name, use.mats or [use.factor.mat], count)
             for use in self.uses
+            # where samples merge, each has columns of its own
+            if use.factor.groups == count or use.factor.adds_up
         ]
         known = [one for one in found if one is not None]
         entries = sum(one.entries for one in known)
-        if len(known) < len(found) or entries >= count * self.parameter.numel():
+        are_all = self.terms is None and len(known) == len(self.uses)
+        if not are_all or entries >= columns * count * self.parameter.numel():
             self.wanted = {*self.wanted, "individual"}
         elif "individual" not in self.wanted:
             self._sources = known
@@ -379,11 +382,17 @@ class Products:
 
     def _factored(self) -> FactoredGrad:
         p, sources = self.parameter, self._sources
+        if sources:
+            columns, count, values = len(self.uses[0].factor.mat), self.num_samples, sources
+        else:
+            columns, count = self["individual"].shape[:2]
+            values = [factored.Dense(self["individual"].flatten(0, 1))]
         is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
-        norms = self["square_norm"] if is_precise and (self.direct or not sources) else None
-        values = sources or [factored.Dense(self["individual"].squeeze(0))]
+        known = is_precise and columns == 1 and (self.direct or not sources)
+        norms = self["square_norm"] if known else None
         label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
-        return FactoredGrad(values, (self.num_samples, *p.shape), p.dtype, label, norms)
+        shape = (columns * count, *p.shape)
+        return FactoredGrad(values, shape, p.dtype, label, norms, columns)
 
     def _gradient(self) -> Tensor:
         if "individual" in self._values or "individual" in self.wanted:

@@ -34,7 +34,14 @@ from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import IDENTITY, REDUCTIONS, Bases, Products, Use
+from backpack.core.engine.products import (
+    IDENTITY,
+    REDUCTIONS,
+    UNSLICED,
+    Bases,
+    Products,
+    Use,
+)
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.rows import Rows, row_numbers
@@ -135,6 +142,8 @@ def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> 
 class LossFactor(Propagation):
     """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module."""
 
+    offers = Propagation.offers | UNSLICED
+
     def reads_gradients(self) -> bool:
         """Return False: the exact factor depends on the prediction alone."""
         return False
@@ -144,10 +153,20 @@ class LossFactor(Propagation):
         self.backpropagate(Backpropagation(plan, exts, subsampling, save))
 
     def backpropagate(self, backpropagation: Backpropagation) -> None:
-        """Start at every loss."""
-        backpropagation.run(
-            [self.source(call, backpropagation) for call in backpropagation.plan.losses]
-        )
+        """Start at every loss.
+
+        Raises:
+            NotImplementedError: If columns of several losses are to be kept as factors: parameters
+                that one of them does not depend on would lack its columns.
+        """
+        losses = backpropagation.plan.losses
+        if len(losses) > 1 and not UNSLICED.isdisjoint(backpropagation.wanted):
+            raise NotImplementedError(
+                f"{backpropagation.savefields}: the loss is the sum of {len(losses)} losses, whose "
+                "columns are not kept together as factors. Use SqrtGGNExact() or SqrtGGNMC() "
+                "without factored=True, or one backward pass for each loss."
+            )
+        backpropagation.run([self.source(call, backpropagation) for call in losses])
 
     def source(self, call: Call, backpropagation: Backpropagation) -> Source:
         """Return what starts at a loss."""
@@ -163,9 +182,7 @@ class ExactFactor(LossFactor):
         scale = root_of_scale(call, backpropagation.savefields)
         # if nobody sees the columns, and one less saves more than it takes to find the others
         thin = (
-            backpropagation.sliced
-            and "individual" not in backpropagation.wanted
-            and backpropagation.is_long
+            backpropagation.sliced and not backpropagation.shows_columns and backpropagation.is_long
         )
 
         def factor(rows: Rows) -> tuple[Columns, None]:

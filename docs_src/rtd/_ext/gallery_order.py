@@ -19,7 +19,8 @@ GROUPS = {
         "differential_privacy",
     ),
     "Curvature": (
-        *("ggn_spectrum", "spectral_density", "ntk", "trace_estimation", "newton_cg"),
+        *("ggn_spectrum", "ggn_directions", "spectral_density", "ntk"),
+        *("trace_estimation", "newton_cg"),
         *("ekfac", "pruning", "laplace", "influence"),
     ),
     "Optimisers": ("optimiser_diag_ggn", "optimiser_kfac", "distributed_training"),

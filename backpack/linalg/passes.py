@@ -1,0 +1,48 @@
+"""Backward passes that leave no trace at the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.extensions.backprop_extension import BackpropExtension
+
+
+def values_of(
+    params: Sequence[Parameter], exts: Sequence[BackpropExtension], loss: Tensor
+) -> list[list[Any]]:
+    """Run a backward pass in the context of extensions, and return what they save.
+
+    Args:
+        params: The parameters.
+        exts: Extensions that are active; where they save to is changed.
+        loss: The loss of an extended model.
+
+    Returns:
+        For each extension the values of the parameters.
+
+    Raises:
+        ValueError: If the loss does not depend on a parameter.
+    """
+    gradients = [p.grad for p in params]
+    for i, ext in enumerate(exts):
+        ext.savefield = f"_backpack_linalg_{i}"
+    for p in params:  # backward() would add to the tensors of the caller, in place
+        p.grad = None
+    try:
+        loss.backward(inputs=list(params))
+    finally:
+        values = [[vars(p).pop(ext.savefield, None) for p in params] for ext in exts]
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+    of_first, *_ = values
+    unused = [list(p.shape) for p, v in zip(params, of_first, strict=True) if v is None]
+    if unused:
+        raise ValueError(
+            f"The loss does not depend on the parameters of shapes {unused} through an extended "
+            "module. Leave them out (params=...)."
+        )
+    return values
