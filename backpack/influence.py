@@ -37,7 +37,7 @@ from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad, ProjectedGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.linalg.approximations import KroneckerGGN
-from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.extended import UseConverter, built, extended
 from backpack.linalg.objective import Objective
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.structured import SpectralOperator
@@ -247,8 +247,9 @@ class Influence(_Attribution):
             loss_function: The loss, called as ``loss_function(model(X), y)``.
             train_data: Batches ``(X, y)``, in the same order in each pass.
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
-                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params`` and
-                ``progress``; or an operator. One without an inverse
+                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
+                ``progress`` and, if it has that argument, ``use_converter``; or an operator. One
+                without an inverse
                 (:class:`~backpack.linalg.GGN`) is solved with conjugate gradients. ``"identity"``:
                 inner products of gradients, without damping.
             damping: λ. Default: a tenth of the mean eigenvalue of a structured operator.
@@ -275,8 +276,8 @@ class Influence(_Attribution):
         if isinstance(curvature, LinearOperator):
             self.curvature = curvature
         elif curvature != "identity":
-            build: Any = curvature
-            self.curvature = build(model, loss_function, train_data, params=own, progress=progress)
+            options = (own, use_converter, progress)
+            self.curvature = built(curvature, model, loss_function, train_data, *options)
         size = sum(p.numel() for p in own)
         if self.curvature is not None and self.curvature.shape != (size, size):
             raise ValueError(

@@ -3,8 +3,9 @@ r"""A normal distribution over the weights of a trained network, and what it pre
 .. math:: p(\theta \mid D) \approx \mathcal N(\theta^*, (H + \delta I)^{-1})
 
 H is the curvature of the negative log likelihood of the data, the *summed* loss: a mean is
-multiplied with what it divides by. δ is the precision of a normal prior with mean zero. Training
-has minimised the summed loss plus ``δ / 2 |θ|²``.
+multiplied with what it divides by. δ is the precision of a normal prior with mean zero, one for all
+weights or one for each parameter or layer. Training has minimised the summed loss plus ``δ / 2
+|θ|²``.
 
 >>> import torch
 >>> from torch import nn
@@ -19,7 +20,7 @@ torch.Size([2, 3])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import exp, log, pi
+from math import exp, log, pi, prod
 from typing import Any, Literal
 
 import torch
@@ -29,10 +30,11 @@ from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Param
 
 from backpack import disable
 from backpack.linalg.approximations import KroneckerGGN
-from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.extended import UseConverter, built, extended
 from backpack.linalg.ntk import factored_jacobian
 from backpack.linalg.objective import Objective
 from backpack.linalg.structured import SpectralOperator
+from backpack.utils.by_name import ByName, by_parameter
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 
 __all__ = ["Laplace"]
@@ -57,7 +59,7 @@ class Laplace:
         loss_function: Module,
         data: Iterable[Any],
         curvature: Callable[..., SpectralOperator] | SpectralOperator = KroneckerGGN,
-        prior_precision: float = 1.0,
+        prior_precision: ByName = 1.0,
         params: Iterable[Parameter] | Literal["all", "last"] = "all",
         noise: float = 1.0,
         use_converter: UseConverter = False,
@@ -71,9 +73,11 @@ class Laplace:
                 or ``MSELoss``, which stands for normal noise.
             data: Batches ``(X, y)``.
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
-                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params`` and
-                ``progress``; or a structured operator of the same loss (with its reduction).
-            prior_precision: δ, positive.
+                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
+                ``progress`` and, if it has that argument, ``use_converter``; or a structured
+                operator of the same loss (with its reduction).
+            prior_precision: δ, positive: one number, one for each parameter, or a dictionary by the
+                names of parameters and modules (``""`` stands for all others).
             params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
                 ``"last"`` layer that is called, or some of the model's.
             noise: Standard deviation of the targets of ``MSELoss``.
@@ -98,7 +102,7 @@ class Laplace:
         self.mean = parameter_list_to_vector(own).detach()
         given: Any = curvature
         if not isinstance(curvature, SpectralOperator):
-            given = given(model, loss_function, data, params=own, progress=progress)
+            given = built(given, model, loss_function, data, own, use_converter, progress)
         if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
             raise ValueError(
                 f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
@@ -108,17 +112,53 @@ class Laplace:
         order: Any = getattr(given, "order", None)
         options = {} if order is None else {"order": order}
         self.curvature = SpectralOperator(scale * given.spectrum, given.bases, **options)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [names[id(p)] for p in own]
+        sizes = torch.tensor([p.numel() for p in own], device=self.mean.device)
+        self._owner = torch.arange(len(own), device=sizes.device).repeat_interleave(sizes)
         self.prior_precision = prior_precision
 
     @property
-    def prior_precision(self) -> float:
-        """δ, the precision of the prior. It may be set; nothing has to be computed anew."""
+    def prior_precision(self) -> float | dict[str, float]:
+        """δ, the precision of the prior, or that of each parameter, by name.
+
+        It may be set: nothing has to be computed anew.
+        """
         return self._prior_precision
 
     @prior_precision.setter
-    def prior_precision(self, value: float) -> None:
-        self._prior_precision = _positive(value, "prior precision")
-        self.posterior = self.curvature.inverse(self._prior_precision)
+    def prior_precision(self, value: ByName) -> None:
+        each = by_parameter(value, self._names, "prior precision")
+        of_rows = self._of_rows(self._precisions(value))
+        is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
+        self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
+        own = self.curvature
+        self.posterior = SpectralOperator(1 / (own.spectrum + of_rows), own.bases, own.order)
+
+    def _precisions(self, value: ByName) -> Tensor:
+        """Return the precision of each weight, ``[P]``."""
+        each = by_parameter(value, self._names, "prior precision")
+        return self.mean.new_tensor(each)[self._owner]
+
+    def _of_rows(self, weights: Tensor) -> Tensor:
+        """Bring precisions to the order of the curvature's eigenvectors.
+
+        Raises:
+            ValueError: If eigenvectors mix weights of different precision.
+        """
+        order, start = self.curvature.order, 0
+        rows = weights if order is None else weights[order]
+        for block in self.curvature.bases:
+            size = prod(map(len, block))
+            if (rows[start : start + size] != rows[start]).any():
+                raise ValueError(
+                    f"A block of {size} rows of the curvature belongs to weights of different "
+                    "prior precision, which does not share its eigenvectors. Use one precision "
+                    "for them, or KroneckerGGN, EKFAC or DiagonalGGN, which have a block for each "
+                    "parameter."
+                )
+            start += size
+        return rows
 
     def _summed_loss(self) -> tuple[float, float]:
         """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
@@ -137,22 +177,54 @@ class Laplace:
 
     # ------------------------------------------------------------------ the prior
 
-    def log_marginal_likelihood(self, prior_precision: float | None = None) -> Tensor:
+    def log_marginal_likelihood(self, prior_precision: ByName | None = None) -> Tensor:
         """Return the log of the probability of the data, for any δ (default: the one that is set).
 
         ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar.
         """
-        delta = self.prior_precision if prior_precision is None else prior_precision
-        _positive(delta, "prior precision")
+        value = self.prior_precision if prior_precision is None else prior_precision
+        delta = self._precisions(value)
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
         likelihood = -self.loss - self._num_targets * constant
-        prior = len(self.mean) * log(delta) - delta * self.mean.square().sum()
-        return likelihood + (prior - self.curvature.logdet(delta)) / 2
+        prior = delta.log().sum() - (delta * self.mean.square()).sum()
+        logdet = (self.curvature.spectrum + self._of_rows(delta)).log().sum()
+        return likelihood + (prior - logdet) / 2
 
-    def fit_prior_precision(self, lowest: float = 1e-4, highest: float = 1e4) -> float:
-        """Set δ to the maximum of the marginal likelihood between two limits, and return it."""
-        spectrum = self.curvature.spectrum.double()
-        squares = float(self.mean.double().square().sum())
+    def fit_prior_precision(
+        self,
+        lowest: float = 1e-4,
+        highest: float = 1e4,
+        per: Literal["model", "layer", "parameter"] = "model",
+    ) -> float | dict[str, float]:
+        """Set δ to the maximum of the marginal likelihood between two limits, and return it.
+
+        Args:
+            lowest: The smallest value.
+            highest: The largest value.
+            per: Fit one for the model, one for each layer, or one for each parameter: the
+                likelihood is a sum over these.
+
+        Returns:
+            δ; by the names of the parameters, unless it is one for the model.
+
+        Raises:
+            ValueError: If the curvature has no block for each parameter, or there is no such kind.
+        """
+        if per == "model":
+            self.prior_precision = self._fitted(torch.ones_like(self._owner) > 0, lowest, highest)
+            return self.prior_precision
+        if per not in ("layer", "parameter"):
+            raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
+        of = [n if per == "parameter" else n.rpartition(".")[0] for n in self._names]
+        number = torch.tensor(list(map(of.index, of)), device=self._owner.device)[self._owner]
+        found = {name: self._fitted(number == of.index(name), lowest, highest) for name in of}
+        self.prior_precision = [found[name] for name in of]
+        return self.prior_precision
+
+    def _fitted(self, weights: Tensor, lowest: float, highest: float) -> float:
+        """Return the best precision of some weights, a mask ``[P]``."""
+        spectrum = self.curvature.spectrum[self._of_rows(weights)].double()
+        squares = float(self.mean[weights].double().square().sum())
 
         def evidence(x: float) -> float:
             return len(spectrum) * x - exp(x) * squares - float((spectrum + exp(x)).log().sum())
@@ -162,8 +234,7 @@ class Laplace:
             grid = torch.linspace(low, high, 41, dtype=torch.float64).tolist()
             best = max(range(41), key=lambda i: evidence(grid[i]))
             low, high = grid[max(best - 1, 0)], grid[min(best + 1, 40)]
-        self.prior_precision = exp((low + high) / 2)
-        return self.prior_precision
+        return exp((low + high) / 2)
 
     # ------------------------------------------------------------------ predictions
 

@@ -14,8 +14,9 @@ from torch.distributions import MultivariateNormal
 from torch.func import functional_call
 from torch.testing import assert_close
 
+from backpack.influence import Influence
 from backpack.laplace import Laplace
-from backpack.linalg import GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator
+from backpack.linalg import EKFAC, GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 
 N = 9
@@ -158,6 +159,113 @@ def test_fit_prior_precision(kind: Any) -> None:
         assert laplace.log_marginal_likelihood(other) < best
     assert_close(laplace.posterior.to_dense(), laplace.curvature.inverse(delta).to_dense())
     assert laplace.fit_prior_precision(10 * delta, 20 * delta) == pytest.approx(10 * delta)
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "transposed"])
+def test_precision_of_each_parameter(name: str, kind: Any) -> None:
+    """By names, and one after the other: a diagonal prior in dense formulas."""
+    if name == "transposed":  # the rows of its eigenvectors are in another order
+        layers = nn.ConvTranspose1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3)
+        model, loss, X = nn.Sequential(*layers), nn.CrossEntropyLoss(), torch.randn(N, 2, 3)
+        y = torch.randint(3, (N,))
+    else:
+        model, loss, X, y = problem(name)
+    names = [n for n, _ in model.named_parameters()]
+    layer = names[-1].rpartition(".")[0]
+    by_name = {"": 0.5, layer: 2.0, names[-1]: 7.0}
+    values = [by_name.get(n, 2.0 if n.startswith(f"{layer}.") else 0.5) for n in names]
+    assert len(set(values)) == 3
+    laplace = Laplace(model, loss, batches(X, y), kind, by_name)
+    assert laplace.prior_precision == dict(zip(names, values, strict=True))
+    params = list(model.parameters())
+    delta = torch.cat([torch.full((p.numel(),), v) for p, v in zip(params, values, strict=True)])
+    precision = dense_curvature(kind, model, loss, X, y) + delta.diag()
+    new = torch.randn(4, *X.shape[1:])
+    J = dense_jacobian(model, new)
+    assert_close(laplace.outputs(new)[1], J @ torch.linalg.inv(precision) @ J.mT)
+    assert_close(laplace.posterior.to_dense(), torch.linalg.inv(precision))
+    theta = parameter_list_to_vector(params).detach()
+    prior = torch.distributions.Normal(0.0, delta.rsqrt()).log_prob(theta).sum()
+    constant = len(theta) / 2 * torch.tensor(2 * pi).log() - torch.logdet(precision) / 2
+    expected = prior + constant - type(loss)(reduction="sum")(model(X), y).detach()
+    assert_close(laplace.log_marginal_likelihood(), expected)
+    for same in (values, torch.tensor(values)):
+        laplace.prior_precision = 1.0
+        assert_close(laplace.log_marginal_likelihood(same), expected)
+        laplace.prior_precision = same
+        assert_close(laplace.posterior.to_dense(), torch.linalg.inv(precision))
+    laplace.prior_precision = torch.tensor(3.0)
+    assert laplace.prior_precision == 3.0
+
+
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN])
+def test_fit_precision_of_each_part(kind: Any, per: Any) -> None:
+    """The condition of MacKay (1992) holds in each part."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    laplace = Laplace(model, loss, data, kind)
+    of_model = laplace.fit_prior_precision()
+    best = laplace.log_marginal_likelihood()
+    found = laplace.fit_prior_precision(per=per)
+    assert isinstance(found, dict) and found == laplace.prior_precision
+    assert laplace.log_marginal_likelihood() > best
+    layers = model[0], model[2]
+    groups = (
+        [[*m.parameters()] for m in layers] if per == "layer" else [[p] for p in model.parameters()]
+    )
+    by_parameter = dict(zip(model.parameters(), found.values(), strict=True))
+    for group in groups:
+        (delta,) = {by_parameter[p] for p in group}
+        squares = sum(p.detach().square().sum() for p in group)
+        H = dense_curvature(lambda *a, g=group: kind(*a, params=g), model, loss, X, y)
+        spectrum = torch.linalg.eigvalsh(H)
+        effective = (spectrum / (spectrum + delta)).sum()
+        assert_close(delta * squares, effective, rtol=1e-4, atol=0.0)
+    assert of_model not in found.values()
+
+
+def test_wrong_precisions() -> None:
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    laplace = Laplace(model, loss, data)
+    mistakes: list[tuple[Any, str]] = [
+        ({"0": 1.0}, r"none for \['2.weight', '2.bias'\]"),
+        ({"": 1.0, "3": 2.0}, r"\['3'\] are no parameters or modules"),
+        ([1.0, 2.0], "one for each of 4 parameters, got 2"),
+        ({"": 1.0, "0": -2.0}, "positive, got -2"),
+    ]
+    for value, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            laplace.prior_precision = value
+        with pytest.raises(ValueError, match=message):
+            laplace.log_marginal_likelihood(value)
+    with pytest.raises(ValueError, match="'model', 'layer' or 'parameter', got 'block'"):
+        laplace.fit_prior_precision(per="block")  # type: ignore[arg-type]
+    whole = KroneckerOperator([[GGN(model, loss, data).to_dense()]])
+    with pytest.raises(ValueError, match=r"A block of 31 rows .* different prior precision"):
+        Laplace(model, loss, data, whole, {"": 1.0, "0": 2.0})
+
+
+@pytest.mark.parametrize("kind", [Laplace, Influence])
+def test_converter_reaches_the_curvature(kind: Any) -> None:
+    model, loss, X, y = problem("lstm")
+    seen: list[Any] = []
+
+    def curvature(*arguments: Any, use_converter: Any = False, **options: Any) -> Any:
+        seen.append(use_converter)
+        return KroneckerGGN(*arguments, use_converter=use_converter, **options)
+
+    def without(*arguments: Any, params: Any, progress: bool) -> Any:
+        return KroneckerGGN(*arguments, params=params, progress=progress)
+
+    found = [
+        kind(model, loss, batches(X, y), c, use_converter="trace").curvature.to_dense()
+        for c in (curvature, without)
+    ]
+    assert seen == ["trace"]
+    assert_close(found[0], found[1])
 
 
 def test_sampling_runs_the_model_with_the_weights() -> None:

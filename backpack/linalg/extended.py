@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Literal
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack import extend
 from backpack.convert.recording import is_recorded
@@ -47,6 +48,21 @@ def extended(module: Module, use_converter: UseConverter = "record") -> Iterator
     finally:
         for child, attributes, hooks in before:
             _restore(child, attributes, hooks)
+
+
+def built(
+    curvature: Any,
+    model: Module,
+    loss_function: Module,
+    data: Iterable[Any],
+    params: Iterable[Parameter],
+    use_converter: UseConverter,
+    progress: bool,
+) -> Any:
+    """Build an operator of a class; those that do not extend the model need no converter."""
+    takes = "use_converter" in signature(curvature).parameters
+    options = {"use_converter": use_converter} if takes else {}
+    return curvature(model, loss_function, data, params=params, progress=progress, **options)
 
 
 def _is_ours(name: str) -> bool:
