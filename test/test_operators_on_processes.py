@@ -52,6 +52,7 @@ OPERATORS = [
     (KroneckerGGN, {"approximation": "expand"}),
     (KroneckerGGN, {"fisher": "empirical"}),
     (KroneckerGGN, {"fisher": "inputs"}),
+    (KroneckerGGN, {"joint_bias": True}),
     (EKFAC, {}),
 ]
 

@@ -132,12 +132,15 @@ def truth(case: Case, per: str) -> tuple[Tensor, Tensor, Tensor]:
     return G.sum(0), G, torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
 
 
-# an operator is that of a function of each sample, and of a loss that says how it is reduced
+# an operator is that of a function of each sample, and of a loss that says how it is reduced;
+# torch's kernel of Hardsigmoid has 1/6 in single precision, so that gradients have few digits
 DEFINED = [
     case
     for case in FEWER
     if not case.tags & {"rows", "mixing"}
-    and not any(word in str(case).lower() for word in ("dropout", "depth", "rrelu", "rows"))
+    and not any(
+        word in str(case).lower() for word in ("dropout", "depth", "rrelu", "rows", "hardsig")
+    )
     and str(case) != "tied-embedding"
 ]
 

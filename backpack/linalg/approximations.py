@@ -130,8 +130,9 @@ class KroneckerGGN(KroneckerOperator):
     how the data is cut. Model and loss are left as they were; no gradient is touched.
 
     Attributes:
-        factors: For each parameter its Kronecker factors, as the extension orders them: those of
-            the weight of a transposed convolution belong to ``weight.transpose(0, 1)``.
+        factors: For each parameter (for a weight and its bias, with ``joint_bias``) its Kronecker
+            factors, as the extension orders them: those of the weight of a transposed convolution
+            belong to ``weight.transpose(0, 1)``.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class KroneckerGGN(KroneckerOperator):
         use_converter: UseConverter = False,
         progress: bool = True,
         fisher: Fisher | None = None,
+        joint_bias: bool = False,
         process_group: ProcessGroupChoice = "module",
     ):
         """Compute the factors.
@@ -165,11 +167,14 @@ class KroneckerGGN(KroneckerOperator):
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
             fisher: ``"exact"`` (as KFLR), ``"sampled"`` (as KFAC), ``"empirical"`` or ``"inputs"``,
                 instead of a method.
+            joint_bias: Whether a weight and its bias have one block, see
+                :class:`~backpack.extensions.HBP`, if both are among the parameters. Not for KFRA.
             process_group: As for :class:`~backpack.linalg.GGN`. ``"KFRA"`` averages over each batch
                 of each process.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, or if there is no such method.
+            NotImplementedError: If a layer cannot join its biases.
         """
         if method not in _STRATEGIES:
             raise ValueError(f"method is one of {', '.join(_STRATEGIES)}, got {method!r}.")
@@ -177,12 +182,13 @@ class KroneckerGGN(KroneckerOperator):
         objective = _extended(
             model, loss_function, data, params, use_converter, progress, process_group
         )
-        ext = _KroneckerSums(chosen, mc_samples, approximation)
+        if joint_bias and chosen == _STRATEGIES["KFRA"]:
+            raise ValueError("method='KFRA' has no factors for joint_bias=True. Use KFLR or KFAC.")
+        ext = _KroneckerSums(chosen, mc_samples, approximation, joint_bias)
         totals, norm = _totals(objective, ext)
-        super().__init__(
-            [ext.factors(p, sums, norm) for p, sums in zip(objective.params, totals, strict=True)],
-            order_of([(p, ext.swaps_axes[p]) for p in objective.params]),
-        )
+        own = objective.params
+        blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
+        super().__init__(blocks, ext.order(own))
 
 
 class EKFAC(EigenOperator):
@@ -295,16 +301,26 @@ class _KroneckerSums(HBP):
             averages over the samples. None if there are marginals instead of factors.
         num_samples: For each parameter, the number of samples (or positions) of all batches.
         swaps_axes: For each parameter, whether the factors are those of ``p.transpose(0, 1)``.
+        bias_of: For each weight that is joined with its bias, the bias.
     """
 
-    def __init__(self, chosen: tuple[str, str], mc_samples: int, approximation: Approximation):
+    def __init__(
+        self,
+        chosen: tuple[str, str],
+        mc_samples: int,
+        approximation: Approximation,
+        joint_bias: bool = False,
+    ):
         super().__init__(
             Curvature.GGN,
             *chosen,
             ExpectationApproximation.BOTEV_MARTENS,
             mc_samples=mc_samples,
             approximation=approximation,
+            joint_bias=joint_bias,
         )
+        self.bias_of: dict[Parameter, Parameter] = {}
+        self.input_first: dict[Parameter, bool] = {}
         self.scaled: dict[Parameter, int | None] = {}
         self.num_samples: dict[Parameter, int] = {}
         self.swaps_axes: dict[Parameter, bool] = {}
@@ -323,9 +339,12 @@ class _KroneckerSums(HBP):
         if isinstance(gram, list):
             self.scaled[p] = None
             return gram if self._has_scale else [eye * count for eye in gram]
+        if self.joint_bias and products.is_joined:
+            trained = products.uses[0].call.trained
+            self.bias_of[trained["weight"]] = trained["bias"]
         factors = super().extract(products)
-        input_first = products.uses[0].derivatives.kronecker_input_first
-        scaled = len(factors) - 1 if input_first else 0
+        self.input_first[p] = products.input_first
+        scaled = len(factors) - 1 if products.input_first else 0
         self.scaled[p] = scaled if self._has_scale else -1
         return [
             factor if i == self.scaled[p] else factor * count for i, factor in enumerate(factors)
@@ -333,9 +352,29 @@ class _KroneckerSums(HBP):
 
     def sum_counts(self, group: DataGroup, params: Sequence[Parameter]) -> None:
         """Count the samples of all processes."""
-        own = torch.tensor([self.num_samples[p] for p in params], device=params[0].device)
+        own = torch.tensor([self.num_samples.get(p, 0) for p in params], device=params[0].device)
         (total,) = group.total("numbers of samples", [own])
         self.num_samples = dict(zip(params, total.tolist(), strict=True))
+
+    def order(self, params: Sequence[Parameter]) -> Tensor | None:
+        """Return the entries of parameters in the order of the blocks; None if it is the usual."""
+        if not self.bias_of:
+            return order_of([(p, self.swaps_axes[p]) for p in params])
+        entries, start, numbers = {}, 0, []
+        for p in params:
+            own = torch.arange(start, start + p.numel(), device=p.device)
+            entries[p] = own.reshape(p.shape)
+            start += p.numel()
+        joined = set(self.bias_of.values())
+        for p in params:
+            own, bias = entries[p], self.bias_of.get(p)
+            if bias is not None:  # [I + 1, O], or [O, I + 1] with the axes of a kernel flattened
+                axis = 0 if self.input_first[p] else 1
+                own = torch.cat([own.flatten(1), entries[bias].unsqueeze(axis)], axis)
+            elif self.swaps_axes[p]:
+                own = own.transpose(0, 1)
+            numbers += [] if p in joined else [own.flatten()]
+        return torch.cat(numbers)
 
     def factors(self, p: Parameter, sums: Sequence[Tensor], norm: float) -> list[Tensor]:
         """Return the Kronecker factors of a parameter, for a loss that is divided by a norm."""

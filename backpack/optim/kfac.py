@@ -145,6 +145,11 @@ class KFAC(PreconditionedOptimizer):
                 f"KFAC takes an instance of KFAC, KFLR, KFRA or HBP of backpack.extensions, got "
                 f"{extension!r}."
             )
+        if extension.joint_bias:
+            raise ValueError(
+                f"KFAC solves for each parameter on its own, but {extension!r} joins weights with "
+                "biases. Use joint_bias=False."
+            )
         defaults = {
             "lr": lr,
             "damping": damping,

@@ -267,6 +267,11 @@ def position_rows(s: Tensor, approximation: str | None) -> Tensor:
     return s.flatten(1, 2) if approximation == "expand" else _over_positions(s)
 
 
+def with_one(x: Tensor) -> Tensor:
+    """Return ``[x; 1]``, what weight and bias together are multiplied with: ``[*, I + 1]``."""
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+
+
 def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     """Return the Kronecker factor of inputs at several positions: ``[N, T, I] -> [I, I]``.
 

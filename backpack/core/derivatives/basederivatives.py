@@ -51,6 +51,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("kronecker_rows_are_shared",): {"affine", "kron_rows", "param_vjp"},
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
+    ("kron_joint_input",): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
     ("hessian_is_zero",): {"vjp"},
@@ -814,6 +815,15 @@ class BaseDerivatives(Interface):
         """
         inputs = self.affine_inputs(c, name) if self._is_one_product(c, name) else None
         return [affine.input_factor(x, approximation) for x in inputs or [] if x is not None]
+
+    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor | None:
+        """Kronecker factor of ``[x; 1]``, for weight and bias together; None if there is none."""
+        return None
+
+    @property
+    def joins_bias(self) -> bool:
+        """Whether weight and bias have Kronecker factors together."""
+        return type(self).kron_joint_input is not BaseDerivatives.kron_joint_input
 
     def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether a parameter has Kronecker factors in the call at hand, not just its block."""

@@ -415,3 +415,8 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         kernel = Kernel(size, stride, dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
         return [patch_gram(each, kernel).div_(count)]
+
+    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor:
+        """Return A of patches and one, ``[I/G·k + 1, I/G·k + 1]``, mean over G."""
+        patches = self._unfold(c, c.x).flatten(0, 1).mT
+        return affine.input_factor(affine.with_one(patches), approximation)

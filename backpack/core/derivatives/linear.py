@@ -117,6 +117,12 @@ class LinearDerivatives(BaseDerivatives):
         (x,) = self.affine_inputs(c, name)
         return [] if x is None else [affine.input_factor(x, approximation)]
 
+    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor:
+        """Return A of ``[x; 1]``, ``[I + 1, I + 1]``."""
+        (x,) = self.affine_inputs(c, "weight")
+        assert x is not None
+        return affine.input_factor(affine.with_one(x), approximation)
+
 
 @register("transformers.pytorch_utils.Conv1D")
 class TransposedLinearDerivatives(LinearDerivatives):

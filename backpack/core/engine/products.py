@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives import reductions
+from backpack.core.derivatives.affine import with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, factored
 from backpack.core.engine.factored import FactoredGrad
@@ -80,10 +81,18 @@ class Use:
         mats = self.mats or [self.factor.mat]
         return call_products.param(self.c, method, self.name, mats, *arguments)
 
-    def input_factors(self, approximation: str | None = None) -> list[Tensor]:
-        """Kronecker factors of the call's input, averages over independent samples."""
+    def input_factors(self, approximation: str | None, joint: bool = False) -> list[Tensor]:
+        """Kronecker factors of the call's input, averages over independent samples.
+
+        Args:
+            approximation: How positions are treated.
+            joint: Those of weight and bias together.
+        """
         rule: Any = self.call.derivatives
-        factors = rule.kron_inputs(self.c, self.name, approximation)
+        if joint:
+            factors = [rule.kron_joint_input(self.c, approximation)]
+        else:
+            factors = rule.kron_inputs(self.c, self.name, approximation)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
@@ -192,6 +201,12 @@ INPUT_FACTORS = {
     "expand": "input_factors_expand",
     "reduce": "input_factors_reduce",
 }
+# The same of weights that are joined with their bias.
+JOINT_FACTORS = {
+    None: "joint_factors",
+    "expand": "joint_factors_expand",
+    "reduce": "joint_factors_reduce",
+}
 # Sums of squares in the eigenbasis of these factors.
 EIGEN_SQUARES = {
     None: "eigen_square",
@@ -206,7 +221,8 @@ REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Q
 IDENTITY = "identity"
 # How values are put together for parts of a batch.
 OVER_PARTS = REDUCTIONS | dict.fromkeys(
-    [*INPUT_FACTORS.values(), IDENTITY], Reduction(degree=0, is_average=True, is_symmetric=True)
+    [*INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY],
+    Reduction(degree=0, is_average=True, is_symmetric=True),
 )
 
 
@@ -330,7 +346,7 @@ class Products:
 
     def count_of(self, name: str) -> int:
         """Return how many samples (or positions of them) a quantity is the average of."""
-        if name != INPUT_FACTORS["expand"]:
+        if name not in (INPUT_FACTORS["expand"], JOINT_FACTORS["expand"]):
             return self.num_samples
         if self._has_positions_apart:
             return self.weight_of_inputs("expand")
@@ -414,32 +430,60 @@ class Products:
         return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
 
     def kronecker_factors(
-        self, approximation: str | None = None, first: str | None = None
+        self, approximation: str | None = None, first: str | None = None, joint: bool = False
     ) -> list[Tensor]:
         """Return the Kronecker factors, in the order of the parameter's axes.
 
         Args:
             approximation: How positions are treated.
             first: Name of the factor that carries the scale of the loss. Default: a Gram matrix.
+            joint: Join a weight with its bias, which has none itself, then.
         """
-        return self._factors(first or GRAMS[approximation], approximation, self.take)
+        if joint and self.is_joined and self.uses[0].name == "bias":
+            return []
+        names = JOINT_FACTORS if joint else INPUT_FACTORS
+        return self._factors(first or GRAMS[approximation], names[approximation], self.take)
 
-    def _factors(
-        self, first: str, approximation: str | None, get: Callable[[str], Any]
-    ) -> list[Tensor]:
+    def _factors(self, first: str, of_inputs: str, get: Callable[[str], Any]) -> list[Tensor]:
         gram = get(first)
         if isinstance(gram, list):
             return axis_factors(gram)
-        inputs = get(INPUT_FACTORS[approximation])
+        inputs = get(of_inputs)
         return [*inputs, gram] if self.input_first else [gram, *inputs]
 
     def eigenbases(self, approximation: str | None = None) -> Sequence[Tensor]:
         """Return the eigenvectors of the Kronecker factors; results do not vary with them."""
         if approximation not in self.bases:
             with torch.no_grad():
-                factors = self._factors(GRAMS[approximation], approximation, self.__getitem__)
+                names = GRAMS[approximation], INPUT_FACTORS[approximation]
+                factors = self._factors(*names, self.__getitem__)
                 self.bases[approximation] = [eigh_semidefinite(f)[1] for f in factors]
         return self.bases[approximation]
+
+    @lazy
+    def is_joined(self) -> bool:
+        """Whether this is a weight or a bias that have Kronecker factors together.
+
+        Raises:
+            NotImplementedError: If a weight has Kronecker factors and a bias that does not join it.
+        """
+        use, *others = self.uses
+        pair = {"weight", "bias"}
+        joins = any(
+            u.name in pair and pair <= u.call.trained.keys() and u.derivatives.joins_bias
+            for u in self.uses
+        )
+        if joins and not others:
+            return True
+        biases = [name for name in use.call.trained if "bias" in name]
+        if joins or (biases and use.name not in biases and self[INPUT_FACTORS[None]]):
+            raise NotImplementedError(
+                f"joint_bias=True: '{use.name}' of {describe(use.call.module)}, "
+                f"{list(self.parameter.shape)}, has no Kronecker factors with {', '.join(biases)} "
+                f"(number of uses: {len(self.uses)}). Linear layers and convolutions that are used "
+                "once have. Use joint_bias=False."
+            )
+        return False
 
     @lazy
     def swaps_axes(self) -> bool:
@@ -550,10 +594,20 @@ class Products:
             return shared.pop(name)
         return shared[name].clone()
 
-    def _input_factors_expand(self) -> list[Tensor]:
+    def _joint_factors(self, approximation: str | None = None) -> list[Tensor]:
+        return self._input_factors(approximation, self.is_joined)
+
+    def _joint_factors_expand(self) -> list[Tensor]:
+        return self._input_factors_expand(self.is_joined)
+
+    def _joint_factors_reduce(self) -> list[Tensor]:
+        return self._joint_factors("reduce")
+
+    def _input_factors_expand(self, joint: bool = False) -> list[Tensor]:
         if not self._has_positions_apart:
-            return self._input_factors("expand")
+            return self._input_factors("expand", joint)
         rows = self._rows_that_count()
+        rows = list(map(with_one, rows)) if joint else rows
         count = sum(map(len, rows))
         return [reduce(add, [reductions.gram(x, max(1, count)) for x in rows])] if rows else []
 
@@ -595,7 +649,7 @@ class Products:
     def _input_factors_reduce(self) -> list[Tensor]:
         return self._input_factors("reduce")
 
-    def _input_factors(self, approximation: str | None = None) -> list[Tensor]:
+    def _input_factors(self, approximation: str | None = None, joint: bool = False) -> list[Tensor]:
         """Sum the Kronecker factors of the inputs over the uses (expand: average over them).
 
         Raises:
@@ -603,7 +657,7 @@ class Products:
         """
         if self._without_factors is not None:
             return []
-        each = [use.input_factors(approximation) for use in self.uses]
+        each = [use.input_factors(approximation, joint) for use in self.uses]
         if approximation == "expand":
             each = [[f / len(each) for f in factors] for factors in each]
         elif approximation == "reduce" and len(each) > 1 and each[0]:

@@ -7,7 +7,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from backpack.core.engine.products import GRAMS, IDENTITY, INPUT_FACTORS, Products
+from backpack.core.engine.products import (
+    GRAMS,
+    IDENTITY,
+    INPUT_FACTORS,
+    JOINT_FACTORS,
+    Products,
+)
 from backpack.core.engine.propagations import (
     BatchAveraged,
     EmpiricalFactor,
@@ -102,6 +108,10 @@ class HBP(SecondOrderBackpropExtension):
       average over the positions before the loss, such as an image classifier with global average
       pooling.
 
+    With ``joint_bias=True``, a weight of a linear layer or a convolution and its bias have one pair
+    of factors, saved at the weight: A is that of ``[a; 1]``, ``[I + 1, I + 1]``, so that the
+    curvature between both is there. The bias has no factors, an empty list, then.
+
     :Shape: A list of matrices: ``[O, O]`` and ``[I, I]`` for a weight ``[O, I]``; the second is
         ``[I·k, I·k]`` for a convolution with k entries in its kernel.
         :func:`~backpack.utils.kroneckers.kfacs_to_mat` multiplies them out.
@@ -127,6 +137,7 @@ class HBP(SecondOrderBackpropExtension):
         mc_samples: int = 1,
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
+        joint_bias: bool = False,
     ):
         """Choose a member of the family.
 
@@ -140,6 +151,9 @@ class HBP(SecondOrderBackpropExtension):
             subsampling: Samples of the batch to look at. Default: all.
             approximation: How weights are treated that are used at several positions: None,
                 ``"expand"`` or ``"reduce"``; None alone if a batch average travels back.
+            joint_bias: Whether a weight and its bias have one pair of factors. Transposed
+                convolutions, recurrent layers, attention, and weights that are used several times
+                are refused in the backward pass, if they have a bias.
 
         Raises:
             ValueError: If there is no such member.
@@ -169,6 +183,7 @@ class HBP(SecondOrderBackpropExtension):
             )
         self.propagation = members[choice]
         self.approximation = approximation
+        self.joint_bias = joint_bias
         self.needs = (self._first(),)  # type: ignore[misc]
         super().__init__(savefield, subsampling=subsampling)
 
@@ -181,11 +196,12 @@ class HBP(SecondOrderBackpropExtension):
     @property
     def reads(self) -> tuple[str, ...]:
         """The factors of what travels back, and of the inputs."""
-        return (*self.needs, INPUT_FACTORS[self.approximation])
+        inputs = JOINT_FACTORS if self.joint_bias else INPUT_FACTORS
+        return (*self.needs, inputs[self.approximation])
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""
-        return products.kronecker_factors(self.approximation, self._first())
+        return products.kronecker_factors(self.approximation, self._first(), self.joint_bias)
 
 
 class KFAC(HBP):
@@ -230,6 +246,7 @@ class KFAC(HBP):
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
         fisher: Fisher = "sampled",
+        joint_bias: bool = False,
     ):
         """Store the options.
 
@@ -238,6 +255,7 @@ class KFAC(HBP):
             subsampling: Samples of the batch to look at. Default: all.
             approximation: For weights that are used at several positions, see :class:`HBP`.
             fisher: ``"sampled"``, ``"exact"``, ``"empirical"`` or ``"inputs"``.
+            joint_bias: Whether a weight and its bias have one pair of factors, see :class:`HBP`.
 
         Raises:
             ValueError: If an option is unknown, or ``mc_samples`` is given where nothing is drawn.
@@ -250,6 +268,7 @@ class KFAC(HBP):
             mc_samples=mc_samples,
             subsampling=subsampling,
             approximation=approximation,
+            joint_bias=joint_bias,
         )
 
 
@@ -271,13 +290,17 @@ class KFLR(HBP):
     """
 
     def __init__(
-        self, subsampling: Sequence[int] | None = None, approximation: Approximation = None
+        self,
+        subsampling: Sequence[int] | None = None,
+        approximation: Approximation = None,
+        joint_bias: bool = False,
     ):
         """Store the options.
 
         Args:
             subsampling: Samples of the batch to look at. Default: all.
             approximation: For weights that are used at several positions, see :class:`HBP`.
+            joint_bias: Whether a weight and its bias have one pair of factors, see :class:`HBP`.
         """
         super().__init__(
             Curvature.GGN,
@@ -287,6 +310,7 @@ class KFLR(HBP):
             savefield="kflr",
             subsampling=subsampling,
             approximation=approximation,
+            joint_bias=joint_bias,
         )
 
 

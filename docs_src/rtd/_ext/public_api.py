@@ -23,6 +23,7 @@ INTERNAL = (
     "backpack.distributed",
     "backpack.linalg.",  # what the packages export is public
     "backpack.optim.",
+    "backpack.utils.by_name",
     "backpack.utils.files",
     "backpack.utils.options",
     "backpack.__main__",
