@@ -230,7 +230,7 @@ def test_refused_layers(model: Any) -> None:
 
 def test_transposed_convolutions_are_refused() -> None:
     model = nn.Sequential(nn.ConvTranspose1d(2, 1, 2), nn.Flatten())
-    with pytest.raises(NotImplementedError, match="'weight' of '0' .ConvTranspose1d"):
+    with pytest.raises(NotImplementedError, match=r"'weight' of '0' .ConvTranspose1d"):
         run(model, torch.randn(2, 2, 2), torch.tensor([0, 1]), KFAC(joint_bias=True))
 
 
