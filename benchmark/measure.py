@@ -68,9 +68,10 @@ def total_memory(device: str) -> int:
 class Process:
     """A worker, seen from the parent. It is started when needed and again when it has died."""
 
-    def __init__(self, library: str, options: Options):
+    def __init__(self, library: str, options: Options, module: str = "benchmark.worker"):
         self.name = library
         self.options = options
+        self.module = module
         self.limit = int(MEMORY_SHARE * total_memory(options.device))
         self.absent = install(library)
         self.process: subprocess.Popen[bytes] | None = None
@@ -95,7 +96,7 @@ class Process:
         device, clock = self.options.device, self.options.clock
         arguments = [theirs.fileno(), self.name, device, threads, clock, limit, here]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmark.worker", *map(str, arguments)],
+            [sys.executable, "-m", self.module, *map(str, arguments)],
             env=environment,
             cwd=self.elsewhere.name,
             pass_fds=[theirs.fileno()],
@@ -116,7 +117,7 @@ class Process:
             self.stop()
             return {"error": f"the process ended with code {code}"}
 
-    def ask(self, job: Job) -> dict[str, Any]:
+    def ask(self, job: Any) -> dict[str, Any]:
         """Have a job done."""
         if self.absent is not None:
             return {"absent": self.absent}

@@ -43,14 +43,34 @@ PEER = {
 }
 
 
+# what they are compared with in benchmark.families
+FAMILY_PEER = {
+    "kronfluence": Peer(
+        "kronfluence 1.0.1",
+        (
+            "kronfluence==1.0.1",
+            *("accelerate", "safetensors", "einops", "einconv", "opt-einsum", "psutil"),
+            *("packaging", "pyyaml", "huggingface_hub"),
+        ),
+    ),
+    "nngeometry": Peer("nngeometry 0.4", ("nngeometry==0.4",)),
+    "dattri-llm": Peer("dattri-llm 0.1.0", ("dattri-llm==0.1.0",)),
+    "laplace": Peer(
+        "laplace-torch 0.3",
+        ("laplace-torch==0.3", "asdfghjkl==0.1a4", *PEER["curvlinops"].packages),
+    ),
+}
+EVERY_PEER = PEER | FAMILY_PEER
+
+
 def directory(library: str) -> Path:
     """Return where a library is imported from."""
-    return PEERS / library if PEER[library].packages else ROOT
+    return PEERS / library if EVERY_PEER[library].packages else ROOT
 
 
 def install(library: str) -> str | None:
     """Install a peer unless it is there; return why it is absent, if it is."""
-    packages, target = PEER[library].packages, directory(library)
+    packages, target = EVERY_PEER[library].packages, directory(library)
     stamp = target / "packages.txt"
     if not packages or (stamp.exists() and stamp.read_text().split() == [*packages]):
         return None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -222,7 +222,19 @@ def check_origin(library: str, directory: str | None) -> None:
         raise ImportError(f"{library} is not the library that was found first")
 
 
-def main() -> None:
+class Serves(Protocol):
+    """What answers the parent's jobs."""
+
+    def answer(self, job: Any) -> dict[str, Any]:
+        """Do a job; an error becomes its first line."""
+
+
+def main(make: Callable[[str, str, str], Serves] = Worker) -> None:
+    """Answer jobs until the parent has gone.
+
+    Args:
+        make: Called with library, device and clock.
+    """
     fd, library, device, threads, clock, limit, directory = sys.argv[1:]
     torch.set_num_threads(int(threads))
     if int(limit):
@@ -230,7 +242,7 @@ def main() -> None:
     connection = Connection(int(fd))
     try:
         check_origin(library, directory)
-        worker = Worker(library, device, clock)
+        worker = make(library, device, clock)
     except Exception as error:
         connection.send({"absent": first_line(error)})
         return
