@@ -255,7 +255,7 @@ class EKFAC(EigenOperator):
         factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, approximation)
         totals, norm = _totals(objective, factors)
         bases = {
-            p: [eigh_semidefinite(f)[1] for f in factors.factors(p, sums, norm)]
+            p: [eigh_semidefinite(f, in_double=True)[1] for f in factors.factors(p, sums, norm)]
             for p, sums in zip(params, totals, strict=True)
         }
         if objective.group is not None:  # rounding may turn eigenvectors on other machines

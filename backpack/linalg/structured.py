@@ -173,7 +173,10 @@ class KroneckerOperator(SpectralOperator):
 
     @cached_property
     def _eigenpairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        return [[eigh_semidefinite(factor) for factor in block] for block in self.factors]
+        return [
+            [eigh_semidefinite(factor, in_double=True) for factor in block]
+            for block in self.factors
+        ]
 
     @property
     def spectrum(self) -> Tensor:

@@ -148,19 +148,23 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     ]
 
 
-def eigh_semidefinite(factor: Tensor) -> tuple[Tensor, Tensor]:
+def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, Tensor]:
     """Decompose a factor that is positive semidefinite up to round-off.
 
     Args:
         factor: Symmetric matrix, of any precision. ``[D, D]``
+        in_double: Compute in double precision where the device has it, which takes about twice as
+            long: where an inverse with little damping is to be made, vectors of small eigenvalues
+            must not have a share in those of large ones.
 
     Returns:
         Eigenvalues in ascending order, those that cannot be told from zero being zero, and
         eigenvectors in the columns. ``[D], [D, D]``
     """
-    wide = factor.to(torch.promote_types(factor.dtype, torch.float32))  # none in less
-    values, vectors = torch.linalg.eigh(wide)
-    round_off = 10 * torch.finfo(wide.dtype).eps * values[-1:]
+    single = torch.promote_types(factor.dtype, torch.float32)  # none in less
+    wide = torch.float64 if in_double and factor.device.type != "mps" else single
+    values, vectors = torch.linalg.eigh(factor.to(wide))
+    round_off = 10 * torch.finfo(single).eps * values[-1:]  # that of the entries
     values = torch.where(values > round_off, values, 0)
     return values.to(factor.dtype), vectors.to(factor.dtype)
 

@@ -740,7 +740,9 @@ class FactoredGrad:
         self._of_shape(directions, [*directions.shape[:1], *self.shape[1:]])
         self._check()
         rows = directions.reshape(len(directions), self.shape[1:].numel())
-        blocks = self._blocks(self._block_size)
+        # directions do not fit in a cache: as many gradients as these are, to read them rarely
+        size = max(self._block_size, min(len(rows), self._large_block_size))
+        blocks = self._blocks(size)
         return _cat([block @ rows.T.to(block) for _, block in blocks]).to(self.dtype)
 
     def project_along(self, directions: Callable[[], Iterator[Tensor]]) -> Tensor:
