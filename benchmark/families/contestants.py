@@ -282,7 +282,8 @@ def vectors(problem: Problem) -> list[Tensor]:
     return [torch.randn(layer.weight.shape, generator=generator) for layer in layers]
 
 
-def _ekfac(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Any:
+def ekfac(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return this library's operator."""
     from backpack.linalg import EKFAC
 
     weights = [layer.weight for layer in layers_of(model).values()]
@@ -296,7 +297,7 @@ def ekfac_here(problem: Problem, work: Work) -> Step:
     flat = torch.cat([v.flatten() for v in along])
 
     def step() -> dict:
-        pieces = (_ekfac(model, data) @ flat).split([v.numel() for v in along])
+        pieces = (ekfac(model, data) @ flat).split([v.numel() for v in along])
         return {"product": [a.view_as(b) for a, b in zip(pieces, along, strict=True)]}
 
     return step
@@ -397,7 +398,7 @@ def influence_here(problem: Problem, work: Work) -> Step:
     ((X, y),) = data_set(problem, 1, seed=2)
     queries = X[:NUM_QUERIES], y[:NUM_QUERIES]
     weights = [layer.weight for layer in layers_of(model).values()]
-    curvature = _ekfac(model, data)
+    curvature = ekfac(model, data)
 
     def step() -> dict:
         influence = Influence(
