@@ -51,6 +51,7 @@ install-dev: $(READY_DEV) ## Install for development: tests, examples, docs, ben
 
 benchmark: $(READY_BENCHMARK) ## Measure everything against the peers (hours), write benchmark/results/
 	$(BIN)/python -m benchmark $(BENCHMARK_ARGS)
+	$(BIN)/python -m benchmark.families
 	$(BIN)/python -m benchmark.fast_paths $(FAST_PATHS_ARGS)
 
 benchmark-quick: $(READY_BENCHMARK) ## The same for a selection, in less than five minutes

@@ -212,13 +212,23 @@ def _is_problem(name: str) -> bool:
     )
 
 
+def with_families(results: Path, pictures: Iterable[str] = ()) -> str:
+    """Return the report on a results file; that of the CPU ends with ``benchmark.families``."""
+    from benchmark.families.report import section
+
+    text = markdown(json.loads(results.read_text()), results.name, pictures)
+    families = results.with_name("families.json")
+    if results.stem != "cpu" or not families.exists():
+        return text
+    return text + "\n" + section(json.loads(families.read_text()))
+
+
 def report(results: Path) -> Path:
     """Write the report and its pictures next to a results file; return the Markdown file."""
     from benchmark.plots import plot
 
     contents = json.loads(results.read_text())
     pictures = plot(Data(contents), results.parent, results.stem)
-    name = "README.md" if results.stem == "cpu" else f"{results.stem}.md"
-    path = results.with_name(name)
-    path.write_text(markdown(contents, results.name, pictures))
+    path = results.with_name("README.md" if results.stem == "cpu" else f"{results.stem}.md")
+    path.write_text(with_families(results, pictures))
     return path

@@ -150,7 +150,7 @@ def data_set(problem: Problem, batches: int, seed: int = 1) -> list[tuple[Tensor
 
 
 def max_norm(problem: Problem) -> float:
-    """Return a bound that clips about half of the individual gradients: the median of some norms."""
+    """Return a bound that clips about half of the individual gradients: a median of norms."""
     model, (X, y) = problem.make(), problem.data()
     norms = []
     for x, target in zip(X[:9].split(1), y[:9].split(1), strict=True):

@@ -24,7 +24,7 @@ from backpack.extensions import HBP
 from backpack.support import all_extensions
 from benchmark import plots
 from benchmark.figures import Data
-from benchmark.report import markdown
+from benchmark.report import with_families
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmark" / "results" / "cpu.json"
@@ -124,7 +124,7 @@ def performance(folder: Path) -> str:
         pictures.append(
             f"### {data.problems[problem]['title']}\n\n![Time of all quantities]({name})\n"
         )
-    report = markdown(contents, RESULTS.name)
+    report = with_families(RESULTS)
     reading = report[report.index("Times are ratios") : report.index("[How it is measured]")]
     report = report[report.index("## Goals") :]
     report = re.sub(r"!\[cpu-\w+\.png\]\(cpu-\w+\.png\)\n", "", report)
