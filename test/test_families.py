@@ -112,6 +112,12 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = out.with_suffix(".md").read_text()
     assert report == section(contents) and "÷ fastest" in report
 
+    # another work is added, and the file says that there were two runs
+    assert main([*arguments[:1], "square-norms", *arguments[2:], "--merge"]) == 0
+    merged = json.loads(out.read_text())
+    assert [c["work"] for c in merged["cells"]] == 2 * ["gram"] + 2 * ["square-norms"]
+    assert len(merged["environment"]["earlier"]) == 1 and "measured again" in section(merged)
+
     # numbers that differ are not timed, and fail the run
     monkeypatch.setitem(WORKS, "gram", replace(WORKS["gram"], tolerance=-1.0))
     assert main(arguments) == 1

@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--clock", default="cpu", choices=["wall", "cpu"], help="cpu: time of the process")
     add("--out", type=Path, default=RESULTS / "families.json", help="the JSON file")
+    add("--merge", action="store_true", help="keep what is in the file and not measured again")
     return parser.parse_args(arguments)
 
 
@@ -60,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         step_limit=240.0,
     )
     chosen = [(WORKS[name], args.problems or WORKS[name].problems) for name in args.works]
-    cells = run(chosen, args.peers, options, args.out, lambda found: show(console, found))
+    cells = run(
+        chosen, args.peers, options, args.out, lambda found: show(console, found), args.merge
+    )
     args.out.with_suffix(".md").write_text(section(json.loads(args.out.read_text())))
     failed = [
         c for c in cells if c.status == "differs" or (c.status != "ok") & (c.contestant == OURS)

@@ -15,7 +15,7 @@ HEAD = """\
 ## Works that other libraries have one of
 
 Made by `python -m benchmark.families` on {date} (commit {commit}): {cpu}, threads {threads}, torch
-{torch}, Python {python}, clock {clock}, load {load:.1f}. Beside {libraries}.
+{torch}, Python {python}, clock {clock}, load {load:.1f}. Beside {libraries}.{earlier}
 
 Numbers are compared first, then times are taken in turn. Times and peaks of memory are ratios to
 the plain forward and backward passes over the same data, medians over the rounds; *÷ fastest* is
@@ -83,7 +83,9 @@ def section(contents: dict[str, Any]) -> str:
     facts, measured = contents["environment"], groups(contents["cells"])
     libraries = facts["libraries"]
     chosen = [libraries[n] for n in libraries if n not in ("backpack", "upstream", "loop")]
-    parts = [HEAD.format(**facts | {"libraries": ", ".join(chosen)})]
+    runs = dict.fromkeys(f"{e['date']} (commit {e['commit']})" for e in facts.get("earlier", ()))
+    earlier = f" What was not measured again then is of {', '.join(runs)}." if runs else ""
+    parts = [HEAD.format(**facts | {"libraries": ", ".join(chosen), "earlier": earlier})]
     timed = {
         key: cells
         for key, cells in measured.items()

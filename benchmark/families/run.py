@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ def run(
     options: Options,
     out: Path,
     show: Callable[[list[Cell]], None],
+    merge: bool = False,
 ) -> list[Cell]:
     """Measure works on problems; write JSON after each.
 
@@ -128,13 +130,18 @@ def run(
         options: How long and where.
         out: The file.
         show: Called with the cells of a work on a problem.
+        merge: Keep what is in the file and not measured again.
 
     Returns:
-        The cells.
+        The cells that were measured.
     """
     peers = [*peers]
+    old = json.loads(out.read_text()) if merge and out.exists() else None
     facts = environment(options, measure_rates(options.device))
     facts["libraries"] = {library: peer.title for library, peer in EVERY_PEER.items()}
+    # a file that several runs have contributed to says so
+    earlier = [*old["environment"].pop("earlier", []), old["environment"]] if old else []
+    known = {(c["work"], c["problem"], c["contestant"]): c for c in old["cells"]} if old else {}
     found: list[Cell] = []
     with Run(options) as each:
         for work, problems in works:
@@ -142,6 +149,7 @@ def run(
                 cells = each.cells(work, problem, peers)
                 found += cells
                 show(cells)
-                contents = {"environment": facts, "cells": [cell.__dict__ for cell in found]}
-                write(contents, out)
+                known |= {(c.work, c.problem, c.contestant): c.__dict__ for c in cells}
+                environments = facts | {"earlier": earlier}
+                write({"environment": environments, "cells": [*known.values()]}, out)
     return found
