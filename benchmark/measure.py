@@ -281,7 +281,7 @@ class Run:
 def environment(options: Options, rates: Rates) -> dict[str, Any]:
     """Describe what the figures depend on."""
     return {
-        "cpu": _cpu(),
+        "cpu": processor(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "device": options.device,
         "clock": options.clock,
@@ -291,7 +291,7 @@ def environment(options: Options, rates: Rates) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "libraries": {library: peer.title for library, peer in PEER.items()},
         "operations_per_second": rates.operations,
         "bytes_per_second": rates.bytes,
@@ -299,7 +299,7 @@ def environment(options: Options, rates: Rates) -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -307,7 +307,7 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

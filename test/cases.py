@@ -1083,6 +1083,15 @@ def _network_cases() -> list[Case]:
             tags="tied embedding rows",
             input=lambda: torch.randint(4, (N, 3)),
         ),
+        network(
+            "tied-embedding-padding",
+            lambda: _tied([nn.Embedding(4, 3, padding_idx=1), nn.Tanh(), nn.Linear(3, 4)], 0, 2),
+            (),
+            row_ce(),
+            row_labels,
+            tags="tied embedding rows",
+            input=lambda: torch.randint(4, (N, 3)),
+        ),
         # branches
         network(
             "residual",

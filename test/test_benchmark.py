@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import fast_paths
+from benchmark import fast_paths, large_models
 from benchmark.__main__ import main
 from benchmark.figures import Data, goals
 from benchmark.floor import Floor, Rates, layers_of
@@ -267,3 +267,31 @@ def test_fast_paths_that_are_needed() -> None:
     with pytest.raises(TimeoutError), fast_paths.limit(0.01):
         while True:
             pass
+
+
+TINY_GPT = ["--layers", "1", "--width", "8", "--heads", "2", "--vocabulary", "11"]
+TINY_BATCH = ["--samples", "2", "--tokens", "4", "--rounds", "1"]
+
+
+@pytest.mark.slow
+def test_large_models(tmp_path: Path) -> None:
+    out = tmp_path / "large_models.json"
+    chosen = ["--quantities", "BatchL2Grad", "--out", str(out)]
+    assert large_models.main([*TINY_GPT, *TINY_BATCH, *chosen]) == 0
+    (figure,) = contents(out)["figures"]
+    assert not figure["reason"] and len(figure["seconds"]) == len(figure["plain"]) == 1
+    # tokens, positions, 12 H² + 13 H of the block, 2 H of the last normalisation
+    assert figure["weights"] == 4 * (11 * 8 + 1024 * 8 + 12 * 64 + 13 * 8 + 2 * 8)
+    assert "| BatchL2Grad |" in out.with_suffix(".md").read_text()
+
+
+def test_goals_of_large_models() -> None:
+    many = {"plain_bytes": 100, "weights": 50, "plain": [1.0, 1.0]}
+    good = large_models.Figure("BatchL2Grad", [1.3, 1.3], bytes=120, **many)
+    slow = large_models.Figure("BatchL2Grad", [1.5, 1.5], bytes=120, **many)
+    large = large_models.Figure("BatchL2Grad", [1.3, 1.3], bytes=150, **many)
+    none = large_models.Figure("KFAC", reason="takes more than 7 GiB")
+    verdicts = [large_models.goal(one).split(": ")[1] for one in (good, slow, large, none)]
+    assert verdicts == ["met", "not met", "not met", "not met"]
+    text = [line[:2] for line in large_models.rows([none, good])]
+    assert text == [["plain", "0.0"], ["KFAC", none.reason], ["BatchL2Grad", "0.0"]]

@@ -62,6 +62,7 @@ NAMES = (
     "rows",
     "embedding",
     "embedding-bag-mean",
+    "tied-embedding-padding",
     "lstm-2-layers",
     "attention-of-heads",
 )

@@ -174,6 +174,31 @@ class EmbeddingDerivatives(BaseDerivatives):
                 values["square"] = sum_at(squares, token, size).squeeze(0)
         return values
 
+    @fast.body("A product is read at the tokens that occur.", "param_vjp", "_all_lookups")
+    def dot_product(self, c: Context, name: str, v: Tensor, s: Tensor, x: Tensor) -> Tensor | None:
+        """Return ``⟨Jᵀ v, sum_u s_u x_uᵀ⟩ = sum_tu s_u[token t] (v_t·x_u)`` of each sample.
+
+        As for a weight that an output layer shares with the embedding.
+
+        Args:
+            c: The call at hand.
+            name: The weight.
+            v: ``[1, N, *, D]``, T positions.
+            s: ``[N, U, W]``.
+            x: ``[N, U, D]``.
+
+        Returns:
+            ``[N]``; None where samples do not have equally many tokens.
+        """
+        if len(v) != 1 or c.x.shape != v.shape[1:-1]:
+            return None
+        tokens = c.x.long().reshape(len(c.x), -1)  # [N, T]
+        arrived = v[0].reshape(*tokens.shape, -1)
+        if c.module.padding_idx is not None:
+            arrived = arrived * (tokens != c.module.padding_idx).unsqueeze(2)
+        read = s.gather(2, tokens.unsqueeze(1).expand(-1, s.shape[1], -1))  # [N, U, T]
+        return (read * torch.bmm(x, arrived.mT)).sum((1, 2))
+
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Return ``v`` itself, as for a linear layer: ``[V, N, *, D] -> [V, N', 1, D]``."""
         return position_rows(positions(v), approximation).unsqueeze(2)

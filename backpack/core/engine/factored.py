@@ -415,6 +415,42 @@ class Cotangents:
         ]
         return _cat([of_column["square_norm"] for of_column in each])
 
+    def dot(self, other: Pairs) -> Tensor | None:
+        """Return the inner products with pairs of equal samples, ``[N]``; None if not known."""
+        rule: Any = self.c.call.derivatives
+        is_matrix = other.assemble is _whole and not self.c.is_folded
+        if self._rows_per_sample > 1 or not is_matrix or getattr(rule, "dot_product", None) is None:
+            return None
+        (pair,) = other.parts
+        return self._param("dot_product", self.mats, pair.s, pair.x)
+
+
+def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
+    """Return the squared norms of sums: those of the terms, and twice their inner products.
+
+    Args:
+        sources: The terms, one for each use of a parameter.
+
+    Returns:
+        ``[N]``; None if that takes the gradients themselves.
+    """
+    norms: Tensor | None = None
+    terms = _joined(sources)
+    for i, term in enumerate(terms):
+        own = [term.square_norms(), *(_dot(term, other) for other in terms[:i])]
+        for factor, value in zip([1, *[2] * i], own, strict=True):
+            if value is None:
+                return None
+            norms = factor * value if norms is None else norms + factor * value
+    return norms if norms is None or torch.is_grad_enabled() else norms.clamp_(min=0)
+
+
+def _dot(one: Source, other: Source) -> Tensor | None:
+    """Return the inner products of equal samples, ``[N]``; None if not known."""
+    if isinstance(one, Pairs):
+        one, other = other, one
+    return one.dot(other) if isinstance(one, Cotangents) and isinstance(other, Pairs) else None
+
 
 def _kept_call(c: Context, reads: bool) -> Context:
     """Return a context that outlives the pass; without what a rule does not read, if asked."""
@@ -648,8 +684,7 @@ class FactoredGrad:
         """Return the squared L2 norms, ``[N]``, at least in single precision."""
         self._check()
         if self._norms is None:
-            (first, *others) = self._sources
-            norms = None if others else first.square_norms()
+            norms = square_norms_of_sum(self._sources)
             if norms is None:
                 blocks = [at_least_single(block) for _, block in self._blocks(self._block_size)]
                 norms = _cat([(block * block).sum(1) for block in blocks])

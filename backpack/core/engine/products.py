@@ -31,6 +31,9 @@ from backpack.utils.kroneckers import eigh_semidefinite
 OWN_REDUCTIONS = fast.path(
     "own reductions", "Rules reduce individual products that nobody wants to see."
 )
+NORMS_OF_USES = fast.path(
+    "norms of several uses", "Norms of a sum follow from norms and inner products of its terms."
+)
 
 
 @dataclass
@@ -274,7 +277,7 @@ class Products:
         """Find what individual products are made of, unless that is more than they are."""
         count, columns = self.num_samples, len(self.uses[0].factor.mat)
         found = [
-            factored.source(use.c, use.name, use.mats or [use.factor.mat], count)
+            self._source(use)
             for use in self.uses
             # where samples merge, each has columns of its own
             if use.factor.groups == count or use.factor.adds_up
@@ -286,6 +289,11 @@ class Products:
             self.wanted = {*self.wanted, "individual"}
         elif "individual" not in self.wanted:
             self._sources = known
+
+    def _source(self, use: Use) -> factored.Pairs | factored.Cotangents | None:
+        """Return what individual gradients of a use are made of; None if they are made at once."""
+        mats = use.mats or [use.factor.mat]
+        return factored.source(use.c, use.name, mats, self.num_samples)
 
     def __getitem__(self, name: str) -> Any:
         """Compute a quantity (or take it from memory)."""
@@ -426,8 +434,28 @@ class Products:
         if "batch_square" in self.wanted:
             squares = self["batch_square"]
             return squares.reshape(len(squares), -1).sum(1)
+        norms = self._square_norm_of_uses()
+        if norms is not None:
+            return norms
         squares = self["individual"].square()
         return squares.reshape(*squares.shape[:2], -1).sum((0, 2))
+
+    def _square_norm_of_uses(self) -> Tensor | None:
+        """Return the squared norms by Gram matrices of all uses; None if products are there, too.
+
+        So a weight that an embedding shares with an output layer needs no ``[N, *p]``.
+        """
+        if (
+            not NORMS_OF_USES.is_on
+            or len(self.uses) == 1
+            or self.terms is not None
+            or "individual" in {*self.wanted, *self._values}
+            or any(len(u.factor.mat) > 1 or u.factor.weights is not None for u in self.uses)
+        ):
+            return None
+        found = [self._source(use) for use in self.uses]
+        known = [one for one in found if one is not None]
+        return factored.square_norms_of_sum(known) if len(known) == len(found) else None
 
     def kronecker_factors(
         self, approximation: str | None = None, first: str | None = None, joint: bool = False
