@@ -105,7 +105,7 @@ class Figure:
         quantity: Its name.
         seconds: Of each round, a step with it.
         plain: Of each round, a step of the plain model.
-        bytes: Largest memory of a step, beyond what is there before (weights).
+        bytes: Largest memory of a step in any round, beyond what is there before (weights).
         plain_bytes: That of the plain model.
         weights: Bytes of the parameters.
         reason: Why there are no figures.
@@ -141,7 +141,7 @@ def measure(shape: Shape, quantity: str, rounds: int, clock: str) -> Figure:
     Args:
         shape: The model.
         quantity: Name of the quantity.
-        rounds: Number of rounds in which time is measured.
+        rounds: Number of rounds.
         clock: ``"wall"`` or ``"cpu"``.
     """
     now, memory = CLOCKS[clock], Memory("cpu")
@@ -160,27 +160,29 @@ def measure(shape: Shape, quantity: str, rounds: int, clock: str) -> Figure:
         with backpack(*QUANTITIES[quantity]()):
             extended_lossfunc(extended(x).logits.flatten(0, 1), y.flatten()).backward()
 
-    def fresh() -> None:
-        clear(extended)
-        extended.zero_grad()
-
-    def peak(of: Callable[[], None]) -> int:
-        fresh()
-        return memory(of)[1]
-
-    def seconds(of: Callable[[], None]) -> float:
-        fresh()
+    def timed(of: Callable[[], None]) -> float:
         start = now()
         of()
         return now() - start
 
+    def measured(of: Callable[[], None]) -> tuple[float, int]:
+        """Return seconds and memory of a step, which nothing is left of."""
+        found = memory(lambda: timed(of))
+        clear(extended)
+        extended.zero_grad()
+        return found
+
     figure = Figure(quantity, weights=sum(p.numel() * p.element_size() for p in parameters))
     for of in (plain_step, step):  # to warm up
-        peak(of)
-    figure.plain_bytes, figure.bytes = peak(plain_step), peak(step)
+        measured(of)
+    peaks: list[tuple[int, int]] = []
     for _ in range(rounds):
-        figure.plain.append(seconds(plain_step))
-        figure.seconds.append(seconds(step))
+        plain_seconds, plain_bytes = measured(plain_step)
+        seconds, most = measured(step)
+        figure.plain.append(plain_seconds)
+        figure.seconds.append(seconds)
+        peaks.append((plain_bytes, most))
+    figure.plain_bytes, figure.bytes = map(max, zip(*peaks, strict=True))
     return figure
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, kron
 from backpack.utils.kroneckers import (
     apply_inv_kfac_mat_prod,
     apply_kfac_mat_prod,
+    eigh_semidefinite,
     inv_kfac_mat_prod,
     inv_kfacs,
     kfac_mat_prod,
@@ -154,8 +155,26 @@ def test_singular(dtype: torch.dtype) -> None:
 def test_not_matrices(function) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=r"list of matrices, got shapes \[\]"):
         function([])
-    with pytest.raises(ValueError, match=r"got shapes \[\(2, 2\), \(3,\)\]"):
-        function([rand(2, 2), rand(3)])
+    with pytest.raises(ValueError, match=r"got shapes \[\(2, 2\), \(3, 1, 1\)\]"):
+        function([rand(2, 2), rand(3, 1, 1)])
+
+
+def test_vectors_are_diagonal_matrices() -> None:
+    a, B, c = rand(2).abs() + 1, rand_spd(3), rand(4).abs() + 1
+    whole = [a.diag(), B, c.diag()]
+    for chosen in ([0, 1, 2], [1, 0], [2], [0, 2]):
+        factors, matrices = [[a, B, c][i] for i in chosen], [whole[i] for i in chosen]
+        torch.testing.assert_close(kfacs_to_mat(factors), dense(matrices))
+        for columns in ((), (5,)):
+            mat = rand(len(dense(matrices)), *columns)
+            torch.testing.assert_close(apply_kfac_mat_prod(factors, mat), dense(matrices) @ mat)
+            solved = apply_inv_kfac_mat_prod(factors, mat, shift=0.5)
+            expected = apply_inv_kfac_mat_prod(matrices, mat, shift=0.5)
+            torch.testing.assert_close(solved, expected)
+    with pytest.raises(ValueError, match=r"\(2,\): it is singular"):
+        inv_kfacs([torch.tensor([0.0, 1.0])])
+    values, basis = eigh_semidefinite(torch.tensor([2.0, -1e-9, 1.0]))
+    assert values.tolist() == [2, 0, 1] and basis.tolist() == [1, 1, 1]
 
 
 def test_wrong_shapes() -> None:

@@ -172,6 +172,21 @@ def test_kfac_solves_with_any_list_of_factors(shape: tuple[int, ...], factored: 
     assert_close(p.detach(), expected)
 
 
+@pytest.mark.parametrize("factored", [True, False])
+def test_kfac_solves_with_diagonal_factors(factored: bool) -> None:
+    """As with the diagonal matrices that they stand for, and their average."""
+    A, B = psd(3, 4)
+    steps = []
+    for factors in ([A.diagonal().clone(), B], [A.diagonal().diag(), B]):
+        p = one_parameter((3, 4), "kfac", factors)
+        optimiser = KFAC([p], lr=0.5, damping=0.3, factored=factored, kl_clip=None)
+        for _ in range(2):
+            optimiser.step()
+            p.kfac = [2 * factor for factor in p.kfac]
+        steps.append(p.detach())
+    assert_close(*steps)
+
+
 def test_kfac_of_convolutions_with_few_and_many_factors() -> None:
     """A convolution whose weight has four axes, but two factors, and one factor for the bias."""
     torch.manual_seed(0)

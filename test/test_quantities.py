@@ -109,6 +109,33 @@ def test_kflr(case: Case) -> None:
         assert kfacs_to_mat(p.kflr).shape == (p.numel(), p.numel())
 
 
+# every way in which factors come about
+WITH_FACTORS = [c for i, c in enumerate(FEWER) if c.tags & {"tied", "embedding"} or i % 5 == 0]
+
+
+@pytest.mark.parametrize("approximation", [None, "expand"])
+@pytest.mark.parametrize("case", WITH_FACTORS, ids=str)
+def test_diagonals_of_large_kronecker_factors(case: Case, approximation: Any) -> None:
+    """They are those of the whole factors, alone and beside an extension that wants those."""
+
+    def kflr(most: int | None) -> Any:
+        return extensions.KFLR(approximation=approximation, max_factor_size=most)
+
+    whole = [p.kflr for p in run(case.build(), kflr(None))]
+    beside = kflr(2)
+    beside.savefield = "beside"
+    for most, exts, field in (
+        (2, (kflr(2),), "kflr"),
+        (0, (kflr(0),), "kflr"),
+        (2, (kflr(None), beside), "beside"),
+    ):
+        for p, factors in zip(run(case.build(), *exts), whole, strict=True):
+            found = getattr(p, field)
+            assert [f.dim() for f in found] == [2 if len(f) <= most else 1 for f in factors]
+            expected = [f if len(f) <= most else f.diagonal() for f in factors]
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("case", SEQUENTIAL, ids=str)
 def test_kfra(case: Case) -> None:
     params = run(case.build(), extensions.KFRA())

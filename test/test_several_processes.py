@@ -376,6 +376,21 @@ def test_what_is_reduced(tmp_path: Path) -> None:
     in_processes(_choices, tmp_path)
 
 
+def _diagonal_factors(rank: int, count: int) -> None:
+    """Of large Kronecker factors the diagonal is sent, and is that of the whole factor."""
+    sizes = [3] * count
+    expected = one_process(plain_net(), nn.CrossEntropyLoss(), sizes)["kflr"]
+    wrapped = DistributedDataParallel(extend(plain_net()))
+    step(wrapped, batch(sizes, rank), e.KFLR(max_factor_size=4))
+    for p, factors in zip(wrapped.parameters(), expected, strict=True):
+        own = [f if len(f) <= 4 else f.diagonal() for f in factors]
+        check_same(p.kflr, own, list(p.shape))
+
+
+def test_diagonals_of_large_factors(tmp_path: Path) -> None:
+    in_processes(_diagonal_factors, tmp_path)
+
+
 def test_draws_approximations_and_subsampling(tmp_path: Path) -> None:
     in_processes(_sampled, tmp_path)
 

@@ -34,6 +34,10 @@ class Extension(Protocol):
         """Names of all that ``extract`` reads: what it needs, and what comes with that."""
 
     @property
+    def max_factor_size(self) -> int | None:
+        """Of Kronecker factors that are larger the diagonal will do; None if it never does."""
+
+    @property
     def shape(self) -> tuple[str, ...] | None:
         """Shape of a result, ``"*p"`` for that of the parameter."""
 

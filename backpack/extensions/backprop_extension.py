@@ -38,6 +38,8 @@ class BackpropExtension(ShowsOptions):
         shape: Shape of the result, with ``"*p"`` for that of the parameter and letters for sizes
             (``"N"`` for the number of samples); None if it is no tensor, or any will do.
         saves_matrices: Whether the result is a list of square matrices.
+        max_factor_size: Of Kronecker factors that are larger the diagonal will do; None if it never
+            does.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
@@ -48,6 +50,7 @@ class BackpropExtension(ShowsOptions):
     needs: ClassVar[tuple[str, ...]] = ()
     shape: ClassVar[tuple[str, ...] | None] = None
     saves_matrices: ClassVar[bool] = False
+    max_factor_size: int | None = None
     belongs_to_gradient: ClassVar[bool] = False
     looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False

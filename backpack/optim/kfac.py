@@ -25,6 +25,7 @@ from backpack.utils.kroneckers import (
     apply_kfac_mat_prod,
     eigh_semidefinite,
     factored_damping,
+    transposed,
 )
 
 
@@ -200,7 +201,8 @@ class KFAC(PreconditionedOptimizer):
             state["swaps_axes"] = _swaps_axes(p)
         if state["swaps_axes"]:
             gradient = gradient.transpose(0, 1)
-        rotated = apply_kfac_mat_prod([q.T for q in state["eigenvectors"]], gradient.flatten())
+        turned_back = [transposed(q) for q in state["eigenvectors"]]
+        rotated = apply_kfac_mat_prod(turned_back, gradient.flatten())
         direction = apply_kfac_mat_prod(state["eigenvectors"], rotated / damped)
         direction = direction.reshape(gradient.shape)
         if state["swaps_axes"]:

@@ -2,7 +2,7 @@
 
 A list of factors ``[A, B, ...]`` stands for ``A ⊗ B ⊗ ...``. Its rows and columns are indexed
 row-major, so if ``A`` acts on the first axis of a tensor and ``B`` on the second, the product acts
-on the flattened tensor.
+on the flattened tensor. A vector ``[D]`` among the factors stands for a diagonal matrix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
         ValueError: If there are no factors, or one is not a matrix.
     """
     _check_matrices(factors)
+    matrices = (factor.diag() if factor.dim() == 1 else factor for factor in factors)
     # torch.kron refuses some pairs of layouts, such as eigenvectors (column by column) and others
-    first, *others = (factor.contiguous() for factor in factors)
+    first, *others = (matrix.contiguous() for matrix in matrices)
     return reduce(torch.kron, others, first.clone())
 
 
@@ -67,7 +68,7 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
         ValueError: If there are no factors, one is not a matrix, or ``mat`` does not fit them.
     """
     _check_matrices(factors)
-    in_dims = [factor.shape[1] for factor in factors]
+    in_dims = [factor.shape[-1] for factor in factors]
     if mat.dim() not in (1, 2) or mat.shape[0] != prod(in_dims):
         raise ValueError(
             f"Expected mat of shape [{prod(in_dims)}, K] or [{prod(in_dims)}] for factors of "
@@ -78,7 +79,10 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     # A step turns the last of the factors' axes into the first: after all steps, order is restored.
     last = len(factors) - 1
     for factor in reversed(factors):
-        tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
+        if factor.dim() == 1:
+            tensor = (tensor.movedim(last, -1) * factor).movedim(-1, 0)
+        else:
+            tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
     return tensor.reshape(-1, *mat.shape[1:])
 
 
@@ -133,7 +137,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
             the number of shifts is not the number of factors.
     """
     _check_matrices(factors)
-    if any(rows != cols for rows, cols in _shapes(factors)):
+    if any(factor.shape[0] != factor.shape[-1] for factor in factors):
         raise ValueError(f"Only square factors can be inverted, got shapes {_shapes(factors)}.")
 
     if shift is None:
@@ -142,29 +146,42 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     shifts = list(shift) if isinstance(shift, Sequence) else [shift] * len(factors)
     if len(shifts) != len(factors):
         raise ValueError(f"Got {len(shifts)} shifts for {len(factors)} factors.")
-    return [
-        _inverse(factor + value * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
-        for factor, value in zip(factors, shifts, strict=True)
-    ]
+    return [_inverse(_shifted(f, value)) for f, value in zip(factors, shifts, strict=True)]
+
+
+def _shifted(factor: Tensor, value: float) -> Tensor:
+    """Add a multiple of the identity: ``[D, D]``, or ``[D]``."""
+    if factor.dim() == 1:
+        return factor + value
+    return factor + value * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+
+
+def transposed(factor: Tensor) -> Tensor:
+    """Return the transposed factor, as a view: ``[I, O]``, or ``[D]``."""
+    return factor if factor.dim() == 1 else factor.mT
 
 
 def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, Tensor]:
     """Decompose a factor that is positive semidefinite up to round-off.
 
     Args:
-        factor: Symmetric matrix, of any precision. ``[D, D]``
+        factor: Symmetric matrix, of any precision, ``[D, D]``; or the diagonal ``[D]`` of one.
         in_double: Compute in double precision where the device has it, which takes about twice as
             long: where an inverse with little damping is to be made, vectors of small eigenvalues
             must not have a share in those of large ones.
 
     Returns:
         Eigenvalues in ascending order, those that cannot be told from zero being zero, and
-        eigenvectors in the columns. ``[D], [D, D]``
+        eigenvectors in the columns. ``[D], [D, D]``. Of a diagonal matrix, the eigenvalues are in
+        the order of its entries, and the eigenvectors the diagonal ``[D]`` of the identity.
     """
     single = torch.promote_types(factor.dtype, torch.float32)  # none in less
     wide = torch.float64 if in_double and factor.device.type != "mps" else single
-    values, vectors = torch.linalg.eigh(factor.to(wide))
-    round_off = 10 * torch.finfo(single).eps * values[-1:]  # that of the entries
+    if factor.dim() == 1:
+        values, vectors = factor.to(wide), torch.ones_like(factor, dtype=wide)
+    else:
+        values, vectors = torch.linalg.eigh(factor.to(wide))
+    round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
     values = torch.where(values > round_off, values, 0)
     return values.to(factor.dtype), vectors.to(factor.dtype)
 
@@ -272,7 +289,7 @@ class EigenKronecker:
 
 
 def _inverse(mat: Tensor) -> Tensor:
-    """Invert a matrix: by Cholesky if it is symmetric positive definite, else by LU.
+    """Invert a matrix: by Cholesky if it is symmetric positive definite, by LU, or a diagonal.
 
     Args:
         mat: Matrix. ``[D, D]``
@@ -284,6 +301,11 @@ def _inverse(mat: Tensor) -> Tensor:
         ValueError: If the matrix is singular up to round-off.
     """
     eps = torch.finfo(mat.dtype).eps
+    if mat.dim() == 1:
+        sizes = mat.detach().abs()
+        if not sizes.min() >= eps * sizes.max() > 0:
+            raise ValueError(_SINGULAR.format(tuple(mat.shape)))
+        return 1 / mat
     # Cholesky only reads one triangle, so it must not see an asymmetric matrix.
     symmetric = bool((mat - mat.mT).norm() <= 10 * eps * mat.norm())
     chol, info = torch.linalg.cholesky_ex(mat)
@@ -296,23 +318,26 @@ def _inverse(mat: Tensor) -> Tensor:
         norm, inverse_norm = (torch.linalg.matrix_norm(m, ord=1) for m in (mat, inverse))
         # The reciprocal condition number. Written such that NaN counts as singular.
         if info != 0 or not 1 / (norm * inverse_norm) >= eps:
-            raise ValueError(
-                f"Cannot invert a factor of shape {tuple(mat.shape)}: it is singular. "
-                "A positive shift makes positive semi-definite factors invertible."
-            )
+            raise ValueError(_SINGULAR.format(tuple(mat.shape)))
     return inverse
 
 
+_SINGULAR = (
+    "Cannot invert a factor of shape {}: it is singular. A positive shift makes positive "
+    "semi-definite factors invertible."
+)
+
+
 def _check_matrices(factors: Sequence[Tensor]) -> None:
-    """Check that there are factors, and that they are matrices.
+    """Check that there are factors, and that they are matrices, or diagonals of some.
 
     Args:
         factors: Kronecker factors.
 
     Raises:
-        ValueError: If there are no factors, or one is not a matrix.
+        ValueError: If there are no factors, or one is neither.
     """
-    if not factors or any(factor.dim() != 2 for factor in factors):
+    if not factors or any(factor.dim() not in (1, 2) for factor in factors):
         raise ValueError(f"Expected a list of matrices, got shapes {_shapes(factors)}.")
 
 

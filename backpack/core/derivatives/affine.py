@@ -278,11 +278,21 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
     ``(1/N) sum_nt x xᵀ``; ("expand") ``1/(N T) sum_nt x xᵀ``; ("reduce") ``1/(N T²) sum_n x̄ x̄ᵀ``
     with x̄ the sum over the positions. Source: as :func:`position_rows`.
     """
+    return reductions.gram(*_input_rows(x, approximation))
+
+
+def input_diagonal(x: Tensor, approximation: str | None) -> Tensor:
+    """Return the diagonal of :func:`input_factor`: ``[N, T, I] -> [I]``."""
+    rows, count = _input_rows(x, approximation)
+    return rows.square().sum(0) / count
+
+
+def _input_rows(x: Tensor, approximation: str | None) -> tuple[Tensor, int]:
+    """Return rows ``[R, I]`` and the number that the sum of their outer products is divided by."""
     if x.dim() == 2:
         x = x.unsqueeze(1)
     num_n, num_t = x.shape[:2]
     if approximation == "reduce":
         x = x.mean(1, keepdim=True)
     count = num_n * num_t if approximation == "expand" else num_n
-    rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
-    return reductions.gram(rows, count)
+    return (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1), count

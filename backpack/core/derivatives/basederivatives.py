@@ -52,6 +52,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
     ("kron_joint_input",): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
+    ("kron_inputs_up_to",): {"kron_inputs", "param_vjp", "affine", "affine_inputs"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
     ("hessian_is_zero",): {"vjp"},
@@ -824,6 +825,16 @@ class BaseDerivatives(Interface):
     def joins_bias(self) -> bool:
         """Whether weight and bias have Kronecker factors together."""
         return type(self).kron_joint_input is not BaseDerivatives.kron_joint_input
+
+    def kron_inputs_up_to(
+        self, max_size: float, c: Context, name: str, approximation: str | None = None
+    ) -> list[Tensor]:
+        """Return :meth:`kron_inputs`, or the diagonals ``[I]`` of factors larger than a size.
+
+        Generic: forms the factors.
+        """
+        factors = self.kron_inputs(c, name, approximation)
+        return [f if len(f) <= max_size else f.diagonal().clone() for f in factors]
 
     def has_kronecker_factors(self, c: Context, name: str) -> bool:
         """Whether a parameter has Kronecker factors in the call at hand, not just its block."""

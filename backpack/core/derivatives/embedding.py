@@ -61,7 +61,7 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     A linear layer on one-hot rows (rows of zeros for the padding), that are never formed. All
     reductions work on the pairs of a sample and a token that occur in it. Only ``[N, *p]`` results
-    and the Kronecker factor ``[W, W]`` of the vocabulary are dense, because their users expect so.
+    and the Kronecker factor ``[W, W]`` of a small vocabulary are dense, as their users expect.
 
     Letters: n sample, t position, W vocabulary, D features, E lookups, v vector.
     """
@@ -205,13 +205,25 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the one-hot rows, ``[W, W]``: their counts on the diagonal, or ("reduce")."""
+        if approximation != "reduce":
+            return [self._count_diagonal(c, approximation).diag()]
         looked_up, shape = self._lookups(c), self._out_shape(c)
-        num_t = shape[1:-1].numel()
-        if approximation == "reduce":
-            return [self._count_factor(c, looked_up, shape[0]) / num_t**2]
+        return [self._count_factor(c, looked_up, shape[0]) / shape[1:-1].numel() ** 2]
+
+    def kron_inputs_up_to(
+        self, max_size: float, c: Context, name: str, approximation: str | None = None
+    ) -> list[Tensor]:
+        """Return A, ``[W, W]``, or its diagonal ``[W]``: the counts of the tokens."""
+        if c.module.num_embeddings <= max_size or approximation == "reduce":
+            return super().kron_inputs_up_to(max_size, c, name, approximation)
+        return [self._count_diagonal(c, approximation)]
+
+    def _count_diagonal(self, c: Context, approximation: str | None) -> Tensor:
+        """Return how often a sample ("expand": a position) reads each token: ``[W]``, averages."""
+        looked_up, shape = self._lookups(c), self._out_shape(c)
         counts = looked_up.token.bincount(minlength=c.module.num_embeddings)
-        count = shape[0] * (num_t if approximation == "expand" else 1)
-        return [counts.to(c.params["weight"].dtype).diag() / count]
+        count = shape[0] * (shape[1:-1].numel() if approximation == "expand" else 1)
+        return counts.to(c.params["weight"].dtype) / count
 
     def _count_factor(self, c: Context, looked_up: Lookups, num_n: int) -> Tensor:
         """Return ``(1/N) sum_n k kᵀ``, k the sum of a sample's scaled one-hot rows: ``[W, W]``."""

@@ -123,6 +123,15 @@ class LinearDerivatives(BaseDerivatives):
         assert x is not None
         return affine.input_factor(affine.with_one(x), approximation)
 
+    def kron_inputs_up_to(
+        self, max_size: float, c: Context, name: str, approximation: str | None = None
+    ) -> list[Tensor]:
+        """Return A of the input for the weight, ``[I, I]``, or its diagonal ``[I]``."""
+        (x,) = self.affine_inputs(c, name)
+        if x is None or x.shape[-1] <= max_size:
+            return self.kron_inputs(c, name, approximation)
+        return [affine.input_diagonal(x, approximation)]
+
 
 @register("transformers.pytorch_utils.Conv1D")
 class TransposedLinearDerivatives(LinearDerivatives):

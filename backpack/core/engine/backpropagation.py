@@ -46,6 +46,7 @@ from backpack.core.engine.products import (
     Reduction,
     Use,
     add,
+    max_factor_size,
 )
 from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
@@ -407,6 +408,7 @@ class Backpropagation:
         if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
             self.wanted |= {ARRIVED}
         self.bases = dict(bases or {})
+        self.max_size = max_factor_size(exts)
         # what needs bases of the whole batch is summed in a second turn, if the first has slices
         known = self.bases.keys() >= plan.uses.keys()
         self.later = frozenset() if known else self.wanted & IN_BASES
@@ -449,7 +451,8 @@ class Backpropagation:
         """Return products that have no columns, but will be given values."""
         terms = 1 if self.plan.mixing else None
         wanted = self.wanted - UNSLICED
-        return Products(p, self._whole_uses(p), wanted, terms, self.bases.get(p))
+        bases = self.bases.get(p)
+        return Products(p, self._whole_uses(p), wanted, terms, bases, self.max_size)
 
     def _in_bases(
         self, sources: Sequence[Source], totals: Mapping[Parameter, Mapping[str, Any]]
@@ -715,7 +718,9 @@ class Backpropagation:
                 return
             self._through(state, call, receive)
         for p, uses in state.pending.items():
-            receive(Products(p, uses, self.wanted, state.terms, self.bases.get(p)), state.part)
+            bases = self.bases.get(p)
+            products = Products(p, uses, self.wanted, state.terms, bases, self.max_size)
+            receive(products, state.part)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
@@ -763,7 +768,8 @@ class Backpropagation:
             if len(self.plan.uses[p]) == 1:
                 use.c = c
                 bases = self.bases.get(p)
-                receive(Products(p, [use], self.wanted, state.terms, bases), state.part)
+                products = Products(p, [use], self.wanted, state.terms, bases, self.max_size)
+                receive(products, state.part)
             else:  # what the rule sees is made again when the others have come
                 state.pending.setdefault(p, []).append(use)
         c.memo = None

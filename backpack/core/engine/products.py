@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
+from math import inf, prod
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -84,18 +84,21 @@ class Use:
         mats = self.mats or [self.factor.mat]
         return call_products.param(self.c, method, self.name, mats, *arguments)
 
-    def input_factors(self, approximation: str | None, joint: bool = False) -> list[Tensor]:
+    def input_factors(
+        self, approximation: str | None, joint: bool = False, max_size: float = inf
+    ) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples.
 
         Args:
             approximation: How positions are treated.
             joint: Those of weight and bias together.
+            max_size: Of factors that are larger, there is the diagonal ``[I]`` alone.
         """
         rule: Any = self.call.derivatives
         if joint:
             factors = [rule.kron_joint_input(self.c, approximation)]
         else:
-            factors = rule.kron_inputs(self.c, self.name, approximation)
+            factors = rule.kron_inputs_up_to(max_size, self.c, self.name, approximation)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
@@ -109,9 +112,10 @@ def add(one: Any, other: Any) -> Any:
     return one + other
 
 
-def _gram_of_rows(rows: Tensor) -> Tensor:
-    """Sum the outer products of rows, averages over the last but one axis: ``[*, G, O]``."""
-    return reductions.gram(rows.flatten(0, 2), rows.shape[2])
+def max_factor_size(exts: Iterable[Extension]) -> float:
+    """Return the size up to which some extension wants whole Kronecker factors."""
+    sizes = [ext.max_factor_size for ext in exts if not KRONECKER.isdisjoint(ext.reads)]
+    return max((inf if size is None else size for size in sizes), default=inf)
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
@@ -128,13 +132,14 @@ def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
     trace.
 
     Args:
-        marginals: ``[d_k, d_k]`` for each axis of the parameter that is longer than 1.
+        marginals: ``[d_k, d_k]`` (or its diagonal) for each axis that is longer than 1.
 
     Returns:
         The factors in the order of the axes.
     """
     count = len(marginals)
-    trace = marginals[0].trace()
+    first = marginals[0]
+    trace = first.sum() if first.dim() == 1 else first.trace()
     scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
     return [m / scale ** ((count - 1) / count) for m in marginals]
 
@@ -231,6 +236,8 @@ OVER_PARTS = REDUCTIONS | dict.fromkeys(
 
 # What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
 UNSLICED = frozenset({"factored"})
+# What Kronecker factors are made of.
+KRONECKER = frozenset({*GRAMS.values(), *INPUT_FACTORS.values(), IDENTITY})
 
 
 class Products:
@@ -247,6 +254,7 @@ class Products:
         terms: If the network mixes samples, the columns of this many terms of the loss travel
             separately, each through the whole batch: ``V = columns · terms``.
         bases: The bases of sums of squares, if they are not those of these products alone.
+        max_factor_size: Of Kronecker factors that are larger there is the diagonal alone.
     """
 
     def __init__(
@@ -256,6 +264,7 @@ class Products:
         wanted: Collection[str] = (),
         terms: int | None = None,
         bases: Bases | None = None,
+        max_factor_size: float = inf,
     ):
         """Store what is given; compute nothing."""
         self.parameter = parameter
@@ -265,6 +274,7 @@ class Products:
         self.wanted = wanted
         self.terms = terms
         self.bases = dict(bases or {})
+        self.max_factor_size = max_factor_size
         rule = uses[0].call.derivatives
         self.input_first = rule is not None and rule.kronecker_input_first
         self._values: dict[str, Any] = {}
@@ -538,11 +548,20 @@ class Products:
         """Return the identity of the size of a Gram matrix."""
         p = self.parameter
         if self._without_factors == "_marginals":  # those of the identity
-            eyes = [torch.eye(d, dtype=p.dtype, device=p.device) for d in p.shape if d > 1]
-            return [eye * (p.numel() / len(eye)) for eye in eyes]
+            return [self._eye(d) * (p.numel() / d) for d in p.shape if d > 1]
         inputs = self[INPUT_FACTORS[None]]
-        size = p.numel() // prod(map(len, inputs))
-        return torch.eye(size, dtype=p.dtype, device=p.device)
+        return self._eye(p.numel() // prod(map(len, inputs)))
+
+    def _eye(self, size: int) -> Tensor:
+        """Return the identity ``[D, D]``, or its diagonal ``[D]``."""
+        ones = torch.ones(size, dtype=self.parameter.dtype, device=self.parameter.device)
+        return ones if size > self.max_factor_size else ones.diag()
+
+    def _gram_of_rows(self, rows: Tensor, count: float) -> Tensor:
+        """Sum outer products of rows, divided by a count: ``[R, D] -> [D, D]``, or ``[D]``."""
+        if rows.shape[1] <= self.max_factor_size:
+            return reductions.gram(rows, count)
+        return rows.square().sum(0) / count
 
     @lazy
     def _without_factors(self) -> str | None:
@@ -570,14 +589,25 @@ class Products:
     def _block(self) -> Tensor:
         """Sum the outer products of the individual products: the block itself."""
         vectors = self["individual"].flatten(0, 1).reshape(-1, self.parameter.numel())
-        return vectors.T @ vectors
+        return self._gram_of_rows(vectors, 1)
 
     def _marginals(self) -> list[Tensor]:
         """Sum the outer products of the individual products' unfoldings along each axis."""
         stacked = self["individual"].flatten(0, 1)
         axes = [i for i, size in enumerate(stacked.shape) if i > 0 and size > 1]
-        unfolded = [stacked.movedim(axis, 0).flatten(1) for axis in axes]
-        return [u @ u.T for u in unfolded]
+        return [self._marginal(stacked, axis) for axis in axes]
+
+    def _marginal(self, stacked: Tensor, axis: int) -> Tensor:
+        """Return ``[D, D]``, or ``[D]``, for one axis of individual products ``[V·N, *p]``."""
+        size = stacked.shape[axis]
+        if size > self.max_factor_size:
+            others = [i for i in range(stacked.dim() - 1) if i != axis - 1]
+            return reduce(add, [each.square().sum(others) for each in stacked])
+        if axis == stacked.dim() - 1:
+            rows = stacked.reshape(-1, size)
+            return rows.mT @ rows
+        unfolded = stacked.movedim(axis, 0).flatten(1)
+        return unfolded @ unfolded.mT
 
     def _gram_expand(self) -> Any:
         """Sum the outer products of the Kronecker rows, every position and use on its own."""
@@ -587,7 +617,8 @@ class Products:
 
     def _sum_of_grams(self) -> Tensor:
         each = [use.apply("kron_rows", "expand") for use in self.uses]
-        return reduce(add, map(_gram_of_rows, each))
+        grams = [self._gram_of_rows(rows.flatten(0, 2), rows.shape[2]) for rows in each]
+        return reduce(add, grams)
 
     def _gram(self) -> Any:
         """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
@@ -606,7 +637,8 @@ class Products:
             if groups != value.shape[1] and not as_samples:
                 value = value.unflatten(1, (groups, -1)).sum(2)
             values.append((value, use))
-        return _gram_of_rows(values[0][0] if len(values) == 1 else self._align(values))
+        rows = values[0][0] if len(values) == 1 else self._align(values)  # [V, N, G, O]
+        return self._gram_of_rows(rows.flatten(0, 2), rows.shape[2])
 
     def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a quantity that all parameters of a call have in common, unless it is there."""
@@ -637,7 +669,7 @@ class Products:
         rows = self._rows_that_count()
         rows = list(map(with_one, rows)) if joint else rows
         count = sum(map(len, rows))
-        return [reduce(add, [reductions.gram(x, max(1, count)) for x in rows])] if rows else []
+        return [reduce(add, [self._gram_of_rows(x, max(1, count)) for x in rows])] if rows else []
 
     @lazy
     def _has_positions_apart(self) -> bool:
@@ -685,7 +717,7 @@ class Products:
         """
         if self._without_factors is not None:
             return []
-        each = [use.input_factors(approximation, joint) for use in self.uses]
+        each = [use.input_factors(approximation, joint, self.max_factor_size) for use in self.uses]
         if approximation == "expand":
             each = [[f / len(each) for f in factors] for factors in each]
         elif approximation == "reduce" and len(each) > 1 and each[0]:

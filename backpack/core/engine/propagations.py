@@ -41,6 +41,7 @@ from backpack.core.engine.products import (
     Bases,
     Products,
     Use,
+    max_factor_size,
 )
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
@@ -282,7 +283,8 @@ class InputsAlone(Propagation):
             if plan.base:
                 samples = len(row_numbers(plan.base, subsampling))
                 uses = [replace(use, factor=_grouped(use.factor, samples)) for use in uses]
-            Products(p, uses, self.offers).extract(exts, save)
+            products = Products(p, uses, self.offers, max_factor_size=max_factor_size(exts))
+            products.extract(exts, save)
 
 
 def _grouped(factor: Factor, samples: int) -> Factor:

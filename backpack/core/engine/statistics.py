@@ -379,14 +379,14 @@ def _triangle(matrix: Tensor) -> Tensor:
 
 
 def _packed(value: Tensor, is_symmetric: bool) -> Tensor:
-    if not is_symmetric:
+    if not is_symmetric or value.dim() == 1:  # of a matrix, the diagonal alone
         return value.flatten()
     rows, columns = _triangle(value)
     return value[rows, columns]
 
 
 def _unpacked(vector: Tensor, like: Tensor, is_symmetric: bool) -> Tensor:
-    if not is_symmetric:
+    if not is_symmetric or like.dim() == 1:
         return vector.view_as(like)
     rows, columns = _triangle(like)
     matrix = torch.empty_like(like, dtype=vector.dtype)

@@ -26,6 +26,8 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 Approximation = Literal["expand", "reduce"] | None
+# Larger Kronecker factors than these, 1 GiB in single precision, are diagonal by default.
+MAX_FACTOR_SIZE = 2**14
 Fisher = Literal["sampled", "exact", "empirical", "inputs"]
 
 
@@ -87,9 +89,13 @@ class HBP(SecondOrderBackpropExtension):
     .. math:: \sum_n J_n^\top H_n J_n \approx B \otimes A
 
     A weight ``[O, I]`` has ``[B, A]``, with B from what travels back and A from the inputs. That of
-    an embedding ``[W, D]`` has the input, W tokens, as its first axis: ``[A, B]``, with A a dense
-    ``[W, W]`` matrix even where it is diagonal; freeze the embedding if that is too large. Any
-    other parameter has its whole block ``[B]`` or, if that is large, a factor for each axis.
+    an embedding ``[W, D]`` has the input, W tokens, as its first axis: ``[A, B]``. Any other
+    parameter has its whole block ``[B]`` or, if that is large, a factor for each axis.
+
+    Of a factor ``[D, D]`` with D larger than ``max_factor_size`` (a vocabulary), there is the
+    diagonal alone: a vector ``[D]`` stands for a diagonal matrix, here, in
+    :mod:`backpack.utils.kroneckers` and in :class:`backpack.optim.KFAC`. That of an embedding is
+    diagonal anyway, but for ``"reduce"``.
 
     Where a weight is used at T positions (pixels, tokens) of N samples, ``approximation`` chooses
     what they are to the Kronecker product. With ``a_nt`` the inputs and ``b_nt`` the columns that
@@ -113,7 +119,8 @@ class HBP(SecondOrderBackpropExtension):
     curvature between both is there. The bias has no factors, an empty list, then.
 
     :Shape: A list of matrices: ``[O, O]`` and ``[I, I]`` for a weight ``[O, I]``; the second is
-        ``[I·k, I·k]`` for a convolution with k entries in its kernel.
+        ``[I·k, I·k]`` for a convolution with k entries in its kernel. Vectors ``[D]`` instead of
+        those with D larger than ``max_factor_size``.
         :func:`~backpack.utils.kroneckers.kfacs_to_mat` multiplies them out.
     :Scale: B carries the scale of the loss (with a mean, 1/N once), A is an average over samples.
     :Cost: That of what travels back, and a product of each factor's size squared with the number of
@@ -138,6 +145,7 @@ class HBP(SecondOrderBackpropExtension):
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
         joint_bias: bool = False,
+        max_factor_size: int | None = None,
     ):
         """Choose a member of the family.
 
@@ -154,6 +162,8 @@ class HBP(SecondOrderBackpropExtension):
             joint_bias: Whether a weight and its bias have one pair of factors. Transposed
                 convolutions, recurrent layers, attention, and weights that are used several times
                 are refused in the backward pass, if they have a bias.
+            max_factor_size: Of factors with more rows there is the diagonal alone. None: of none;
+                also if a batch average travels back.
 
         Raises:
             ValueError: If there is no such member.
@@ -181,6 +191,14 @@ class HBP(SecondOrderBackpropExtension):
                 f"There is no approximation={approximation!r} of a matrix that is averaged over "
                 "the batch: its positions cannot be told apart. Use KFAC or KFLR."
             )
+        if max_factor_size is not None and backprop_strategy == BackpropStrategy.BATCH_AVERAGE:
+            raise ValueError(
+                f"There is no max_factor_size={max_factor_size!r} where a matrix is averaged over "
+                "the batch: it is formed anyway. Use KFAC or KFLR."
+            )
+        if max_factor_size is not None and not max_factor_size >= 0:
+            raise ValueError(f"max_factor_size is at least 0, or None, got {max_factor_size!r}.")
+        self.max_factor_size = max_factor_size
         self.propagation = members[choice]
         self.approximation = approximation
         self.joint_bias = joint_bias
@@ -201,7 +219,13 @@ class HBP(SecondOrderBackpropExtension):
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""
-        return products.kronecker_factors(self.approximation, self._first(), self.joint_bias)
+        first = self._first()
+        factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
+        most = self.max_factor_size
+        if most is None:
+            return factors
+        # another extension may have wanted them whole
+        return [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
 
 
 class KFAC(HBP):
@@ -247,6 +271,7 @@ class KFAC(HBP):
         approximation: Approximation = None,
         fisher: Fisher = "sampled",
         joint_bias: bool = False,
+        max_factor_size: int | None = MAX_FACTOR_SIZE,
     ):
         """Store the options.
 
@@ -256,6 +281,8 @@ class KFAC(HBP):
             approximation: For weights that are used at several positions, see :class:`HBP`.
             fisher: ``"sampled"``, ``"exact"``, ``"empirical"`` or ``"inputs"``.
             joint_bias: Whether a weight and its bias have one pair of factors, see :class:`HBP`.
+            max_factor_size: Of factors with more rows there is the diagonal ``[D]`` alone, see
+                :class:`HBP`. None: of none.
 
         Raises:
             ValueError: If an option is unknown, or ``mc_samples`` is given where nothing is drawn.
@@ -269,6 +296,7 @@ class KFAC(HBP):
             subsampling=subsampling,
             approximation=approximation,
             joint_bias=joint_bias,
+            max_factor_size=max_factor_size,
         )
 
 
@@ -294,6 +322,7 @@ class KFLR(HBP):
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
         joint_bias: bool = False,
+        max_factor_size: int | None = MAX_FACTOR_SIZE,
     ):
         """Store the options.
 
@@ -301,6 +330,8 @@ class KFLR(HBP):
             subsampling: Samples of the batch to look at. Default: all.
             approximation: For weights that are used at several positions, see :class:`HBP`.
             joint_bias: Whether a weight and its bias have one pair of factors, see :class:`HBP`.
+            max_factor_size: Of factors with more rows there is the diagonal ``[D]`` alone, see
+                :class:`HBP`. None: of none.
         """
         super().__init__(
             Curvature.GGN,
@@ -311,6 +342,7 @@ class KFLR(HBP):
             subsampling=subsampling,
             approximation=approximation,
             joint_bias=joint_bias,
+            max_factor_size=max_factor_size,
         )
 
 
