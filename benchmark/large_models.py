@@ -206,8 +206,14 @@ def _why(error: Exception, most: int) -> str:
 
 
 def run(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Figure]:
-    """Measure one quantity after the other, each in a process of its own."""
+    """Measure one quantity after the other, each in a process of its own.
+
+    With ``args.merge``, the figures of the file that are not measured again come with them.
+    """
     found = []
+    if args.merge:
+        known = [Figure(**one) for one in json.loads(args.out.read_text())["figures"]]
+        found = [one for one in known if one.quantity not in args.quantities]
     context = get_context("spawn")
     for quantity in args.quantities:
         here, there = context.Pipe(duplex=False)
@@ -221,7 +227,7 @@ def run(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Figure
         process.join()
         found.append(figure)
         show(figure)
-    return found
+    return sorted(found, key=lambda one: [*QUANTITIES].index(one.quantity))
 
 
 HEADER = [
@@ -283,6 +289,9 @@ def write(figures: Sequence[Figure], args: argparse.Namespace) -> None:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+    if args.merge:
+        before = json.loads(args.out.read_text())["environment"]
+        facts["earlier figures"] = f"{before['date']} (commit {before['commit']})"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     shape = asdict(args.shape)
     contents = {"environment": facts, "shape": shape, "figures": [asdict(f) for f in figures]}
@@ -304,6 +313,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--clock", default="wall", choices=[*CLOCKS], help="cpu: time of the process")
     add("--memory-share", type=float, default=MEMORY_SHARE, help="of this machine, for a step")
+    add("--merge", action="store_true", help="keep figures of the file that are not measured again")
     add("--out", type=Path, default=RESULTS / "large_models.json", help="the JSON file")
     args = parser.parse_args(arguments)
     args.shape = Shape(**{name: vars(args)[name] for name in asdict(Shape())})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmark import fast_paths, large_models
+from benchmark import fast_paths, large_models, processes
 from benchmark.__main__ import main
 from benchmark.figures import Data, goals
 from benchmark.floor import Floor, Rates, layers_of
@@ -295,3 +296,29 @@ def test_goals_of_large_models() -> None:
     assert verdicts == ["met", "not met", "not met", "not met"]
     text = [line[:2] for line in large_models.rows([none, good])]
     assert text == [["plain", "0.0"], ["KFAC", none.reason], ["BatchL2Grad", "0.0"]]
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    out = tmp_path / "processes.json"
+    chosen = ["--quantities", processes.NONE, "BatchGrad", "Variance", "KFAC", "--samples", "4"]
+    assert processes.main([*chosen, "--processes", "2", "--rounds", "1", "--out", str(out)]) == 0
+    figures = contents(out)["figures"]
+    assert len(figures) == 2 * 4
+    sizes = {one["quantity"]: one["bytes"] for one in figures}
+    layers = [*pairwise(processes.WIDTHS)]
+    gradient = 4 * sum((i + 1) * o for i, o in layers)
+    triangles = 4 * sum(o * (o + 1) + i * (i + 1) // 2 for i, o in layers)  # a bias has B, too
+    assert {one["gradient_bytes"] for one in figures} == {gradient}
+    assert sizes[processes.NONE] == sizes["BatchGrad"] == 0
+    for name, size in (("Variance", 2 * gradient), ("KFAC", triangles)):
+        assert size < sizes[name] < size + 1000  # numbers of samples
+    assert out.with_suffix(".md").read_text().count("| KFAC |") == 4
+
+
+def test_model_of_a_network() -> None:
+    network = processes.Network(bandwidth=1e9, latency=1e-3, request=1e-2)
+    assert math.isclose(network.all_reduce(4, 1e9), 1.5 + 6e-3)
+    one = processes.Figure("KFAC", 4, processes.WEAK, bytes=10**9, collectives=2)
+    assert math.isclose(network.quantity(4, one), 4 * 4 * 1e-2 + 1.5 + 2 * 6e-3)
+    assert network.quantity(4, processes.Figure("BatchGrad", 4, processes.WEAK)) == 0
