@@ -827,7 +827,7 @@ class BaseDerivatives(Interface):
         return type(self).kron_joint_input is not BaseDerivatives.kron_joint_input
 
     def kron_inputs_up_to(
-        self, max_size: float, c: Context, name: str, approximation: str | None = None
+        self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return :meth:`kron_inputs`, or the diagonals ``[I]`` of factors larger than a size.
 

@@ -211,11 +211,11 @@ class EmbeddingDerivatives(BaseDerivatives):
         return [self._count_factor(c, looked_up, shape[0]) / shape[1:-1].numel() ** 2]
 
     def kron_inputs_up_to(
-        self, max_size: float, c: Context, name: str, approximation: str | None = None
+        self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return A, ``[W, W]``, or its diagonal ``[W]``: the counts of the tokens."""
         if c.module.num_embeddings <= max_size or approximation == "reduce":
-            return super().kron_inputs_up_to(max_size, c, name, approximation)
+            return super().kron_inputs_up_to(c, name, approximation, max_size)
         return [self._count_diagonal(c, approximation)]
 
     def _count_diagonal(self, c: Context, approximation: str | None) -> Tensor:

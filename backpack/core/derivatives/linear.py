@@ -124,7 +124,7 @@ class LinearDerivatives(BaseDerivatives):
         return affine.input_factor(affine.with_one(x), approximation)
 
     def kron_inputs_up_to(
-        self, max_size: float, c: Context, name: str, approximation: str | None = None
+        self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return A of the input for the weight, ``[I, I]``, or its diagonal ``[I]``."""
         (x,) = self.affine_inputs(c, name)

@@ -98,7 +98,7 @@ class Use:
         if joint:
             factors = [rule.kron_joint_input(self.c, approximation)]
         else:
-            factors = rule.kron_inputs_up_to(max_size, self.c, self.name, approximation)
+            factors = rule.kron_inputs_up_to(self.c, self.name, approximation, max_size)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
@@ -237,7 +237,7 @@ OVER_PARTS = REDUCTIONS | dict.fromkeys(
 # What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
 UNSLICED = frozenset({"factored"})
 # What Kronecker factors are made of.
-KRONECKER = frozenset({*GRAMS.values(), *INPUT_FACTORS.values(), IDENTITY})
+KRONECKER = frozenset({*GRAMS.values(), *INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY})
 
 
 class Products:
