@@ -145,6 +145,7 @@ DEFINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["model", "parameter"])
 @pytest.mark.parametrize("case", DEFINED, ids=str)
 def test_spectrum_of_cases(case: Case, per: Any) -> None:
