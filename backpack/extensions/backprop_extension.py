@@ -144,7 +144,10 @@ class BackpropExtension(ShowsOptions):
         return existing + other
 
     def extract(self, products: Products) -> Any:
-        """Turn what was extracted of a parameter into the value to save. Default: the first."""
+        """Turn what was extracted of a parameter into the value to save. Default: the first.
+
+        Change nothing of it in place: it may be what the backward pass goes on with.
+        """
         return products.take(self.needs[0])
 
     def finish(
