@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
 from backpack.core.engine.results import saved
@@ -19,6 +20,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 __all__ = ["Network", "check_extension"]
 
 RTOL, ATOL = 1e-6, 1e-9
+NUMBERS = (Tensor, float, int, complex)
 IN_PLACE = "Products belong to all extensions, and gradients to autograd: change neither in place."
 
 
@@ -56,15 +58,22 @@ def check_extension(
         extension: An instance, for all samples.
         expected: The truth, in plain PyTorch: called with a model, a loss function, inputs and
             targets, it returns one value for each parameter that requires a gradient, in order
-            (a tensor, a list of tensors, or None for no result). Default: not known.
-        networks: What to try it on. Default: fully connected layers, with positions and with a
-            layer that is used twice, a convolution, and a network of which a part is frozen.
+            (a tensor or number, lists or dictionaries of them, or None for no result). Default: not
+            known. Results that are functions, or other objects, have none: compare what they
+            return.
+        networks: What to try it on, one or several. Default: fully connected layers, with positions
+            and with a layer that is used twice, a convolution, and a network of which a part is
+            frozen.
 
     Raises:
         AssertionError: If something differs: names the extension, the network, the parameter, the
             shapes and the deviation.
+        TypeError: If the extension is no instance.
         ValueError: If the extension has a ``subsampling`` already, or a network one sample alone.
     """
+    if not isinstance(extension, BackpropExtension):
+        raise TypeError(f"check_extension takes an instance of an extension, got {extension!r}.")
+    networks = [networks] if isinstance(networks, Network) else networks
     if extension.get_subsampling() is not None:
         raise ValueError(
             f"check_extension takes {type(extension).__name__} for all samples, and tries "
@@ -75,10 +84,10 @@ def check_extension(
         for network in _networks() if networks is None else networks:
             if len(network.X) < 2:
                 raise ValueError(f"check_extension needs several samples: {network.title} has one.")
-            model = deepcopy(network.model).double()
+            model, loss = deepcopy((network.model, network.loss_function))
             X = network.X.double() if network.X.is_floating_point() else network.X
             y = network.y.double() if network.y.is_floating_point() else network.y
-            _check(extension, expected, network._replace(model=model, X=X, y=y))
+            _check(extension, expected, Network(network.title, model.double(), loss.double(), X, y))
 
 
 def _networks() -> Iterator[Network]:
@@ -142,6 +151,12 @@ def _check(ext: BackpropExtension, expected: Truth | None, network: Network) -> 
                 f"that require a gradient, {trainable}. Return one for each, None for no result."
             )
         truth = {k: v for k, v in zip(trainable, values, strict=True) if v is not None}
+        objects = {type(x).__name__ for x in tree_leaves(mine) if not isinstance(x, NUMBERS)}
+        if objects:
+            raise AssertionError(
+                f"{field} of {where} holds {', '.join(objects)}, which nothing is compared with. "
+                "Leave `expected` out, and compare what it returns in a test of its own."
+            )
         _compare(f"{field} of {where}", mine, truth)
 
     _run(network, ext, rows=rows, factor=10.0)
@@ -151,7 +166,9 @@ def _check(ext: BackpropExtension, expected: Truth | None, network: Network) -> 
         mine,
         "An instance serves many passes: keep nothing of one in it.",
     )
-    others = [BatchGrad(), BatchL2Grad(), SumGradSquared(), DiagGGNExact()]
+    others: list[BackpropExtension] = [BatchGrad(), BatchL2Grad(), SumGradSquared()]
+    if ext.expects_backpropagation_quantities():  # others work for networks where these do not
+        others.append(DiagGGNExact())
     others = [other for other in others if other.savefield != field]
     beside, without = _run(network, *others[:2], ext, *others[2:]), _run(network, *others)
     for other in others:
@@ -212,9 +229,8 @@ def _describe(key: str, p: Parameter) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a result; none of a function."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    return [part for part in parts if isinstance(part, Tensor)]
+    """Return the tensors and numbers of a result; none of a function, or another object."""
+    return [torch.as_tensor(x) for x in tree_leaves(value) if isinstance(x, NUMBERS)]
 
 
 def _agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -246,7 +262,7 @@ def _compare(what: str, found: dict[str, Any], truth: dict[str, Any], advice: st
             )
         for one, other in zip(ours, theirs, strict=True):
             other = other.to(one)
-            if not torch.allclose(one, other, RTOL, ATOL, equal_nan=False):
+            if not torch.allclose(one, other, RTOL, ATOL, equal_nan=True):
                 gap, size = (one - other).abs().max().item(), other.abs().max().item()
                 raise AssertionError(
                     f"{what} of parameter {key!r} has shape {list(one.shape)}, but entries of up "

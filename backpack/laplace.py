@@ -122,9 +122,10 @@ class Laplace:
     def prior_precision(self) -> float | dict[str, float]:
         """δ, the precision of the prior, or that of each parameter, by name.
 
-        It may be set: nothing has to be computed anew.
+        It may be set, as a whole: nothing has to be computed anew.
         """
-        return self._prior_precision
+        known = self._prior_precision
+        return dict(known) if isinstance(known, dict) else known
 
     @prior_precision.setter
     def prior_precision(self, value: ByName) -> None:

@@ -256,3 +256,41 @@ def test_extensions_of_the_documentation() -> None:
     for ext in found:
         if ext not in wrong:
             check_extension(ext())
+
+
+class Length(FirstOrderBackpropExtension):
+    """Saves a number."""
+
+    needs = ("individual",)
+
+    def __init__(self) -> None:
+        super().__init__("length")
+
+    def extract(self, products: Any) -> Any:
+        return {"length": [products["individual"][0].norm().item()]}
+
+
+def lengths(factor: float) -> Any:
+    def truth(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> list[Any]:
+        params = [p for p in model.parameters() if p.requires_grad]
+        terms = [loss(model(X[[n]]), y[[n]]) / len(X) for n in range(len(X))]
+        grads = zip(*[torch.autograd.grad(term, params) for term in terms], strict=True)
+        return [{"length": [factor * torch.stack(own).norm().item()]} for own in grads]
+
+    return truth
+
+
+def test_numbers_in_dictionaries() -> None:
+    check_extension(Length(), lengths(1.0))
+    with pytest.raises(AssertionError, match="deviate"):
+        check_extension(Length(), lengths(1.1))
+
+
+def test_objects_are_not_compared_in_silence() -> None:
+    with pytest.raises(AssertionError, match="compare what it returns"):
+        check_extension(extensions.GGNMP(), lambda model, *_: [0] * len(list(model.parameters())))
+
+
+def test_no_instance() -> None:
+    with pytest.raises(TypeError, match="instance"):
+        check_extension(extensions.BatchGrad)  # type: ignore[arg-type]

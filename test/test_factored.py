@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from backpack.core.engine import factored
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
-from backpack.extensions import BatchGrad
+from backpack.extensions import BatchGrad, BatchL2Grad
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
 FEWER = [c for i, c in enumerate(PER_SAMPLE) if "network" in c.tags or i % 3 == 0]
@@ -308,3 +309,37 @@ def test_copies_and_devices() -> None:
     assert g.to("cpu").to("cpu").gram().shape == (3, 3)
     assert g.to("meta").dense().device.type == "meta"
     assert copy.deepcopy(g) is g
+
+
+@pytest.mark.parametrize("eps", [1e-1, 1e-2, 1e-3, 1e-6])
+def test_norms_of_uses_that_nearly_cancel(eps: float) -> None:
+    """Two branches that are compared: no digits are lost by inner products."""
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x[:, 0]) - self.layer(x[:, 1])
+
+    torch.manual_seed(1)
+    a = torch.randn(6, 64)
+    X, y = torch.stack([a, a + eps * torch.randn(6, 64)], 1), torch.randn(6, 32)
+    norms = []
+    for dtype in (torch.float64, torch.float32):
+        model = extend(Siamese().to(dtype), use_converter=True)
+        loss = extend(nn.MSELoss())(model(X.to(dtype)), y.to(dtype))
+        with backpack(BatchL2Grad()):
+            loss.backward()
+        norms.append(model.layer.weight.batch_l2.double())  # type: ignore[union-attr]
+    assert_close(norms[1], norms[0], rtol=1e-4, atol=0)
+
+
+def test_saved_gradients_are_read() -> None:
+    """A copy that was saved notices changes from then on."""
+    case = FEWER[0]
+    for g, dense in zip(gradients(case.build()), truth(case), strict=True):
+        saved = pickle.loads(pickle.dumps(g))
+        assert_close(saved.square_norms(), dense.flatten(1).square().sum(1), **TOLERANCE)

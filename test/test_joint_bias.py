@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import oracle
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
-from backpack import backpack, extend, optim
+from backpack import backpack, clear, extend, optim
 from backpack.core.derivatives import LinearDerivatives
 from backpack.core.record.registry import REGISTRY
 from backpack.extensions import KFAC, KFLR
@@ -267,3 +268,24 @@ def test_rules_with_other_mathematics_do_not_inherit() -> None:
 
     assert LinearDerivatives().joins_bias and not Rule().joins_bias
     assert Scaled not in REGISTRY
+
+
+@pytest.mark.parametrize("fisher", ["exact", "inputs"])
+@pytest.mark.parametrize("approximation", [None, "expand", "reduce"])
+def test_joined_factors_accumulate(approximation: Any, fisher: Any) -> None:
+    """Two passes have the factors of one with all samples; other options are an error."""
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 2)))
+    loss = extend(nn.CrossEntropyLoss(reduction="sum"))
+    X, y = torch.randn(6, 2, 4), torch.randint(2, (6,))
+    ext = partial(KFAC, fisher=fisher, approximation=approximation)
+    with backpack(ext(joint_bias=True)):
+        loss(model(X), y).backward()
+    whole = [p.kfac for p in model.parameters()]  # type: ignore[attr-defined]
+    clear(model)
+    for some in (slice(2), slice(2, None)):
+        with backpack(ext(joint_bias=True), accumulate=True):
+            loss(model(X[some]), y[some]).backward()
+    parts = [p.kfac for p in model.parameters()]  # type: ignore[attr-defined]
+    assert_close(parts, whole)
+    with pytest.raises(ValueError, match="other options"), backpack(ext(), accumulate=True):
+        loss(model(X), y).backward()

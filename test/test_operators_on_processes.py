@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_several_processes import Net, batch, in_processes
+from test_several_processes import Net, batch, in_processes, plain_net
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend
+from backpack.distributed.data_group import digest
 from backpack.linalg import (
     EKFAC,
     GGN,
@@ -63,10 +65,11 @@ def _operators(rank: int, count: int) -> None:
         for reduction in ("mean", "sum"):
             loss = nn.CrossEntropyLoss(reduction=reduction, ignore_index=1)
             given = {**options, "progress": False}
-            expected = kind(model(), loss, batches(None), process_group=None, **given).to_dense()
-            own = kind(model(), loss, batches(rank), process_group=world, **given)
+            new = plain_net if "joint_bias" in options else model  # not for layers used twice
+            expected = kind(new(), loss, batches(None), process_group=None, **given).to_dense()
+            own = kind(new(), loss, batches(rank), process_group=world, **given)
             close(own.to_dense(), expected)
-            wrapped = DistributedDataParallel(model())
+            wrapped = DistributedDataParallel(new())
             close(kind(wrapped, loss, batches(rank), **given).to_dense(), expected)
             assert all(p.grad is None for p in wrapped.parameters())
             loss(wrapped(batches(rank)[0][0]), batches(rank)[0][1]).backward()  # as it was
@@ -75,6 +78,29 @@ def _operators(rank: int, count: int) -> None:
 def test_operators(tmp_path: Path) -> None:
     """Those of one process that has all data; wrapped models are left as they were."""
     in_processes(_operators, tmp_path)
+
+
+def _ignored(rank: int, count: int) -> None:
+    """A process of which no target counts adds zeros."""
+    loss, world = nn.CrossEntropyLoss(), distributed.group.WORLD
+    parts = [[(X, y if r else torch.full_like(y, -100)) for X, y in batches(r)] for r in range(2)]
+    for kind, options in OPERATORS:
+        given = {**options, "progress": False}
+        new = plain_net if "joint_bias" in options else model
+        whole = kind(new(), loss, parts[0] + parts[1], process_group=None, **given)
+        own = kind(new(), loss, parts[rank], process_group=world, **given)
+        close(own.to_dense(), whole.to_dense())
+
+
+def test_processes_whose_targets_do_not_count(tmp_path: Path) -> None:
+    in_processes(_ignored, tmp_path)
+
+
+def test_vectors_are_told_apart() -> None:
+    """Also those that have as many entries of each kind."""
+    signs = torch.tensor(list(product([-1.0, 1.0], repeat=10)))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex128):
+        assert len({digest(row.to(dtype)) for row in signs}) == len(signs)
 
 
 def _solutions(rank: int, count: int) -> None:
@@ -180,11 +206,63 @@ def _private(rank: int, count: int) -> None:
             distributed.broadcast(of_first, 0)
             assert torch.equal(q, of_first)
     parts.zero_grad()
-    with pytest.raises(RuntimeError, match="step of DPSGD for"):
+    with pytest.raises(RuntimeError, match="no backward pass since the last step"):
         if rank == 0:
             private_step(own, parts, X, y, "module")
         else:  # has forgotten its backward pass
             parts.step()
+
+
+class Optional(nn.Module):
+    """A layer that not every process uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.uses_second = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        return self.second(z) if self.uses_second else z
+
+
+def _unused(rank: int, count: int) -> None:
+    """Steps whose processes use other layers, and what is left of one that an error has stopped."""
+    net, bound = extend(Optional(), use_converter="record"), 0.1
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "expected_batch_size": 1.0}
+    world = distributed.group.WORLD
+    opt = DPSGD(net.parameters(), 1.0, max_grad_norm=bound, process_group=world, **options)
+    X, y = torch.randn(1, 4), torch.tensor([rank])
+
+    def length_of_step(*, samples: bool = True) -> float:
+        before = [p.detach().clone() for p in net.parameters()]
+        if samples:
+            private_step(net, opt, X, y, "module")
+        else:
+            opt.step_without_samples()
+        moves = [p.detach() - q for p, q in zip(net.parameters(), before, strict=True)]
+        return float(torch.cat([m.flatten() for m in moves]).norm())
+
+    net.uses_second = rank == 0
+    assert 0 < length_of_step() <= 2 * bound
+    assert 0 < length_of_step(samples=rank == 0) <= bound
+    net.uses_second = True
+    if rank == 0:  # no context: an error of one is one of both, at once
+        opt.zero_grad()
+        nn.CrossEntropyLoss()(net(X), y).backward()
+        with pytest.raises(RuntimeError, match="has the grad_clipped that was used"):
+            opt.step()
+    else:
+        with pytest.raises(RuntimeError, match="has the grad_clipped that was used"):
+            private_step(net, opt, X, y, "module")
+    assert 0 < length_of_step() <= 2 * bound  # nothing of the step before
+    with pytest.raises(ValueError, match="process_group"):
+        DPSGD(net.parameters(), 1.0, max_grad_norm=1, process_group="module", **options)  # type: ignore[arg-type]
+
+
+def test_private_steps_of_other_layers(tmp_path: Path) -> None:
+    in_processes(_unused, tmp_path)
 
 
 def test_private_steps(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_extensions(shown: object, text: str) -> None:
 def test_signatures() -> None:
     """Those of the constructors, for documentation and editors."""
     options = ["mc_samples", "subsampling", "approximation", "fisher"]
+    options += ["joint_bias", "max_factor_size"]
     assert list(signature(KFAC).parameters) == options
     assert list(signature(Own).parameters) == ["power", "names", "options"]
     assert next(iter(signature(backpack).parameters)) == "exts"

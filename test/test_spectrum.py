@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -321,3 +322,52 @@ def test_mistakes() -> None:
         backpack(GGNGram()),
     ):
         (first(output, batch[1]) + second(output, batch[0][:, :3])).backward()
+
+
+def test_blocks_without_leading_pairs() -> None:
+    """The eigenvectors of a few pairs have rows of zeros where a block has none of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)).double()
+    batch = torch.randn(4, 2, 4, 4).double(), torch.randint(3, (4,))
+    found = GGNSpectrum(model, nn.CrossEntropyLoss(), batch, per="parameter")
+    for k in range(1, 6):
+        values, vectors = found.eigh(k)
+        assert_close(found @ vectors, vectors * values)
+        assert found.slopes(k).shape == found.curvatures(k).shape == (4, k)
+        assert_close(vectors.T @ vectors, torch.eye(k).double())
+
+
+def test_no_curvature() -> None:
+    """Then there are no eigenpairs, and Newton's step is zero."""
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    batch = torch.zeros(4, 3).double(), torch.randint(2, (4,))
+    found = GGNSpectrum(model, nn.CrossEntropyLoss(), batch, params=[model[0].weight])
+    assert not len(found.eigenvalues) and not found.newton_step().any()
+    assert found.slopes().shape == found.curvatures().shape == (4, 0)
+    assert found.eigh()[1].shape == (6, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_no_eigenvalues_of_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
+    batch = torch.randn(16, 20), torch.randint(5, (16,))
+    exact = GGNSpectrum(model, nn.CrossEntropyLoss(), batch)
+    model, batch = model.to(dtype), (batch[0].to(dtype), batch[1])
+    found = GGNSpectrum(model, nn.CrossEntropyLoss(), batch)
+    assert 0 < len(found.eigenvalues) <= len(exact.eigenvalues) == 64
+    step = found.newton_step(damping=1.0).float()
+    assert (step - exact.newton_step(damping=1.0)).norm() < 0.1 * exact.newton_step().norm()
+
+
+def test_groups_of_no_parameter() -> None:
+    model, batch = network()
+    with pytest.raises(ValueError, match="groups"):
+        GGNSpectrum(model, nn.CrossEntropyLoss(), batch, per=[list(model.parameters()), []])
+
+
+def test_a_spectrum_is_saved() -> None:
+    model, batch = network()
+    found = GGNSpectrum(model, nn.CrossEntropyLoss(), batch)
+    copied = copy.deepcopy(found)
+    assert_close(copied.newton_step(damping=0.1), found.newton_step(damping=0.1))

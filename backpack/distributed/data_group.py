@@ -98,6 +98,10 @@ class DataGroup:
                 sums[i] = piece.view(values[i].shape)
         return [value for value in sums if value is not None]
 
+    def __deepcopy__(self, memo: Any) -> DataGroup:
+        """Return itself: a copy of what sums over processes does so over the same ones."""
+        return self
+
     def of_first(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that the first process has; they have the same shapes on all."""
         found = [value.contiguous() for value in values]
@@ -108,7 +112,13 @@ class DataGroup:
 
 def digest(tensor: Tensor) -> str:
     """Tell a tensor from others by its bits, whatever the order in which they are added up."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten()
-    places = torch.arange(1, len(bits) + 1, device=bits.device)
-    return f"{int(bits.sum())}, {int((bits * places).sum())}"
+    bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten().long()
+    # mixes each entry with its place, so that no two entries can change places unnoticed
+    for factor in (-7046029254386353131, -4658895280553007687, -7723592293110705685):
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        bits = (bits + places) * factor
+        bits = bits ^ (bits >> 29)
+    return f"{int(bits.sum()):x}"

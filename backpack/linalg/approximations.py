@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack import backpack, extensions
 from backpack.core.engine.products import (
@@ -420,7 +420,9 @@ def _totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any], fl
         totals, weights = _own_totals(objective, ext)
     if objective.group is not None:
         flat, structure = tree_flatten(totals)
-        *flat, weights = objective.total(f"{type(ext).__name__} over the data", flat, weights)
+        *flat, weights = objective.total(
+            f"sums of {type(ext).__name__.strip('_')} over the data", flat, weights
+        )
         totals = tree_unflatten(flat, structure)
         if isinstance(ext, _KroneckerSums):
             ext.sum_counts(objective.group, objective.params)
@@ -440,9 +442,13 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
                 output = model(X)
                 loss = loss_of(output, *targets)
                 weight = objective.weight(output, targets)
-                if weight == 0:  # no target counts
+                if weight == 0 and (totals or objective.group is None):  # no target counts
                     continue
                 (values,) = values_of(objective.params, [ext], weight * loss)
+            if weight == 0:  # other processes have sums, to which zeros are added
+                values = tree_map(torch.zeros_like, values)
+                if isinstance(ext, _KroneckerSums):
+                    ext.num_samples.clear()
             weights += weight
             totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
     return totals, weights

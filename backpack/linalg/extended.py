@@ -59,8 +59,17 @@ def built(
     use_converter: UseConverter,
     progress: bool,
 ) -> Any:
-    """Build an operator of a class; those that do not extend the model need no converter."""
-    takes = "use_converter" in signature(curvature).parameters
+    """Build an operator of a class; those that do not extend the model need no converter.
+
+    Raises:
+        TypeError: If it is no class, or function.
+    """
+    if not callable(curvature):
+        raise TypeError(
+            f"curvature is an operator or a class of them, such as KroneckerGGN, got {curvature!r}."
+        )
+    # False is the default of those who call; it leaves what partial(...) has chosen
+    takes = use_converter and "use_converter" in signature(curvature).parameters
     options = {"use_converter": use_converter} if takes else {}
     return curvature(model, loss_function, data, params=params, progress=progress, **options)
 

@@ -91,7 +91,8 @@ class _Block:
         gram = reduce(torch.add, [part.gram() for part in parts])
         wide = gram.to(torch.promote_types(gram.dtype, torch.float32))  # none in less
         values, u = torch.linalg.eigh(wide)
-        is_known = values > len(values) * torch.finfo(wide.dtype).eps * values[-1:]
+        eps = max(len(values) * torch.finfo(wide.dtype).eps, torch.finfo(gram.dtype).eps)
+        is_known = values > eps * values[-1:]
         values, u = values[is_known], u[:, is_known]
         self.eigenvalues = values.to(gram)
         self.weights = (u / values.sqrt()).to(gram)
@@ -121,7 +122,8 @@ class GGNSpectrum(LinearOperator):
     :math:`-\sum_k γ_k / (λ_k + δ) \, e_k`.
 
     One backward pass when it is built; a snapshot. Model and loss are left as they were; no
-    gradient is touched. What is zero beyond rounding is no eigenvalue: there are at most C·N.
+    gradient is touched, but the batch is not to be written over. What is zero beyond rounding is no
+    eigenvalue: there are at most C·N.
 
     Scale: nothing is rescaled. With a mean, slopes and curvatures of a sample carry 1/N; they sum
     to those of the batch.
@@ -203,7 +205,7 @@ class GGNSpectrum(LinearOperator):
         """
         count = len(self.eigenvalues)
         k = count if k is None else k
-        if not 0 < k <= count:
+        if not min(1, count) <= k <= count:
             raise ValueError(
                 f"{self!r} has {count} eigenvalues other than zero: k must be between 1 and "
                 f"{count}, got {k}."
@@ -212,7 +214,8 @@ class GGNSpectrum(LinearOperator):
         for block in self._blocks:
             local = leading - start
             places = ((local >= 0) & (local < len(block.eigenvalues))).nonzero().squeeze(1)
-            yield block, local[places], places
+            if len(places):
+                yield block, local[places], places
             start += len(block.eigenvalues)
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
@@ -241,7 +244,7 @@ class GGNSpectrum(LinearOperator):
         Their sum over the samples is the slope of the loss; the sign is that of an eigenvector.
         """
         found = [(places, block.slopes(chosen)) for block, chosen, places in self._leading(k)]
-        return _placed(found)
+        return self._placed(found)
 
     def curvatures(self, k: int | None = None) -> Tensor:
         """Return the curvature of each sample along the k leading eigenvectors, ``[N, k]``.
@@ -252,7 +255,7 @@ class GGNSpectrum(LinearOperator):
             (places, block.eigenvalues[chosen] * block.shares[:, chosen])
             for block, chosen, places in self._leading(k)
         ]
-        return _placed(found)
+        return self._placed(found)
 
     def newton_step(self, k: int | None = None, damping: float | Tensor = 0.0) -> Tensor:
         """Return the damped Newton step in the space of the k leading eigenvectors, ``[P]``.
@@ -282,6 +285,23 @@ class GGNSpectrum(LinearOperator):
                 step[part.entries] = part.combined(weights).squeeze(0)
         return step
 
+    def _placed(self, found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Put columns of several blocks at their places.
+
+        Raises:
+            ValueError: If blocks have different numbers of samples.
+        """
+        counts = {len(columns) for _, columns in found}
+        if len(counts) > 1:
+            raise ValueError(
+                f"GGNSpectrum: the blocks tell {sorted(counts)} samples apart. Choose params, or "
+                "let the loss see a sample's positions as one row."
+            )
+        if not found:
+            return self._blocks[0].shares[:, :0]
+        order = torch.cat([places for places, _ in found]).argsort()
+        return torch.cat([columns for _, columns in found], 1)[:, order]
+
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
         return self.eigenvalues.sum()
@@ -294,22 +314,6 @@ class GGNSpectrum(LinearOperator):
         return product
 
 
-def _placed(found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Put columns of several blocks at their places.
-
-    Raises:
-        ValueError: If blocks have different numbers of samples.
-    """
-    counts = {len(columns) for _, columns in found}
-    if len(counts) > 1:
-        raise ValueError(
-            f"GGNSpectrum: the blocks tell {sorted(counts)} samples apart. Choose params, or let "
-            "the loss see a sample's positions as one row."
-        )
-    order = torch.cat([places for places, _ in found]).argsort()
-    return torch.cat([columns for _, columns in found], 1)[:, order]
-
-
 def _groups(params: Sequence[Parameter], per: Per) -> Sequence[Sequence[Parameter]]:
     """Return the parameters of each block.
 
@@ -320,7 +324,12 @@ def _groups(params: Sequence[Parameter], per: Per) -> Sequence[Sequence[Paramete
         return [params]
     if per == "parameter":
         return [[p] for p in params]
-    if isinstance(per, str) or sorted(id(p) for g in per for p in g) != sorted(map(id, params)):
+    per = per if isinstance(per, str) else [list(group) for group in per]
+    if (
+        isinstance(per, str)
+        or not all(per)
+        or sorted(id(p) for g in per for p in g) != sorted(map(id, params))
+    ):
         raise ValueError(
             "GGNSpectrum: per is 'model', 'parameter', or groups that have each of params once, "
             f"got {per if isinstance(per, str) else [len(group) for group in per]!r}."

@@ -148,7 +148,8 @@ class KroneckerOperator(SpectralOperator):
 
     Args:
         factors: For each block its factors, symmetric and positive semidefinite, such as
-            ``[p.kfac for p in params]``. ``[d_1, d_1], [d_2, d_2], …``
+            ``[p.kfac for p in params]`` (of ``KFAC(max_factor_size=None)``, where factors are
+            large: diagonals alone are none). ``[d_1, d_1], [d_2, d_2], …``
         order: The entries of vectors in the order of the rows of the factors, which is another one
             for the weights of transposed convolutions. Default: as they are. ``[P]``
 

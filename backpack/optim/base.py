@@ -96,11 +96,15 @@ class ExtensionOptimizer(Optimizer):
             check_one_process(type(self).__name__, self.on_processes)
         loss = None
         if closure is not None:
-            with torch.enable_grad(), backpack(*self.extensions, process_group=self.averaged_over):
-                loss = closure()
+            loss = self._run(closure)
         with torch.no_grad():
             self._update(closure, loss)
         return loss
+
+    def _run(self, closure: Closure) -> Any:
+        """Run a closure in the context that it needs."""
+        with torch.enable_grad(), backpack(*self.extensions, process_group=self.averaged_over):
+            return closure()
 
     def _update(self, closure: Closure | None, loss: Any) -> None:
         """Do one step, given what the closure was and returned."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import exp
 from typing import Any, ClassVar, Literal
 
@@ -134,6 +135,11 @@ class DPOptimizer(ExtensionOptimizer):
             ValueError: If an option is out of range.
         """
         check_group(process_group)
+        if isinstance(process_group, str):
+            raise ValueError(
+                "process_group is a group of torch.distributed, such as group.WORLD, or None, got "
+                f"{process_group!r}: the step adds up sums itself."
+            )
         if not max_grad_norm > 0 or not noise_multiplier >= 0 or not expected_batch_size > 0:
             raise ValueError(
                 "max_grad_norm and expected_batch_size have to be larger than 0, noise_multiplier "
@@ -148,6 +154,7 @@ class DPOptimizer(ExtensionOptimizer):
         self.adaptive = adaptive
         self._group = None if process_group is None else DataGroup(process_group)
         self._sums: dict[Tensor, Tensor] = {}
+        self._is_empty = False  # whether the step is one without samples
         self._below = 0.0  # samples below the bound, those above counted as -1/2, others as 1/2
         extension = ClippedGrad(max_grad_norm, self._members, loss_reduction=loss_reduction)
         extension.looks_at_loss = True
@@ -200,11 +207,11 @@ class DPOptimizer(ExtensionOptimizer):
         Batches that take each sample with some probability may be empty, and ``backward()`` refuses
         those. To leave out the step would tell that.
         """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    self._sums.setdefault(p, torch.zeros_like(p))
-        self.step()
+        self._is_empty = True
+        try:
+            self.step()
+        finally:
+            self._is_empty = False
 
     def _is_new(self, p: Tensor) -> bool:
         """Whether a parameter has a gradient, and what belongs to it was not used yet."""
@@ -212,24 +219,53 @@ class DPOptimizer(ExtensionOptimizer):
         value = getattr(p, self.extension.savefield, None)
         return p.grad is not None and (used is None or used() is not value)
 
+    def _run(self, closure: Closure) -> Any:
+        with self._telling():
+            return super()._run(closure)
+
+    def _telling(self) -> AbstractContextManager[Any]:
+        """Tell other processes of an error here."""
+        return nullcontext() if self._group is None else self._group.telling()
+
+    def _take_sums(self, members: Sequence[Tensor]) -> tuple[dict[Tensor, Tensor], float]:
+        """Return the clipped sums of the batch, and the count; an error drops the batch.
+
+        Raises:
+            RuntimeError: If there are other processes, and nothing is new here.
+        """
+        with self._telling():
+            if not self._is_empty and (not self._sums or any(map(self._is_new, members))):
+                self.accumulate()
+            if not (self._sums or self._is_empty or self._group is None):
+                raise RuntimeError(
+                    f"{type(self).__name__}: no backward pass since the last step. Other processes "
+                    "wait for this one: call step_without_samples() for an empty batch."
+                )
+            sums, below = self._sums, self._below
+            self._sums, self._below = {}, 0.0
+        return sums, below
+
     def _update(self, closure: Closure | None, loss: Any) -> None:
         members = [p for group in self.param_groups for p in group["params"]]
-        if not self._sums or any(map(self._is_new, members)):
-            self.accumulate()
-        if not self._sums and self._group is None:
+        sums, below = self._take_sums(members)
+        like = members[0]
+        has = torch.tensor([p in sums for p in members], dtype=torch.int64, device=like.device)
+        what = f"step of {type(self).__name__}"
+        if self._group is not None:  # some may have had no sample, or not have used a layer
+            (has,) = self._group.total(what, [has])
+        if not has.any() and self._is_empty:  # nobody has samples
+            has = has.new_tensor([p.requires_grad for p in members])
+        trained = [p for p, is_trained in zip(members, has.tolist(), strict=True) if is_trained]
+        if not trained:
             return
-        trained = [p for p in members if p in self._sums]
-        noisy = [self._sums[p] for p in trained]
-        like = trained[0] if trained else torch.empty(0)
-        count = torch.full((1,), self._below, dtype=torch.float64, device=like.device)
+        noisy = [sums.get(p, torch.zeros_like(p)) for p in trained]
+        count = torch.full((1,), below, dtype=torch.float64, device=like.device)
         if self._group is None or self._group.is_first:  # noise is added once
             noisy = [total + self._noise(total) for total in noisy]
             if self.adaptive is not None:
                 noise = torch.empty(1, device=like.device).normal_(generator=self.generator)
                 count += self.adaptive.count_noise * noise
         if self._group is not None:
-            names = ", ".join(map(self._describe, trained))
-            what = f"step of {type(self).__name__} for {names or 'no parameter'}"
             *noisy, count = self._group.total(what, [*noisy, count])
         for p, total in zip(trained, noisy, strict=True):
             p.grad = total / self.expected_batch_size
@@ -237,7 +273,6 @@ class DPOptimizer(ExtensionOptimizer):
             fraction = 0.5 + float(count) / self.expected_batch_size
             distance = fraction - self.adaptive.quantile
             self.max_grad_norm *= exp(-self.adaptive.rate * distance)
-        self._sums, self._below = {}, 0.0
         self.optimizer.step()
 
     def _noise(self, like: Tensor) -> Tensor:

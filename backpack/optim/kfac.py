@@ -19,6 +19,7 @@ from backpack.distributed.shards import own_part, whole
 from backpack.extensions import HBP
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.hbp import MAX_FACTOR_SIZE
 from backpack.optim.base import Group
 from backpack.optim.preconditioned import PreconditionedOptimizer
 from backpack.utils.kroneckers import (
@@ -46,6 +47,11 @@ class AveragedEKFAC(SecondOrderBackpropExtension):
             raise ValueError(
                 f"KFAC with ekfac=True needs second moments of what travels back, but "
                 f"{factors!r} has none. Use KFAC() or KFLR() of backpack.extensions."
+            )
+        if isinstance(factors.max_factor_size, int) and factors.max_factor_size < MAX_FACTOR_SIZE:
+            raise ValueError(
+                f"KFAC with ekfac=True has whole factors, but {factors!r} has diagonals of those "
+                f"with more than {factors.max_factor_size} rows. Leave max_factor_size out."
             )
         self.inner = self.propagation = factors.propagation
         self.approximation = factors.approximation

@@ -49,8 +49,8 @@ class PreconditionedOptimizer(ExtensionOptimizer):
     and λ the ``damping``. The objective is the loss plus a penalty η/2 ‖θ‖² (``weight_decay``) with
     gradient ηθ and curvature η. ``betas`` are the forgetting factors of m and C.
 
-    A step that an error stops, such as that of a missing quantity or of a decomposition, leaves
-    weights and averages as they were.
+    A step that an error stops before it has all updates, such as that of a missing quantity or of a
+    decomposition, leaves weights and averages as they were.
     """
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
@@ -142,8 +142,9 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         if self.kl_clip is not None and square > self.kl_clip:
             scale = (self.kl_clip / square) ** 0.5
         self.state.update(states)
-        for group, p, direction in directions:
-            p.sub_(scale * group["lr"] * direction)
+        steps = [scale * group["lr"] * direction for group, _, direction in directions]
+        for (_, p, _), own in zip(directions, steps, strict=True):
+            p.sub_(own)
 
         if interval is not None and closure is not None and self._count() % interval == 0:
             with torch.enable_grad():

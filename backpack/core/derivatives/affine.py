@@ -284,7 +284,13 @@ def input_factor(x: Tensor, approximation: str | None) -> Tensor:
 def input_diagonal(x: Tensor, approximation: str | None) -> Tensor:
     """Return the diagonal of :func:`input_factor`: ``[N, T, I] -> [I]``."""
     rows, count = _input_rows(x, approximation)
-    return rows.square().sum(0) / count
+    return mean_square(rows, [0], count)
+
+
+def mean_square(values: Tensor, axes: Sequence[int], count: float) -> Tensor:
+    """Sum squares along some axes, divided by a count, at least in single precision."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return (wide.square().sum(list(axes)) / count).to(values.dtype)
 
 
 def _input_rows(x: Tensor, approximation: str | None) -> tuple[Tensor, int]:

@@ -128,9 +128,10 @@ class LinearDerivatives(BaseDerivatives):
     ) -> list[Tensor]:
         """Return A of the input for the weight, ``[I, I]``, or its diagonal ``[I]``."""
         (x,) = self.affine_inputs(c, name)
-        if x is None or x.shape[-1] <= max_size:
-            return self.kron_inputs(c, name, approximation)
-        return [affine.input_diagonal(x, approximation)]
+        if x is None:
+            return []
+        compute = affine.input_factor if x.shape[-1] <= max_size else affine.input_diagonal
+        return [compute(x, approximation)]
 
 
 @register("transformers.pytorch_utils.Conv1D")

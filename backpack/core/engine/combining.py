@@ -455,7 +455,7 @@ def _are_alike(some: Sequence[Extension], others: Sequence[Extension]) -> bool:
 
 
 def _options(ext: Extension) -> Any:
-    return type(ext), ext.savefield, ext.needs, ext.propagation, ext.max_factor_size
+    return type(ext), ext.savefield, ext.needs, ext.reads, ext.propagation, ext.max_factor_size
 
 
 def gathered() -> shards.gathered:

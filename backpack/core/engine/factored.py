@@ -38,6 +38,8 @@ from backpack.core.record.context import Context
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
+# A sum of gradients that is shorter than this part of its terms (squared) has lost digits.
+CANCELLED = 1e-2
 # Samples: all of a range, or chosen ones.
 Samples = slice | Tensor
 
@@ -432,17 +434,21 @@ def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
         sources: The terms, one for each use of a parameter.
 
     Returns:
-        ``[N]``; None if that takes the gradients themselves.
+        ``[N]``; None if that takes the gradients themselves, or terms nearly cancel.
     """
     norms: Tensor | None = None
+    sizes: list[Tensor] = []
     terms = _joined(sources)
     for i, term in enumerate(terms):
         own = [term.square_norms(), *(_dot(term, other) for other in terms[:i])]
+        sizes += [] if own[0] is None else [own[0]]
         for factor, value in zip([1, *[2] * i], own, strict=True):
             if value is None:
                 return None
             norms = factor * value if norms is None else norms + factor * value
-    return norms if norms is None or torch.is_grad_enabled() else norms.clamp_(min=0)
+    if norms is None or (len(terms) > 1 and bool((norms < CANCELLED * sum(sizes)).any())):
+        return None
+    return norms
 
 
 def _dot(one: Source, other: Source) -> Tensor | None:
@@ -603,13 +609,23 @@ class FactoredGrad:
         """Return the object itself, which cannot be changed."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is kept; a copy begins anew to notice changes in place."""
+        self._check()
+        return {name: value for name, value in vars(self).items() if name != "_read"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` has returned."""
+        vars(self).update(state)
+        self._read = [(t, _version(t)) for part in self._sources for t in part.tensors()]
+
     def _check(self) -> None:
         if any(_version(tensor) != version for tensor, version in self._read):
             raise RuntimeError(
                 f"The individual gradients of {self.label}, {list(self.shape)}, are kept as "
                 "factors, and one of these (a module's input, or the gradient at its output) was "
                 "changed in place after the backward pass. Use them before, call dense() before, "
-                "or BatchGrad() without factored=True."
+                "or do without factored=True."
             )
 
     def _of_shape(self, tensor: Tensor, *shapes: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.affine import with_one
+from backpack.core.derivatives.affine import mean_square, with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, factored
 from backpack.core.engine.factored import FactoredGrad
@@ -115,7 +115,7 @@ def add(one: Any, other: Any) -> Any:
 def max_factor_size(exts: Iterable[Extension]) -> float:
     """Return the size up to which some extension wants whole Kronecker factors."""
     sizes = [ext.max_factor_size for ext in exts if not KRONECKER.isdisjoint(ext.reads)]
-    return max((inf if size is None else size for size in sizes), default=inf)
+    return inf if None in sizes or not sizes else max(sizes)  # type: ignore[type-var, return-value]
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
@@ -349,10 +349,12 @@ class Products:
         """Set quantities that were put together from slices."""
         self._values |= values
 
-    def settle(self, names: Iterable[str]) -> dict[str, Any]:
+    def settle(self, names: Collection[str]) -> dict[str, Any]:
         """Return quantities, and forget where they come from."""
         values = {name: self[name] for name in names}
         _ = self.num_samples
+        if not set(JOINT_FACTORS.values()).isdisjoint(names):
+            _ = self._is_joined_bias
         self._values.clear()
         self.uses = []
         return values
@@ -453,7 +455,8 @@ class Products:
     def _square_norm_of_uses(self) -> Tensor | None:
         """Return the squared norms by Gram matrices of all uses; None if products are there, too.
 
-        So a weight that an embedding shares with an output layer needs no ``[N, *p]``.
+        So a weight that an embedding shares with an output layer needs no ``[N, *p]``. Uses of
+        other kinds may nearly cancel (two branches that are compared): they are added up.
         """
         if (
             not NORMS_OF_USES.is_on
@@ -465,7 +468,9 @@ class Products:
             return None
         found = [self._source(use) for use in self.uses]
         known = [one for one in found if one is not None]
-        return factored.square_norms_of_sum(known) if len(known) == len(found) else None
+        if len(known) < len(found) or not any(isinstance(s, factored.Cotangents) for s in known):
+            return None
+        return factored.square_norms_of_sum(known)
 
     def kronecker_factors(
         self, approximation: str | None = None, first: str | None = None, joint: bool = False
@@ -477,10 +482,15 @@ class Products:
             first: Name of the factor that carries the scale of the loss. Default: a Gram matrix.
             joint: Join a weight with its bias, which has none itself, then.
         """
-        if joint and self.is_joined and self.uses[0].name == "bias":
+        if joint and self._is_joined_bias:
             return []
         names = JOINT_FACTORS if joint else INPUT_FACTORS
         return self._factors(first or GRAMS[approximation], names[approximation], self.take)
+
+    @lazy
+    def _is_joined_bias(self) -> bool:
+        """Whether this is a bias that has its factors together with the weight."""
+        return self.is_joined and self.uses[0].name == "bias"
 
     def _factors(self, first: str, of_inputs: str, get: Callable[[str], Any]) -> list[Tensor]:
         gram = get(first)
@@ -561,7 +571,7 @@ class Products:
         """Sum outer products of rows, divided by a count: ``[R, D] -> [D, D]``, or ``[D]``."""
         if rows.shape[1] <= self.max_factor_size:
             return reductions.gram(rows, count)
-        return rows.square().sum(0) / count
+        return mean_square(rows, [0], count)
 
     @lazy
     def _without_factors(self) -> str | None:
@@ -602,7 +612,7 @@ class Products:
         size = stacked.shape[axis]
         if size > self.max_factor_size:
             others = [i for i in range(stacked.dim() - 1) if i != axis - 1]
-            return reduce(add, [each.square().sum(others) for each in stacked])
+            return reduce(add, [mean_square(each, others, 1) for each in stacked])
         if axis == stacked.dim() - 1:
             rows = stacked.reshape(-1, size)
             return rows.mT @ rows

@@ -16,6 +16,8 @@ RuleClass = TypeVar("RuleClass", bound="type[Rule]")
 # Containers of parameters, which nobody calls.
 LISTS = (ParameterList, ParameterDict)
 
+# Methods of derivatives that have another name now; to ignore the old one would be no error.
+RENAMED = {"mixes_samples": "couples_samples"}
 REGISTRY: dict[type[Module], Rule] = {}
 # For each class that was looked up, as long as it lives (each traced model has one of its own): the
 # derivatives, and the ``forward`` that they are of. A plain dictionary, for every call asks it.
@@ -42,7 +44,8 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
         The decorator. A later registration of the same class replaces the earlier one.
 
     Raises:
-        TypeError: If something else is given, such as the derivatives.
+        TypeError: If something else is given, such as the derivatives; or if these have a method
+            by a name that it had before.
     """
     for module_class in module_classes:
         if not (isinstance(module_class, str) or _is_class(module_class)):
@@ -52,6 +55,9 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
             )
 
     def decorate(rule: RuleClass) -> RuleClass:
+        for old, new in RENAMED.items():
+            if hasattr(rule, old):
+                raise TypeError(f"{rule.__name__}.{old} is called {new} now: rename the method.")
         for module_class in module_classes:
             if isinstance(module_class, str):
                 ELSEWHERE[module_class] = rule()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -225,7 +226,15 @@ class HBP(SecondOrderBackpropExtension):
         if most is None:
             return factors
         # another extension may have wanted them whole
-        return [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
+        found = [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
+        if most == MAX_FACTOR_SIZE and any(f.dim() == 1 for f in found):
+            warnings.warn(
+                f"{type(self).__name__}: of Kronecker factors with more than {most} rows there is "
+                "the diagonal alone, as for the parameter of shape "
+                f"{list(products.parameter.shape)}. Choose with max_factor_size; None keeps all.",
+                stacklevel=2,
+            )
+        return found
 
 
 class KFAC(HBP):
