@@ -258,7 +258,7 @@ def test_extensions_of_the_documentation() -> None:
             check_extension(ext())
 
 
-class Length(FirstOrderBackpropExtension):
+class SavesNumbers(FirstOrderBackpropExtension):
     """Saves a number."""
 
     needs = ("individual",)
@@ -281,9 +281,9 @@ def lengths(factor: float) -> Any:
 
 
 def test_numbers_in_dictionaries() -> None:
-    check_extension(Length(), lengths(1.0))
+    check_extension(SavesNumbers(), lengths(1.0))
     with pytest.raises(AssertionError, match="deviate"):
-        check_extension(Length(), lengths(1.1))
+        check_extension(SavesNumbers(), lengths(1.1))
 
 
 def test_objects_are_not_compared_in_silence() -> None:

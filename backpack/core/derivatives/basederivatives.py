@@ -834,6 +834,8 @@ class BaseDerivatives(Interface):
         Generic: forms the factors.
         """
         factors = self.kron_inputs(c, name, approximation)
+        if max(map(len, factors), default=0) <= max_size:
+            return factors
         return [f if len(f) <= max_size else f.diagonal().clone() for f in factors]
 
     def has_kronecker_factors(self, c: Context, name: str) -> bool:

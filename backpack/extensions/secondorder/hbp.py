@@ -223,11 +223,11 @@ class HBP(SecondOrderBackpropExtension):
         first = self._first()
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
         most = self.max_factor_size
-        if most is None:
+        if most is None or max(map(len, factors), default=0) <= most:
             return factors
         # another extension may have wanted them whole
         found = [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
-        if most == MAX_FACTOR_SIZE and any(f.dim() == 1 for f in found):
+        if most == MAX_FACTOR_SIZE:
             warnings.warn(
                 f"{type(self).__name__}: of Kronecker factors with more than {most} rows there is "
                 "the diagonal alone, as for the parameter of shape "
