@@ -311,7 +311,7 @@ def test_copies_and_devices() -> None:
     assert copy.deepcopy(g) is g
 
 
-@pytest.mark.parametrize("eps", [1e-1, 1e-2, 1e-3, 1e-6])
+@pytest.mark.parametrize("eps", [1e-1, 1e-2, 1e-3])
 def test_norms_of_uses_that_nearly_cancel(eps: float) -> None:
     """Two branches that are compared: no digits are lost by inner products."""
 
