@@ -62,7 +62,7 @@ class Step:
         ("", 105, 25),
         ("Variance", 105, 330),
         ("DiagGGNExact", 105, 470),
-        ("BatchGrad DiagGGNExact KFAC", 105, 950),
+        ("BatchGrad DiagGGNExact KFAC", 105, 940),
     ],
     ids=["none", "first order", "second order", "all"],
 )

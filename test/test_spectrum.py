@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from test_factored import agree
+from test_gram import run
 from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
@@ -34,14 +35,6 @@ def keeps_factors(
         for kind in (factored.Pairs, factored.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     yield request.param
-
-
-def run(problem: Any, *exts: Any) -> list[Any]:
-    model, lossfunc = extend(problem.model), extend(problem.loss)
-    torch.manual_seed(1)
-    with backpack(*exts):
-        lossfunc(model(problem.X), problem.y).backward()
-    return oracle.trainable(problem.model)
 
 
 def rows_of(columns: Tensor) -> Tensor:

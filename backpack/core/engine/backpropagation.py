@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from backpack.core.engine.products import (
     EIGEN_SQUARES,
     GRAMS,
     IN_BASES,
+    KRONECKER,
     REDUCTIONS,
     UNSLICED,
     Bases,
@@ -408,7 +409,7 @@ class Backpropagation:
         if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
             self.wanted |= {ARRIVED}
         self.bases = dict(bases or {})
-        self.max_size = max_factor_size(exts)
+        self.max_size = inf if KRONECKER.isdisjoint(self.wanted) else max_factor_size(exts)
         # what needs bases of the whole batch is summed in a second turn, if the first has slices
         known = self.bases.keys() >= plan.uses.keys()
         self.later = frozenset() if known else self.wanted & IN_BASES

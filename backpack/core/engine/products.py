@@ -114,8 +114,13 @@ def add(one: Any, other: Any) -> Any:
 
 def max_factor_size(exts: Iterable[Extension]) -> float:
     """Return the size up to which some extension wants whole Kronecker factors."""
-    sizes = [ext.max_factor_size for ext in exts if not KRONECKER.isdisjoint(ext.reads)]
-    return inf if None in sizes or not sizes else max(sizes)  # type: ignore[type-var, return-value]
+    largest: float = -1
+    for ext in exts:
+        if ext.max_factor_size is not None:
+            largest = max(largest, ext.max_factor_size)
+        elif not KRONECKER.isdisjoint(ext.reads):
+            return inf
+    return inf if largest < 0 else largest
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
