@@ -43,14 +43,13 @@ from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.intercept import InterceptBackward
-from backpack.core.engine.results import clear, quantities
 from backpack.core.record import calls, shards, tape
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.distributed import agree, check_group, reduce, tell
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.results import results_of, summary
+from backpack.results import clear, quantities, results_of, summary
 from backpack.utils.options import ShowsOptions
 
 __version__ = "1.8.0.dev0"

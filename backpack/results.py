@@ -1,4 +1,4 @@
-"""What a backward pass has left at the parameters: with types, and as a table."""
+"""What a backward pass has left at the parameters: with types, as a table, as a dictionary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.engine.results import saved
+from backpack.core.engine.results import Attributes, saved
 from backpack.utils.kroneckers import EigenKronecker
 
 
@@ -194,3 +194,67 @@ def _row(parameter: str, quantity: str, value: Any) -> Row:
         torch.linalg.vector_norm(entries.to(torch.promote_types(entries.dtype, torch.float32)))
     )
     return Row(parameter, quantity, tuple(value.shape), size, norm)
+
+
+def quantities(model: Module, *names: str) -> dict[str, Tensor]:
+    """Collect the results of all parameters of a model, such as for ``safetensors``.
+
+    Results that are functions, such as those of ``GGNMP``, or factors, are left out. So are
+    parameters without the result.
+
+    Args:
+        model: Any module.
+        *names: Savefields. Default: all that there are.
+
+    Returns:
+        Contiguous tensors without a graph. For one savefield, a tensor has the name of its
+        parameter in ``model.named_parameters()`` (``"0.weight"``); for several, or all, with the
+        savefield behind it (``"0.weight.grad_batch"``). Factors of a list are numbered:
+        ``"0.weight.0"``, ``"0.weight.kfac.0"``.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ValueError: If no parameter has results of one of the names.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"quantities expects a model, got {type(model).__name__}. For a single parameter, use "
+            "backpack.results_of(p)."
+        )
+    found = {key: saved(p) for key, p in model.named_parameters()}
+    known = dict.fromkeys(name for results in found.values() for name in results)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"No parameter of {type(model).__name__} has results named "
+            f"{', '.join(map(str, unknown))}: there are {', '.join(known) or 'none'}. Call "
+            "backward() inside `with backpack(...)` first, and give savefields, such as "
+            "'grad_batch'."
+        )
+    tensors: dict[str, Tensor] = {}
+    for key, results in found.items():
+        for name in names or results:
+            value = results.get(name)
+            whole = key if len(names) == 1 else f"{key}.{name}"
+            if isinstance(value, list | tuple):
+                parts = {f"{whole}.{i}": part for i, part in enumerate(value)}
+            else:
+                parts = {whole: value}
+            for label, part in parts.items():
+                if isinstance(part, Tensor):
+                    tensors[label] = part.detach().contiguous()
+    return tensors
+
+
+def clear(model: Module) -> None:
+    """Remove the results from all parameters of a model.
+
+    What forward passes have stored is kept: :func:`backpack.memory_cleanup` drops that.
+
+    Args:
+        model: Any module.
+    """
+    for p in model.parameters():
+        own = vars(p)
+        if isinstance(own, Attributes):
+            p.__dict__ = own.others()

@@ -156,9 +156,11 @@ class Steps:
         self.loaded.release()
 
 
-def measure(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Figure]:
-    """Measure problems and quantities."""
-    found = []
+def measure(
+    args: argparse.Namespace, show: Callable[[Figure], None], facts: dict[str, Any]
+) -> list[Figure]:
+    """Measure problems and quantities; write what there is after each problem."""
+    found = [one for one in read(args.out, facts) if one.problem not in args.problems]
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     for name in args.problems:
         steps = Steps(ALL[name], args.rounds, args.step_limit, clock)
@@ -168,9 +170,18 @@ def measure(args: argparse.Namespace, show: Callable[[Figure], None]) -> list[Fi
                 for figure in steps.figures(quantity, args.paths):
                     found.append(figure)
                     show(figure)
-            except (NotImplementedError, TimeoutError, ValueError):
-                steps.loaded.release()
+            except (NotImplementedError, TimeoutError, ValueError, MemoryError, RuntimeError):
+                steps.loaded.release()  # not defined there, or more than this machine has
+        write(found, args.out, facts)
     return found
+
+
+def read(out: Path, facts: dict[str, Any]) -> list[Figure]:
+    """Return the figures of an earlier run under the same circumstances."""
+    contents = json.loads(out.read_text()) if out.exists() else {}
+    if contents.get("environment") != facts:
+        return []
+    return [Figure(**one) for one in contents["figures"]]
 
 
 def text(figure: Figure | None, value: float | None) -> str:
@@ -217,15 +228,19 @@ it, in three of four rounds.
 """
 
 
-def write(figures: list[Figure], out: Path, args: argparse.Namespace) -> None:
-    """Write the figures, and a report next to them."""
-    facts = {
+def circumstances(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what figures depend on."""
+    return {
         "threads": torch.get_num_threads(),
         "rounds": args.rounds,
         "clock": args.clock,
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def write(figures: list[Figure], out: Path, facts: dict[str, Any]) -> None:
+    """Write the figures, and a report next to them."""
     out.parent.mkdir(parents=True, exist_ok=True)
     contents = {"environment": facts, "figures": [asdict(one) for one in figures]}
     out.write_text(json.dumps(contents, indent=1) + "\n")
@@ -265,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         what = one.reason or ", ".join(ratios)
         console.print(f"{one.problem:16}{one.quantity:36}{one.path:48}{what}")
 
-    figures = measure(args, show)
+    figures = measure(args, show, circumstances(args))
     for kind in ("time", "memory"):
         header, lines = rows(figures, kind)
         shown = Table(title=f"{kind} without ÷ with, most")
@@ -274,7 +289,6 @@ def main(arguments: list[str] | None = None) -> int:
         for line in lines:
             shown.add_row(*line)
         console.print(shown)
-    write(figures, args.out, args)
     return 0
 
 

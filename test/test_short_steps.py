@@ -60,9 +60,9 @@ class Step:
     ("extensions", "forward", "backward"),
     [
         ("", 105, 25),
-        ("Variance", 105, 330),
-        ("DiagGGNExact", 105, 470),
-        ("BatchGrad DiagGGNExact KFAC", 105, 940),
+        ("Variance", 105, 305),
+        ("DiagGGNExact", 105, 390),
+        ("BatchGrad DiagGGNExact KFAC", 105, 800),
     ],
     ids=["none", "first order", "second order", "all"],
 )

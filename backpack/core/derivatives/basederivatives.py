@@ -704,9 +704,10 @@ class BaseDerivatives(Interface):
         if pairs is None:
             return self._reduced_in_slices(c, name, v, wanted, weights)
         memo = c.memo if self.kronecker_rows_are_shared else None
+        if self.has_one_part and len(pairs) == 1:
+            ((s, x),) = pairs
+            return affine.reduced(s, x, wanted, weights, memo)
         found = [affine.reduced(s, x, wanted, weights, memo) for s, x in pairs]
-        if self.has_one_part and len(found) == 1:
-            return found[0]
         return reductions.put_together(found, lambda parts: self.assemble(c, name, parts))
 
     def square_in_bases(

@@ -213,7 +213,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         if module.padding == "same":
             totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
             return [(total // 2, total - total // 2) for total in totals]
-        return [(p, p) for p in module.padding]
+        return list(zip(module.padding, module.padding, strict=True))
 
     def _native_padding(self, module: Any) -> list[int]:
         """Return the padding that the convolution itself can do, zeros if it cannot."""

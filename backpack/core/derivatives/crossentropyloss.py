@@ -40,7 +40,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def _scale(self, c: Context) -> Tensor:
         """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
-        x, y = c.input, c.inputs[1]
+        x, y, *_ = c.inputs
         if x.dim() < 2:
             raise ValueError(
                 f"{describe(c.module)}: the prediction needs a batch axis, got shape "

@@ -105,7 +105,8 @@ class LinearDerivatives(BaseDerivatives):
     def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Return ``v`` at each position, and the input."""
         s = v.flatten(2, -2) if v.dim() > 3 else v
-        return [(s, x) for x in self.affine_inputs(c, name)]
+        (x,) = self.affine_inputs(c, name)
+        return [(s, x)]
 
     def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
         """Sum or keep the positions: ``[V, N, *, O] -> [V, N', 1, O]``."""

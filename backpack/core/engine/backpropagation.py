@@ -17,7 +17,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
 from backpack.context import CTX, STATE, disable, update
@@ -51,6 +51,7 @@ from backpack.core.engine.products import (
 )
 from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
 
@@ -342,7 +343,7 @@ class Diagonal(NamedTuple):
 
 Receive = Callable[[Products, Part], None]
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
-_RULES = attrgetter("rules")
+_RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
 _IS_UNBATCHED = attrgetter("is_unbatched")
 
 
@@ -405,7 +406,7 @@ class Backpropagation:
         self.subsampling = subsampling
         self.save = save
         self.left_out = left_out
-        self.wanted = frozenset().union(*[ext.needs for ext in exts])
+        self.wanted = frozenset().union(*map(_NEEDS, exts))
         if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
             self.wanted |= {ARRIVED}
         self.bases = dict(bases or {})
@@ -419,10 +420,14 @@ class Backpropagation:
             self.gathered = self.gathered - UNSLICED | {"individual"}
         # whether somebody wants the columns themselves, not just the matrix they stand for
         self.shows_columns = is_unsliced or "individual" in self.wanted
-        self.savefields = ", ".join([ext.savefield for ext in exts])
+        self.savefields = ", ".join(map(_SAVEFIELD, exts))
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))
         self.mixing = plan.mixing and self.sliced
+        # whether other columns may stand for the same matrices: nobody sees them
+        self.may_reduce = self.sliced and not (self.mixing or self.shows_columns)
+        if not FEWER_COLUMNS.is_on or torch.is_grad_enabled():
+            self.may_reduce = False
         self.is_large = plan.bytes >= LARGE_NETWORK
         self.is_long = plan.base * plan.size >= MANY_COLUMNS
         self.collects = False  # whether several sources add up in diagonals at calls' outputs
@@ -442,7 +447,7 @@ class Backpropagation:
         later = self._in_bases(sources, totals) if totals and self.later else {}
         for p in list(totals):
             products = self._whole(p)
-            products.set_values(totals.pop(p))  # nobody else has them, see ownership
+            products.set_values(totals.pop(p))  # nobody else has them, see results.owned
             products.set_values(later.pop(p, {}))
             products.extract(self.exts, self.save)
         for p, ext in list(self.rule_values):
@@ -520,7 +525,7 @@ class Backpropagation:
 
     def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
         """Return the entries of a call's largest tensor, of all samples."""
-        largest = max([1, *[s.numel() for s in shapes if s is not None]])
+        largest = max([1, *map(Size.numel, filter(IS_SOMETHING, shapes))])
         return largest * (call.copies if call.is_unbatched else 1)
 
     def _first_parts(self, source: Source) -> list[Part]:
@@ -589,8 +594,7 @@ class Backpropagation:
             return [state]
         return [state.restricted(part, self._samples(part), self.plan.rows) for part in parts]
 
-    def _start(self, source: Source, part: Part) -> list[Factor | None]:
-        samples = self._samples(part)
+    def _start(self, source: Source, part: Part, samples: Rows) -> list[Factor | None]:
         rows = self.plan.rows(source.call, samples)
         columns = part.columns
         factors = source.columns(
@@ -628,10 +632,11 @@ class Backpropagation:
         column, is_one = self.plan.column, len(parts) == 1 and not self.mixing
         self.fits = is_one and column is not None and len(parts[0].columns) * column <= self.limit
         for part in parts:
-            state = State(part, None if self.plan.mixing else self._samples(part))
+            samples = self._samples(part)
+            state = State(part, None if self.plan.mixing else samples)
             if self.mixing:
                 state.terms = len(part.samples)
-            starts = self._start(source, part)
+            starts = self._start(source, part, samples)
             deliver(self.plan, source.call, starts, state.cotangents, state.samples)
             self._carry(state, calls, receive)
 
@@ -747,12 +752,14 @@ class Backpropagation:
             self._hand_over(state, c, factor, mats, receive)
         if not goes_on:
             return
-        if self.sliced and len(mats) == 1 and not cotangents and not state.pending:
+        if self.may_reduce and len(mats) == 1 and not cotangents and not state.pending:
             factor = self._reduced(state, factor)
             mats = [factor.mat]
         backs = self._transposed(c, mats)
-        backs_held = [None if m is None else factor.holding(m) for m in backs]
-        deliver(self.plan, call, backs_held, cotangents, state.samples)
+        factors: list[Factor | None] = []
+        for mat in backs:
+            factors.append(None if mat is None else factor.holding(mat))
+        deliver(self.plan, call, factors, cotangents, state.samples)
 
     def _hand_over(
         self,
@@ -776,36 +783,29 @@ class Backpropagation:
         c.memo = None
 
     def _reduced(self, state: State, factor: Factor) -> Factor:
-        """Replace all that has arrived by fewer columns for the same matrices, if that pays."""
-        if not self._is_reducible(state, factor):
-            return factor
-        everything = range(prod(factor.mat.shape[2:]))
-        state.part = replace(state.part, columns=everything, of_columns=everything)
-        return factor.reduced()
-
-    def _is_reducible(self, state: State, factor: Factor) -> bool:
-        """Whether fewer columns stand for the same matrices, and nobody sees the columns.
+        """Replace all that has arrived by fewer columns for the same matrices, if that pays.
 
         With V columns of D entries, the triangles take as many operations as V columns in a linear
         layer of D outputs: that pays if a third of the columns is saved from there on.
         """
         num_v, rows, *shape = factor.mat.shape
-        return (
-            FEWER_COLUMNS.is_on
+        is_reducible = (
+            self.may_reduce
             and 2 * num_v > 3 * prod(shape)
-            and self.sliced
-            and not self.mixing
-            and not self.shows_columns
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows
             and state.part.columns == state.part.of_columns
-            and not torch.is_grad_enabled()
         )
+        if not is_reducible:
+            return factor
+        everything = range(prod(shape))
+        state.part = replace(state.part, columns=everything, of_columns=everything)
+        return factor.reduced()
 
     def _transposed(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Apply the transposed Jacobian; once, if neither it nor the columns vary with samples."""
-        known, call = [m for m in mats if m is not None], c.call
+        call, known = c.call, list[Any](filter(IS_SOMETHING, mats))
         alike = known[0].shape[1] > 1 and not any(map(_STEP_BETWEEN_ROWS, known))
         rule: Any = call.derivatives
         alike = alike and call.is_plain and not call.couples_samples

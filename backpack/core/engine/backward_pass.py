@@ -36,10 +36,10 @@ from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.ownership import owned
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.propagations import UserRules
+from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
 from backpack.core.record import calls, data_flow, shards, weights
 from backpack.core.record.calls import (
@@ -154,12 +154,8 @@ class BackwardPass:
         self.reached_calls: dict[Call, None] = {}
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
-        # ids of the values, which would outlive what an extension hook drops
-        self.written: list[tuple[Parameter, str, int]] = []
-        # of those that make results of what all parameters have
-        self.collected: dict[Extension, dict[Parameter, Any]] = {}
+        self.results = Writer(configuration.debug)
         self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
-        self.untrained: set[Parameter] = set()  # left out by backward(inputs=...)
         self.threads: set[int] = set()  # in which it has run
         self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
         self.owed: set[Parameter] = set()  # those of the elided ones that were reached
@@ -178,8 +174,7 @@ class BackwardPass:
         self.keeping: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = calls.Users()
-        self.originals: dict[Tensor, Any] = {}  # of the copies that rules see
-        self.combining = Combining(configuration, self._save, self.originals)
+        self.combining = Combining(configuration, self.results)
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
@@ -328,9 +323,7 @@ class BackwardPass:
                 configure(outer)
 
     def _undo(self) -> None:
-        for p, savefield, identity in self.written:
-            if id(getattr(p, savefield, None)) == identity:
-                delattr(p, savefield)
+        self.results.undo()
         for call in self.calls:
             call.g_out = [None] * len(call.g_out)
 
@@ -339,20 +332,19 @@ class BackwardPass:
     def _keep_parameters(self, live: Iterable[Call]) -> None:
         """Keep what hooks could change, where it is read after others have run."""
         travels, shown = bool(self.second_order), self.shows_calls
-        reading = []
+        reading = {}
         for call in live:
             is_known = call.derivatives is not None and call.outputs
             if is_known and call.reads_parameters(travels, shown):
-                reading.append(call)
+                reading[call] = call.own()
+                if call.addresses and call.has_moved:
+                    self.moved.add(call)
         if not reading:
             return
+        self.keeping |= reading
         if self.kept is None:
             self.kept = KeptParameters(copies=_have_hooks(calls.all_live_calls()))
-        for call in reading:
-            self.keeping[call] = call.own()
-            if call.has_moved:
-                self.moved.add(call)
-        self.kept.add(chain.from_iterable([self.keeping[call] for call in reading]))
+        self.kept.add(chain.from_iterable(reading.values()))
         if self.kept.copies:
             storages = self.kept.storages()
             for call in reading:
@@ -360,15 +352,15 @@ class BackwardPass:
 
     def _see_parameters_before(self, calls: Iterable[Call]) -> None:
         assert self.kept is not None
-        reading = [call for call in calls if call in self.keeping]
-        own = chain.from_iterable([self.keeping[call] for call in reading])
+        reading = list(filter(self.keeping.__contains__, calls))
+        own = chain.from_iterable(map(self.keeping.__getitem__, reading))
         changed = self.kept.changed(own)
         for call in reading:
             if changed:
                 call.see_parameters_before(changed)
             for p, was in call.before.items():
                 assert was.value is not None
-                self.originals[was.value] = p
+                self.results.originals[was.value] = p
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
         is_new = call not in self.reached_calls
@@ -427,7 +419,7 @@ class BackwardPass:
             self._accumulate(call)
         shows = self.configuration.extension_hook is not None
         if not (self.second_order or (shows and self.combining.is_waiting)):
-            self._done(call)
+            self._done([call])
             self.calls.remove(call)
 
     def _keeps(self, grad: Tensor) -> bool:
@@ -454,8 +446,9 @@ class BackwardPass:
 
     def _is_independent(self, call: Call) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
-        shared = call.is_unbatched or call.unbatched_inputs  # samples are told apart later
-        return not shared and self.whole_batch and self.users.is_alone(call)
+        if call.is_unbatched or call.unbatched_inputs:  # samples are told apart later
+            return False
+        return self.whole_batch and (not call.params or self.users.is_alone(call))
 
     def _mark_first_order(self) -> None:
         """Say if samples were mixed, and note at the results what belongs to them."""
@@ -465,7 +458,7 @@ class BackwardPass:
         terms = None if self.entry is None else self.entry.terms
         in_loss = () if terms is None else terms.mixing
         mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
-        if self.sample_flow.single and self.written:
+        if self.sample_flow.single and self.results:
             warn(
                 f"{checks.listed(self.sample_flow.single)}: the individual gradients of all others "
                 "are zero. If these are rows of different samples, the batch axis is not the first "
@@ -473,7 +466,7 @@ class BackwardPass:
                 "that has it there, and a token is chosen by h[:, 0], not h[0].",
                 stacklevel=2,
             )
-        if sizes and self.written:
+        if sizes and self.results:
             names = checks.listed([*reversed(sizes)])  # in the order of the calls
             warn(
                 "The individual gradients of some layers are not those of samples. A layer takes "
@@ -483,7 +476,7 @@ class BackwardPass:
                 stacklevel=2,
             )
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
-        if mixing and self.written:
+        if mixing and self.results:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.mixing else []
             advice += [FUNCTIONS_THAT_MIX] if self.sample_flow.mixing else []
@@ -500,20 +493,18 @@ class BackwardPass:
         unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
-        for p, savefield, identity in self.written if marks or self.accumulated else ():
-            value = getattr(p, savefield, None)
-            if id(value) == identity and isinstance(value, Tensor | FactoredGrad):
+        for p, _, value in self.results if marks or self.accumulated else ():
+            if isinstance(value, Tensor | FactoredGrad):
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
 
     def _note_gradients(self) -> None:
         """Note which gradient results belong to: the one that autograd has accumulated."""
-        for ext in self.first_order:
-            if ext.belongs_to_gradient:
-                for p, savefield, identity in self.written:
-                    if savefield == ext.savefield and id(getattr(p, savefield, None)) == identity:
-                        results.note_gradient(p, savefield)
+        names = {ext.savefield for ext in self.first_order if ext.belongs_to_gradient}
+        for p, savefield, _ in self.results:
+            if savefield in names:
+                results.note_gradient(p, savefield)
 
     def _mixing_without_gradient(self) -> dict[str, None]:
         """Return what has mixed samples where no gradient passes, such as frozen layers."""
@@ -570,7 +561,10 @@ class BackwardPass:
 
     def _find_trained(self, call: Call) -> None:
         with torch.enable_grad():
-            call.trained = {name: p for name, p in call.params.items() if self._is_trained(p)}
+            call.trained = {}
+            for name, p in call.params.items():
+                if self._is_trained(p):
+                    call.trained[name] = p
             if self.notes_accumulation:
                 for p in map(shards.home, call.trained.values()):
                     if p.grad is not None and not self.combining.continues(
@@ -579,29 +573,24 @@ class BackwardPass:
                         self.accumulated.setdefault(p, p.grad.any())
         if len(call.trained) < len(call.params):
             left_out = [p for name, p in call.params.items() if name not in call.trained]
-            self.untrained.update(map(shards.home, left_out))
+            self.results.untrained.update(map(shards.home, left_out))
 
     def _is_trained(self, p: Parameter) -> bool:
-        """Whether ``p`` gets a gradient, from autograd or from here."""
-        if self._is_accumulated(p):
-            return True
-        elided = self.entry.elided if self.entry is not None else ()
-        if elided and p.requires_grad and p in elided:
-            self.owed.add(p)
-        return bool(self.owed) and p in self.owed
-
-    def _is_accumulated(self, p: Parameter) -> bool:
-        """Whether this backward pass computes the gradient of ``p`` (see ``backward(inputs=)``)."""
+        """Whether ``p`` gets a gradient, from autograd (see ``backward(inputs=)``) or from here."""
         if not p.requires_grad:
             return False
         if not self.restricted:
             return True
         view: Any = p.view_as(p).grad_fn  # in grad mode
         try:
-            return torch._C._will_engine_execute_node(view.next_functions[0][0])
+            if torch._C._will_engine_execute_node(view.next_functions[0][0]):
+                return True
         except RuntimeError:  # torch.autograd.grad does not say
             self.restricted = False
             return True
+        if self.entry is not None and p in self.entry.elided:
+            self.owed.add(p)
+        return p in self.owed
 
     # ------------------------------------------------------------------ after the backward pass
 
@@ -635,12 +624,12 @@ class BackwardPass:
             self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
-        self._finish_extensions()
+        self.results.finish_extensions()
         if not self.combining.is_waiting:
             self._note_first_order()
         if self.second_order:
             self._run_second_order()
-            self._finish_extensions()
+            self.results.finish_extensions()
 
     def _end(self, error: Exception | None = None) -> None:
         """Write what other processes and passes have a part in, and release the calls.
@@ -653,8 +642,7 @@ class BackwardPass:
                 error = error or NotImplementedError(NO_GRAPH)
             self.combining.finish(error)
             self._note_first_order()
-        for call in sorted(self.calls, key=attrgetter("index"), reverse=True):
-            self._done(call)
+        self._done(sorted(self.calls, key=attrgetter("index"), reverse=True))
 
     def _note_first_order(self) -> None:
         self._mark_first_order()
@@ -675,52 +663,20 @@ class BackwardPass:
                 stacklevel=2,
             )
 
-    def _done(self, call: Call) -> None:
+    def _done(self, calls: Iterable[Call]) -> None:
         hook = self.configuration.extension_hook
-        if hook is not None:
-            stored = call.inputs, call.outputs
-            if call.views:
-                call.inputs, call.outputs = call.without_views()
-            with context_of(call, check=False, whole=True).shown(now=True) as module:
-                hook(module)
-            call.inputs, call.outputs = stored
-        if self.configuration.retain_graph:
-            call.clear()
-        else:
-            call.release()
-
-    def _finish_extensions(self) -> None:
-        """Save what extensions make of what all parameters have, and free that."""
-        while self.collected:
-            ext, values = self.collected.popitem()
-            for p, savefield, *value in ext.finish(values):
-                self._save(p, ext, value.pop(), savefield)  # nobody else has it: no copy
-
-    def _save(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
-        if self.originals:
-            p = self.originals.get(p, p)
-        if self.untrained and p in self.untrained:
-            return
-        if ext.collects and savefield is None:
-            self.collected.setdefault(ext, {})[p] = value
-            return
-        savefield = savefield or ext.savefield
-        if isinstance(value, Tensor):
-            value = value.to(p.dtype)  # the name that it came with is gone, see owned
-            if not value.requires_grad:
-                value = value.detach()
-            value = owned(value)
-        elif isinstance(value, list):
-            left, value = list(value), []
-            while left:
-                one = left.pop(0).to(p.dtype)
-                one = one if one.requires_grad else one.detach()
-                value.append(owned(one))
-                del one
-        if self.configuration.debug:
-            print(f"[backpack] {savefield}: {list(getattr(value, 'shape', []))}")
-        self.written.append((p, savefield, id(value)))
-        results.save(p, savefield, value)
+        for call in calls:
+            if hook is not None:
+                stored = call.inputs, call.outputs
+                if call.views:
+                    call.inputs, call.outputs = call.without_views()
+                with context_of(call, check=False, whole=True).shown(now=True) as module:
+                    hook(module)
+                call.inputs, call.outputs = stored
+            if self.configuration.retain_graph:
+                call.clear()
+            else:
+                call.release()
 
     # ------------------------------------------------------------------ first order
 
@@ -877,10 +833,12 @@ class BackwardPass:
                     "Second-order quantities need a scalar loss, but the output of "
                     f"{call!r} is not. Use reduction='mean' or 'sum'."
                 )
-        for call in plan.losses:
-            fed_by = [plan.producers.get(o) for o in call.origins_in if o is not None]
-            if any(producer and producer.call in plan.after_loss for producer in fed_by):
-                raise ValueError(f"{call!r} has the value of another extended loss as its input.")
+            for mark in call.origins_in:
+                producer = plan.producers.get(mark)
+                if producer is not None and producer.call in plan.after_loss:
+                    raise ValueError(
+                        f"{call!r} has the value of another extended loss as its input."
+                    )
         if self.entry is None or not plan.losses:
             return
         losses = {o for call in plan.losses for o in call.origins_out}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, distributed
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 from backpack.context import Configuration
 from backpack.core.engine import results
 from backpack.core.engine.products import IN_BASES, OVER_PARTS, UNSLICED, Products
+from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
@@ -95,12 +95,12 @@ class Combining:
 
     Args:
         configuration: Of the pass.
-        write: Saves a result at a parameter: a method of the pass.
-        originals: Parameters by the copies that rules see.
+        results: Writes at parameters.
 
     Attributes:
         groups: Parameters whose gradients are averaged, with the processes.
         is_waiting: Whether there are results that cannot be written at once.
+        write: Saves a result that is complete.
         is_sharded: Whether parameters are sharded: others wait for this process on the way.
     """
 
@@ -109,15 +109,13 @@ class Combining:
     tell: ClassVar[Tell]
     agree: ClassVar[Agree]
 
-    def __init__(
-        self, configuration: Configuration, write: SaveResult, originals: dict[Any, Parameter]
-    ):
+    def __init__(self, configuration: Configuration, results: Writer):
         """Hold nothing yet."""
         self.accumulates = self.is_waiting = configuration.accumulate
         self.chosen = configuration.process_group
         self.exts = configuration.exts
-        self._write = WeakMethod(write)  # the pass has this one: no cycle, which would keep calls
-        self.originals = originals
+        self.write = results.write
+        self.originals = results.originals
         self.groups: dict[Parameter, Processes] = {}
         self.is_sharded = False
         self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
@@ -276,13 +274,6 @@ class Combining:
             self._hold(of_value(p, ext, value))
         else:
             self.write(p, ext, value)
-
-    @property
-    def write(self) -> SaveResult:
-        """Saves a result at a parameter. No wrapper: that would hold the result as well."""
-        write = self._write()
-        assert write is not None
-        return write
 
     def holds(self, products: Products, exts: Sequence[Extension]) -> bool:
         """Keep products whose results need other processes or passes; return whether they do."""

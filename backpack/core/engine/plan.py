@@ -29,6 +29,8 @@ from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
 
+_DTYPES = attrgetter("dtypes")
+
 
 class Producer(NamedTuple):
     """The call (and the number of its output) that computed a tensor."""
@@ -75,8 +77,10 @@ def set_apart(calls: Iterable[Call], exts: Iterable[Extension]) -> None:
     Raises:
         ValueError: If several calls have read the tensor since.
     """
-    exts = [ext for ext in exts if ext.rules]
-    ordered = sorted(calls, key=attrgetter("index")) if exts else []
+    exts = list(filter(attrgetter("rules"), exts))
+    if not exts:
+        return
+    ordered = sorted(calls, key=attrgetter("index"))
     produced = {o for call in ordered if not call.is_transparent for o in call.origins_out}
     for number, call in enumerate(ordered):
         rules = [rule for ext in exts if (rule := ext.rule_for(call.module)) is not None]
@@ -109,6 +113,11 @@ class Plan:
         users: Calls whose parameters matter.
         calls: Calls whose derivatives are needed: no containers, nothing that only reshapes.
         uses: For each parameter the calls that use it, with its name there.
+        losses: The calls that are losses.
+        producers: Who computed the tensor of an origin.
+        mixing: Whether a module mixes the samples of the batch.
+        size: Number of entries of all parameters that are used.
+        bytes: Bytes of them.
     """
 
     def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
@@ -125,19 +134,29 @@ class Plan:
         for call in self.users:
             for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
+        self.losses: list[Call] = []
+        self.producers: dict[Origin | None, Producer] = {}
+        self.mixing = False
+        self.bytes = self.size = 0
+        for call in self.calls:
+            if isinstance(call.derivatives, BaseLossDerivatives):
+                self.losses.append(call)
+            if call.couples_samples:
+                self.mixing = True
+            for slot, origin in enumerate(call.origins_out):
+                if origin is not None:
+                    self.producers[origin] = Producer(call, slot)
+        for p in self.uses:
+            self.size += p.numel()
+            self.bytes += p.nbytes
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
-        dtypes = {dtype for call in self.calls for dtype in call.dtypes}
+        dtypes = set[torch.dtype]().union(*map(_DTYPES, self.calls))
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))
-
-    @lazy
-    def losses(self) -> list[Call]:
-        """The calls that are losses."""
-        return [c for c in self.calls if isinstance(c.derivatives, BaseLossDerivatives)]
 
     @lazy
     def predictions(self) -> dict[Call, tuple[int, ...]]:
@@ -149,29 +168,9 @@ class Plan:
         return found
 
     @lazy
-    def producers(self) -> dict[Origin, Producer]:
-        """Who computed the tensor of an origin."""
-        return {
-            origin: Producer(call, slot)
-            for call in self.calls
-            for slot, origin in enumerate(call.origins_out)
-            if origin is not None
-        }
-
-    @lazy
     def going_on(self) -> set[Call]:
         """Calls that have an input which another one has computed."""
         return {c for c in self.calls if not self.producers.keys().isdisjoint(c.origins_in)}
-
-    @lazy
-    def size(self) -> int:
-        """Number of entries of all parameters that are used."""
-        return sum([p.numel() for p in self.uses])
-
-    @lazy
-    def bytes(self) -> int:
-        """Bytes of all parameters that are used."""
-        return sum([p.nbytes for p in self.uses])
 
     @lazy
     def column(self) -> int | None:
@@ -202,11 +201,6 @@ class Plan:
         base = gcd(*samples)
         # without a common batch, there are neither slices of samples nor subsampling
         return base if base == min(samples, default=0) else 0
-
-    @lazy
-    def mixing(self) -> bool:
-        """Whether a module mixes the samples of the batch."""
-        return any(map(attrgetter("couples_samples"), self.calls))
 
     @lazy
     def read(self) -> KeptParameters:
@@ -462,7 +456,7 @@ class Plan:
         fed: set[Origin | None] = set()
         for call in reversed(self.calls):
             if call in self.losses:
-                fed.update(call.origins_in[i] for i in self.predictions[call])
+                fed.update(map(call.origins_in.__getitem__, self.predictions[call]))
             elif call not in self.after_loss:
                 if not fed.intersection(call.origins_out):
                     return call

@@ -280,11 +280,20 @@ class Products:
         self.terms = terms
         self.bases = dict(bases or {})
         self.max_factor_size = max_factor_size
-        rule = uses[0].call.derivatives
-        self.input_first = rule is not None and rule.kronecker_input_first
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._sources: Sequence[factored.Source] = []
+        use, *others = uses
+        call, mat = use.call, use.factor.mat
+        # whether the derivatives can reduce on their own: one use, every row a sample
+        self._reduces = (
+            not others
+            and terms is None
+            and use.factor.groups == mat.shape[1]
+            and not (call.is_unbatched and call.is_of_copies)
+            and OWN_REDUCTIONS.is_on
+        )
+        self.input_first = call.derivatives is not None and call.derivatives.kronecker_input_first
         if "factored" in self.wanted:
             self._find_sources()
 
@@ -312,18 +321,21 @@ class Products:
 
     def __getitem__(self, name: str) -> Any:
         """Compute a quantity (or take it from memory)."""
-        if name not in self._values and not self.uses:
+        values = self._values
+        if name in values:
+            return values[name]
+        if not self.uses:
             raise LookupError(
                 f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
                 "all that 'extract' reads there."
             )
-        if name not in self._values and name in reductions.NAMES and self.direct:
-            wanted = {name} | reductions.NAMES.intersection(self.wanted) - self._values.keys()
+        if self._reduces and name in reductions.NAMES and "individual" not in values:
+            wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
-            self._values |= use.apply("reduced", wanted, use.factor.weights)
-        if name not in self._values:
-            self._values[name] = getattr(self, f"_{name}")()
-        return self._values[name]
+            values |= use.apply("reduced", wanted, use.factor.weights)
+        if name not in values:
+            values[name] = getattr(self, f"_{name}")()
+        return values[name]
 
     def take(self, name: str) -> Any:
         """Return a quantity as a tensor that nobody else holds."""
@@ -391,15 +403,6 @@ class Products:
         """Number of samples N that are looked at."""
         return min(use.factor.groups for use in self.uses)
 
-    @property
-    def direct(self) -> bool:
-        """Whether the derivatives can reduce on their own: one use, every row a sample."""
-        use = self.uses[0]
-        alone = len(self.uses) == 1 and self.terms is None and "individual" not in self._values
-        rows_apart = use.factor.groups == use.factor.mat.shape[1]
-        alone = alone and OWN_REDUCTIONS.is_on
-        return alone and rows_apart and not (use.call.is_unbatched and use.call.is_of_copies)
-
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
         fewest = min(use.factor.groups for _, use in values)
@@ -429,7 +432,8 @@ class Products:
             columns, count = self["individual"].shape[:2]
             values = [factored.Dense(self["individual"].flatten(0, 1))]
         is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
-        known = is_precise and columns == 1 and (self.direct or not sources)
+        reduces = self._reduces and "individual" not in self._values
+        known = is_precise and columns == 1 and (reduces or not sources)
         norms = self["square_norm"] if known else None
         label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
         shape = (columns * count, *p.shape)
@@ -547,7 +551,7 @@ class Products:
 
     def _eigen_square(self, approximation: str | None = None) -> Tensor:
         bases = self.eigenbases(approximation)
-        if self.direct:
+        if self._reduces and "individual" not in self._values:
             (use,) = self.uses
             return use.apply("square_in_bases", bases, use.factor.weights)
         turned = reductions.in_bases(self["individual"], bases, self.swaps_axes)
@@ -732,6 +736,8 @@ class Products:
         """
         if self._without_factors is not None:
             return []
+        if len(self.uses) == 1 and self.terms is None:
+            return self.uses[0].input_factors(approximation, joint, self.max_factor_size)
         each = [use.input_factors(approximation, joint, self.max_factor_size) for use in self.uses]
         if approximation == "expand":
             each = [[f / len(each) for f in factors] for factors in each]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -91,7 +92,7 @@ Emission = Callable[[Rows], tuple[Columns, Tensor | None]]
 
 def user_loss_rule(call: Call, exts: Extensions) -> Emission | None:
     """Return the factor that a user registered for this loss, if there is one."""
-    for ext in exts:
+    for ext in filter(attrgetter("rules"), exts):
         rule = ext.rule_for(call.module)
         if rule is not None:
 

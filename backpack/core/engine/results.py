@@ -1,14 +1,21 @@
-"""Results are attributes of parameters: which ones, how to collect them, and how to remove them."""
+"""Results are attributes of parameters: how a backward pass writes them, and what belongs to them.
+
+They belong to the caller: none has the memory of a gradient, an activation or another result.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
+
+from backpack.core.types import Extension
 
 
 class Beside(NamedTuple):
@@ -62,14 +69,90 @@ class Attributes(dict[str, Any]):
         return result
 
 
-def save(p: Parameter, name: str, value: Any) -> None:
-    """Make a result an attribute of a parameter."""
-    if not isinstance(vars(p), Attributes):
-        p.__dict__ = Attributes(vars(p))
-    vars(p).results[name] = None  # type: ignore[attr-defined]
-    vars(p).accumulated.pop(name, None)  # type: ignore[attr-defined]
-    vars(p).processes.pop(name, None)  # type: ignore[attr-defined]
-    setattr(p, name, value)
+class Writer:
+    """Writes the results of one backward pass at parameters, and takes them back if it fails.
+
+    Args:
+        debug: Print what is written.
+
+    Attributes:
+        originals: Parameters by the copies that rules see.
+        untrained: Parameters without results, left out by ``backward(inputs=...)``.
+    """
+
+    def __init__(self, debug: bool):
+        """Nothing is written."""
+        self.debug = debug
+        self.originals: dict[Tensor, Any] = {}
+        self.untrained: set[Parameter] = set()
+        # of extensions that make results of what all parameters have
+        self._collected: dict[Extension, dict[Parameter, Any]] = {}
+        # ids of the values, which would outlive what an extension hook drops
+        self._written: list[tuple[Parameter, str, int]] = []
+
+    def write(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
+        """Make a value an attribute of a parameter, as a tensor (or a list) that nobody else has.
+
+        Args:
+            p: The parameter.
+            ext: Whose value it is.
+            value: The value. There should be no other name for it: that costs a copy.
+            savefield: Name of the attribute. Default: that of the extension, which may collect
+                values of all parameters before.
+        """
+        if self.originals:
+            p = self.originals.get(p, p)
+        if self.untrained and p in self.untrained:
+            return
+        if ext.collects and savefield is None:
+            self._collected.setdefault(ext, {})[p] = value
+            return
+        name = savefield or ext.savefield
+        if isinstance(value, Tensor):
+            value = value.to(p.dtype)  # the name that it came with is gone, see owned
+            if not value.requires_grad:
+                value = value.detach()
+            value = owned(value)
+        elif isinstance(value, list):
+            left, value = list(value), []
+            while left:
+                one = left.pop(0).to(p.dtype)
+                one = one if one.requires_grad else one.detach()
+                value.append(owned(one))
+                del one
+        if self.debug:
+            print(f"[backpack] {name}: {list(getattr(value, 'shape', []))}")
+        self._written.append((p, name, id(value)))
+        own: Any = vars(p)
+        if not isinstance(own, Attributes):
+            own = p.__dict__ = Attributes(own)
+        own.results[name] = None
+        own.accumulated.pop(name, None)
+        own.processes.pop(name, None)
+        setattr(p, name, value)
+
+    def finish_extensions(self) -> None:
+        """Write what extensions make of what all parameters have, and free that."""
+        while self._collected:
+            ext, values = self._collected.popitem()
+            for p, savefield, *value in ext.finish(values):
+                self.write(p, ext, value.pop(), savefield)  # nobody else has it: no copy
+
+    def __bool__(self) -> bool:
+        """Whether anything was written."""
+        return bool(self._written)
+
+    def __iter__(self) -> Iterator[tuple[Parameter, str, Any]]:
+        """List the parameters, the savefields and the results that are still there."""
+        for p, name, identity in self._written:
+            value = getattr(p, name, None)
+            if id(value) == identity:
+                yield p, name, value
+
+    def undo(self) -> None:
+        """Take back what was written."""
+        for p, name, _ in self:
+            delattr(p, name)
 
 
 def note_processes(p: Parameter, name: str, count: int) -> None:
@@ -125,65 +208,28 @@ def saved(p: Tensor) -> dict[str, Any]:
     return {name: own[name] for name in names if name in own}
 
 
-def quantities(model: Module, *names: str) -> dict[str, Tensor]:
-    """Collect the results of all parameters of a model, such as for ``safetensors``.
+_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
-    Results that are functions, such as those of ``GGNMP``, or factors, are left out. So are
-    parameters without the result.
 
-    Args:
-        model: Any module.
-        *names: Savefields. Default: all that there are.
+def _users(tensor: Tensor) -> int:
+    """Count the tensors that look at a tensor's memory, and the object that tells."""
+    storage = tensor.untyped_storage()
+    return _count(storage._cdata)
 
-    Returns:
-        Contiguous tensors without a graph. For one savefield, a tensor has the name of its
-        parameter in ``model.named_parameters()`` (``"0.weight"``); for several, or all, with the
-        savefield behind it (``"0.weight.grad_batch"``). Factors of a list are numbered:
-        ``"0.weight.0"``, ``"0.weight.kfac.0"``.
 
-    Raises:
-        TypeError: If ``model`` is not a module.
-        ValueError: If no parameter has results of one of the names.
+_ALONE = _users(torch.empty(1))  # the tensor lives while it is counted
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """Return a tensor if nobody else has its memory, and it may be changed in place, else a copy.
+
+    It is to be the only name of a tensor that was detached: another name of the same tensor goes
+    unnoticed. One with a graph is copied, because the graph may have stored it.
     """
-    if not isinstance(model, Module):
-        raise TypeError(
-            f"quantities expects a model, got {type(model).__name__}. For a single parameter, use "
-            "backpack.results_of(p)."
-        )
-    found = {key: saved(p) for key, p in model.named_parameters()}
-    known = dict.fromkeys(name for results in found.values() for name in results)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"No parameter of {type(model).__name__} has results named "
-            f"{', '.join(map(str, unknown))}: there are {', '.join(known) or 'none'}. Call "
-            "backward() inside `with backpack(...)` first, and give savefields, such as "
-            "'grad_batch'."
-        )
-    tensors: dict[str, Tensor] = {}
-    for key, results in found.items():
-        for name in names or results:
-            value = results.get(name)
-            whole = key if len(names) == 1 else f"{key}.{name}"
-            if isinstance(value, list | tuple):
-                parts = {f"{whole}.{i}": part for i, part in enumerate(value)}
-            else:
-                parts = {whole: value}
-            for label, part in parts.items():
-                if isinstance(part, Tensor):
-                    tensors[label] = part.detach().contiguous()
-    return tensors
-
-
-def clear(model: Module) -> None:
-    """Remove the results from all parameters of a model.
-
-    What forward passes have stored is kept: :func:`backpack.memory_cleanup` drops that.
-
-    Args:
-        model: Any module.
-    """
-    for p in model.parameters():
-        own = vars(p)
-        if isinstance(own, Attributes):
-            p.__dict__ = own.others()
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if is_plain and not tensor.requires_grad:
+        storage = tensor.untyped_storage()
+        if _count(storage._cdata) == _ALONE:
+            is_expanded = torch._debug_has_internal_overlap(tensor) == 1
+            return tensor.contiguous() if is_expanded else tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if is_plain else tensor.clone()

@@ -788,7 +788,7 @@ class Call:
     @property
     def has_moved(self) -> bool:
         """Whether a parameter has other memory now than in the forward pass (``p.data = …``)."""
-        return bool(self.addresses) and self.addresses != addresses_of(self.read)
+        return self.addresses != addresses_of(self.read)
 
     def refuse_moved(self) -> None:
         """Refuse parameters that were changed so between the forward pass and the backward pass.
@@ -917,8 +917,11 @@ class Call:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Precisions of what the call has read and returned."""
-        tensors = (*self.inputs, *self.outputs, *self.params.values())
-        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+        found = set()
+        for t in (*self.inputs, *self.outputs, *self.params.values()):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                found.add(t.dtype)
+        return found
 
     @property
     def rounding(self) -> float:
@@ -1302,8 +1305,6 @@ class Users:
 
     def is_alone(self, call: Call) -> bool:
         """Return whether no other call uses a parameter of one."""
-        if not call.params:
-            return True
         if self._last != _newest:
             self._last = _newest
             for other in all_live_calls():

@@ -69,9 +69,12 @@ class KeptParameters:
 
     def changed(self, parameters: Iterable[Tensor]) -> dict[Tensor, Kept]:
         """Return which of some parameters are no longer what they were, and what that was."""
-        tensors = list({id(p): p for p in parameters}.values())
         found: dict[Tensor, Kept] = {}
-        digests = _digests([p for p in tensors if self._kept[id(p)].value is None])
+        tensors = list(dict.fromkeys(parameters))
+        digested = tensors
+        if self.copies:
+            digested = [p for p in tensors if self._kept[id(p)].value is None]
+        digests = _digests(digested)
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
             now: Any
@@ -102,6 +105,8 @@ def _is_copied(parameter: Tensor) -> bool:
 
 # Up to this many entries, a copy tells sooner what has changed than a digest.
 EXACT = 2**14
+# Precisions that are always compared entry by entry, up to that size.
+PLAIN = frozenset({torch.float32, torch.float64})
 
 
 def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
@@ -113,7 +118,11 @@ def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
         if shards.KNOWN or not TENSORS.issuperset(map(type, tensors)):
             tensors = list(map(shards.stored, tensors))
-        return iter([_digest(t.detach()) for t in tensors])
+        found = []
+        for t in tensors:
+            is_small = t.dtype in PLAIN and t.layout is torch.strided and t.numel() <= EXACT
+            found.append(t.detach().clone() if is_small else _digest(t.detach()))
+        return iter(found)
 
 
 def _digest(tensor: Tensor) -> Tensor | None:

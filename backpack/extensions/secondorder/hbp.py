@@ -203,14 +203,10 @@ class HBP(SecondOrderBackpropExtension):
         self.propagation = members[choice]
         self.approximation = approximation
         self.joint_bias = joint_bias
-        self.needs = (self._first(),)  # type: ignore[misc]
+        gram = GRAMS[approximation]
+        # the factor of what travels back
+        self.needs = (IDENTITY if isinstance(self.propagation, InputsAlone) else gram,)  # type: ignore[misc]
         super().__init__(savefield, subsampling=subsampling)
-
-    def _first(self) -> str:
-        """Name the factor of what travels back."""
-        if isinstance(self.propagation, InputsAlone):
-            return IDENTITY
-        return GRAMS[self.approximation]
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -220,7 +216,7 @@ class HBP(SecondOrderBackpropExtension):
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the list of Kronecker factors."""
-        first = self._first()
+        (first,) = self.needs
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
         most = self.max_factor_size
         if most is None or max(map(len, factors), default=0) <= most:
