@@ -405,6 +405,12 @@ SERIES = {
     ),
 }
 
+# sequences on which exact curvature takes a fraction of a second, for ``fast_paths``
+SHORT = _named(
+    _char_lstm("short-lstm", 20, 48, 12, 16),
+    _transformer("short-transformer", 20, 16, 48, 4, 2, 16),
+)
+
 # for tests of the benchmark itself
 TINY = _named(
     _mlp("tiny", "MLP 8-6-3, N=5", 8, 6, 3, batch=5),
@@ -420,4 +426,4 @@ TINY = _named(
     _transformer("tiny-transformer", 5, 3, 8, 2, 1, 2),
 )
 
-ALL = PROBLEMS | _named(*(p for s in SERIES.values() for p in s.problems.values())) | TINY
+ALL = PROBLEMS | _named(*(p for s in SERIES.values() for p in s.problems.values())) | SHORT | TINY
