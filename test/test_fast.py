@@ -21,7 +21,11 @@ from backpack.core.derivatives import patches, recurrent_network, reductions
 from backpack.core.derivatives.basederivatives import FACTS, BaseDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.derivatives.elementwise import ReLUDerivatives
+from backpack.core.derivatives.elementwise import (
+    ElementwiseDerivatives,
+    ReLUDerivatives,
+    SigmoidDerivatives,
+)
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
 from backpack.core.engine import backpropagation, elided_gradients
@@ -287,14 +291,14 @@ def test_every_path_has_a_name_and_a_sentence() -> None:
 
 
 def test_disabled_is_restored_after_an_error() -> None:
-    body = vars(LinearDerivatives)["batch_averaged"]
+    body = vars(ElementwiseDerivatives)["batch_averaged"]
     with pytest.raises(RuntimeError), fast.disabled():
-        assert "batch_averaged" not in vars(LinearDerivatives)
-        with fast.disabled("LinearDerivatives.batch_averaged"):
+        assert "batch_averaged" not in vars(ElementwiseDerivatives)
+        with fast.disabled("ElementwiseDerivatives.batch_averaged"):
             pass
         assert not any(path.is_on for path in fast.PATHS.values())
         raise RuntimeError
-    assert vars(LinearDerivatives)["batch_averaged"] is body
+    assert vars(ElementwiseDerivatives)["batch_averaged"] is body
     assert all(path.is_on for path in fast.PATHS.values())
     with pytest.raises(KeyError), fast.disabled("nothing"):
         pass
@@ -309,7 +313,7 @@ def test_without_any(case: Case) -> None:
 
 
 # Not taken by float64, or by a network that is stored here: see below.
-ELSEWHERE = {"own LSTM kernel", "TransposedLinearDerivatives.batch_averaged"}
+ELSEWHERE = {"own LSTM kernel"}
 
 
 @pytest.mark.slow
@@ -360,7 +364,7 @@ def test_an_empty_subclass_is_its_base() -> None:
     own = {name: value for name, value in vars(SameDerivatives).items() if callable(value)}
     assert not own
     facts = [name for names in FACTS for name in names]
-    for name in (*facts, "batch_averaged", "kronecker_rows_are_outputs", "acts_affinely"):
+    for name in (*facts, "batch_averaged", "acts_affinely"):
         assert getattr(SameDerivatives, name) is getattr(LinearDerivatives, name)
     register(SameLinear)(SameDerivatives)
     case = next(case for case in SHORT if case.name == "sigmoid-mlp")
@@ -590,10 +594,10 @@ def test_a_rule_of_a_parameter_is_asked(doubles: None) -> None:
 def test_a_class_defined_while_paths_are_disabled() -> None:
     with fast.disabled():
 
-        class Late(LinearDerivatives):
+        class Late(ElementwiseDerivatives):
             def vjp(self, c: Context, v: Tensor) -> Tensor:
                 return 2 * super().vjp(c, v)
 
     assert Late.batch_averaged is BaseDerivatives.batch_averaged
-    assert SameDerivatives.batch_averaged is LinearDerivatives.batch_averaged
+    assert SigmoidDerivatives.batch_averaged is ElementwiseDerivatives.batch_averaged
     assert "hessian_sum" in vars(CrossEntropyLossDerivatives)

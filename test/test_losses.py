@@ -367,9 +367,9 @@ def start(loss: nn.Module, f: Tensor, *arguments: Any) -> tuple[Any, Tensor]:
     return derivatives_of(loss) or AutomaticLossDerivatives(), out
 
 
-def signed_root(loss: nn.Module, rows: Any = None, thin: bool = True) -> tuple[Any, Any]:
+def signed_root(loss: nn.Module, rows: Any = None) -> tuple[Any, Any]:
     """Return a signed factor of the Hessian as the engine does."""
-    return LossHessian(seen(loss).call, rows).signed_root(thin)
+    return LossHessian(seen(loss).call, rows).signed_root()
 
 
 def outer(S: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -388,10 +388,9 @@ def test_factors_and_products(setting: Setting, reduction: str | None) -> None:
     convex = eigenvalues.min() > -1e-10
     for rows in ROWS:
         part = subsample(H, subsampling=rows)
-        for thin in (False, True):
-            S, weights = signed_root(loss, rows, thin)
-            assert S.shape[1:] == subsample(f, subsampling=rows).shape
-            close(outer(S, weights), part)
+        S, weights = signed_root(loss, rows)
+        assert S.shape[1:] == subsample(f, subsampling=rows).shape
+        close(outer(S, weights), part)
         u = torch.randn(2, *S.shape[1:])
         expected = einsum("nab,vnb->vna", part, u.reshape(2, len(part), -1)).reshape(u.shape)
         close(rule.make_hessian_mat_prod(loss, None, None)(u, rows), expected)
@@ -667,8 +666,7 @@ def test_negative_weights_and_targets(loss: nn.Module, target: Target) -> None:
     function = plain_multi_margin(loss) if isinstance(loss, nn.MultiMarginLoss) else loss
     H = blocks(function, f, *arguments)
     rule, _out = start(loss, f, *arguments)
-    for thin in (False, True):
-        close(outer(*signed_root(loss, thin=thin)), H)
+    close(outer(*signed_root(loss)), H)
     with pytest.raises(ValueError, match="not convex"):
         rule.sqrt_hessian(loss, None, None)
     if not isinstance(loss, nn.MultiMarginLoss | nn.PoissonNLLLoss):

@@ -182,7 +182,7 @@ def test_subsampling(names: dict[str, Any], example: str) -> None:
 
 @pytest.mark.parametrize(
     "example, parameter, count",
-    [("low rank", "U", 2), ("low rank", "V", 1), ("gate", "weight", 2), ("norm", "weight", 1)],
+    [("low rank", "U", 2), ("low rank", "V", 2), ("gate", "weight", 2), ("norm", "weight", 1)],
 )
 def test_kronecker_factors_of_one_sample(
     names: dict[str, Any], example: str, parameter: str, count: int
@@ -258,12 +258,34 @@ def last_position(self: Any, c: Any, v: Tensor) -> Tensor:
     return (v * self.normalized(c)[0])[:, :, -1]
 
 
+def right_pairs(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    return type(self).__base__.affine(self, c, name, v)
+
+
 def other_factor(self: Any, c: Any, name: str, v: Tensor) -> Any:
-    return [(v, c.x @ c.params["V"]) if name == "U" else (2 * v @ c.params["U"], c.x)]
+    return right_pairs(self, c, name, 2 * v if name == "V" else v)
 
 
-def not_transposed(self: Any, c: Any, name: str, parts: Any) -> Tensor:
-    return parts[0]
+def bare_pair(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    (pair,) = right_pairs(self, c, name, v)
+    return pair
+
+
+def transposed(self: Any, c: Any, name: str, parts: Any) -> Tensor:
+    return parts[0].mT if name == "V" else parts[0]
+
+
+def viewed(self: Any, c: Any, v: Tensor) -> Tensor:
+    back = v.view(-1, v.shape[-1]) @ c.params["U"] @ c.params["V"]
+    return back.reshape(*v.shape[:-1], -1)
+
+
+def inputs_of_a_sum(self: Any, c: Any, name: str, approximation: Any = None) -> list[Tensor]:
+    if name == "b":
+        return []
+    ((_, x),) = self.affine(c, name, c.y.unsqueeze(0))
+    x = x.flatten(0, -2)
+    return [x.T @ x]
 
 
 def doubled(self: Any, c: Any, t: Any) -> Any:
@@ -283,11 +305,12 @@ def of_numbers(self: Any, c: Any, v: Tensor) -> Tensor:
 
 
 def of_cotangents(self: Any, c: Any, name: str, v: Tensor) -> Any:
-    return [(v, c.x @ c.params["V"]) if name == "U" else (v @ c.params["U"], c.x * v.any())]
+    ((s, x),) = right_pairs(self, c, name, v)
+    return [(s, None if x is None else x * v.any())]
 
 
 def of_many_samples(self: Any, c: Any, name: str, v: Tensor) -> Any:
-    s, x = (v, c.x @ c.params["V"]) if name == "U" else (v @ c.params["U"], c.x)
+    ((s, x),) = right_pairs(self, c, name, v)
     return [(s if v.shape[1] > 1 else 2 * s, x)]
 
 
@@ -316,14 +339,22 @@ WRONG: dict[str, Any] = {
     "factor of a pair": ("LowRank", {"affine": other_factor}, "affine of 'V' .*deviate"),
     "a part transposed": (
         "LowRank",
-        {"assemble": not_transposed},
-        r"assemble of .V.*\[2, 5, 2, 4\]",
+        {"assemble": transposed},
+        r"assemble of .V.*\[2, 5, 4, 2\], expected \[2, 5, 2, 4\]",
+    ),
+    "no list": ("LowRank", {"affine": bare_pair}, "affine of 'V' .*a list of pairs, .*s, x"),
+    "a view": ("LowRank", {"vjp": viewed}, r"vjp .samples \[4, 0\].*with reshape, not view"),
+    "no average": (
+        "LowRank",
+        {"kron_inputs": inputs_of_a_sum},
+        "kron_inputs .*the average over samples, .*deviate",
+        (N, F),
     ),
     "missing gain": ("RMSNorm", {"vjp": without_gain}, "vjp .*all samples.*deviate"),
     "forgotten rows": (
         "RMSNorm",
         {"weight_vjp": all_rows},
-        r"weight_vjp .*\[4, 0\]. raises",
+        r"weight_vjp .*\[4, 0\]. raises .*right for all samples.*c\.select",
     ),
     "first rows": ("TwoInputs", {"vjp": first_rows}, r"vjp .samples \[4, 0\].*deviate"),
     "one gradient": (
@@ -402,6 +433,11 @@ class Cubed(nn.Module):
         return x**3
 
 
+class OtherTanh(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x)
+
+
 class Quartic(nn.Module):
     """A loss."""
 
@@ -457,6 +493,8 @@ def test_check_of_a_rule_in_the_form_of_earlier_versions(wrong: bool) -> None:
 def test_what_cannot_be_checked() -> None:
     with pytest.raises(ValueError, match=r"No rule is registered for .*Cubed"):
         check_rule(Cubed(), torch.randn(N, F))
+    with pytest.raises(ValueError, match=r"for Tanh is not inherited.*@register\(OtherTanh\)"):
+        check_rule(OtherTanh(), torch.randn(N, F))
     with pytest.raises(ValueError, match="several samples"):
         check_rule(nn.Tanh(), torch.randn(1, F))
 

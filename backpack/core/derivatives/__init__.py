@@ -19,7 +19,7 @@ from backpack.core.derivatives.automatic import (
     RefusedDerivatives,
 )
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives, CTCLossDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCEWithLogitsLossDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
@@ -113,6 +113,7 @@ __all__ = [
     "BCEWithLogitsLossDerivatives",
     "BaseDerivatives",
     "BaseLossDerivatives",
+    "BatchAxis",
     "BatchNormNdDerivatives",
     "BilinearDerivatives",
     "CELUDerivatives",

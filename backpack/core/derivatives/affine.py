@@ -19,9 +19,6 @@ from torch import Tensor
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 
-ONE_POSITION = fast.path(
-    "columns at one position", "Squares of a column at one position are products of squares."
-)
 GRAM_NORMS = fast.path("norms by Gram matrices", "Norms of products need no products.")
 
 
@@ -92,8 +89,6 @@ def reduced(
         known["sums"] = known["sums"].clone() if "sums" in known else s.sum(2)
         return reductions.of_products(known["sums"], wanted, weights)
     num_i = x.shape[2]
-    if "individual" not in wanted and _is_at_one_position(s):
-        return of_rows(s, x, wanted, weights, None)
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
     num_v = len(s)
     values = {}
@@ -113,14 +108,6 @@ def reduced(
     return reductions.in_slices(product, shape, size, s, wanted, weights)
 
 
-def _is_at_one_position(s: Tensor) -> bool:
-    """Whether many columns are each zero but at one position, as those of a loss at each are."""
-    if not ONE_POSITION.is_on or len(s) <= s.shape[2] or torch.is_grad_enabled() or s.is_meta:
-        return False
-    # most others are recognised by a few columns
-    return all(bool(((p != 0).any(3).sum(2) <= 1).all()) for p in (s[:1], s))
-
-
 def of_rows(
     s: Tensor,
     x: Tensor | None,
@@ -128,17 +115,17 @@ def of_rows(
     weights: Tensor | None,
     shared: dict[str, Any] | None,
 ) -> dict[str, Tensor]:
-    """Reduce products ``s xᵀ`` that are each at one position: their squares are ``s² x²ᵀ``.
+    """Reduce products ``s xᵀ`` of one position: their squares are ``s² x²ᵀ``.
 
     Args:
-        s: ``[V, N, O]``, or ``[V, N, T, O]`` if each column is zero but at one position.
-        x: ``[N, I]`` or ``[N, T, I]``; None for the bias.
+        s: ``[V, N, O]``.
+        x: ``[N, I]``; None for the bias.
         wanted: Names of what is wanted.
         weights: Weights of squares, ``[V, N]``.
         shared: What was computed of s for another parameter, to which more is added.
     """
     known = {} if shared is None else shared
-    many, values = s.dim() > 3, {}
+    values = {}
     if "individual" in wanted:
         values["individual"] = s if x is None else _outer(s, x)
     if "gradient" in wanted:
@@ -147,18 +134,15 @@ def of_rows(
         if "norms" not in known:
             known["norms"] = _square_norms(s)
         norms = known["norms"]
-        norms = norms.clone() if x is None else norms * _square_norms(x.unsqueeze(0))
-        values["square_norm"] = norms.sum(1) if many else norms
+        own = norms.clone() if x is None else norms * _square_norms(x.unsqueeze(0))
+        values["square_norm"] = own
     if "batch_square" in wanted or "square" in wanted:
         if "squares" not in known:
             known["squares"] = reductions.sum_of_squares(s, weights)
         squares, x_squares = known["squares"], None if x is None else x * x
         if "batch_square" in wanted:
-            if x_squares is None:
-                values["batch_square"] = squares.sum(1) if many else squares.clone()
-            else:
-                each = squares.mT @ x_squares if many else _outer(squares, x_squares)
-                values["batch_square"] = each
+            each = squares.clone() if x_squares is None else _outer(squares, x_squares)
+            values["batch_square"] = each
         if "square" in wanted:
             values["square"] = _over_rows(squares, x_squares)
     return values
@@ -170,9 +154,7 @@ def _outer(s: Tensor, x: Tensor) -> Tensor:
 
 
 def _over_rows(s: Tensor, x: Tensor | None) -> Tensor:
-    """Sum ``s xᵀ`` (or s) over samples and positions: ``[*p]``."""
-    if s.dim() > 2:
-        s, x = s.flatten(0, 1), None if x is None else x.flatten(0, 1)
+    """Sum ``s xᵀ`` (or s) over samples: ``[*p]``."""
     return s.sum(0) if x is None else s.mT @ x
 
 
@@ -181,7 +163,7 @@ LONGEST_ROW = 2**12
 
 
 def _square_norms(mat: Tensor) -> Tensor:
-    """Sum squares over columns and entries: ``[V, N, D] -> [N]``, or ``[V, N, T, D] -> [N, T]``."""
+    """Sum squares over columns and entries: ``[V, N, D] -> [N]``."""
     is_short = len(mat) == 1 and mat.shape[-1] <= LONGEST_ROW
     # a norm has no second derivative at 0, and rounds twice
     if is_short and mat.dtype in reductions.PRECISE and not torch.is_grad_enabled():

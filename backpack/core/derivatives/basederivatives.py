@@ -289,10 +289,6 @@ class BaseDerivatives(Interface):
         """Return whether an entry of a parameter reaches one entry of a sample's output alone."""
         return False
 
-    def kronecker_rows_are_outputs(self, call: Call) -> bool:
-        """Return whether the Kronecker rows are the vectors at a sample's output themselves."""
-        return False
-
     def is_linear_in_params(self, module: Module) -> bool:
         """Return whether the output is an affine function of each parameter.
 

@@ -18,10 +18,17 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.calls import Call, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.registry import derivatives_of
+from backpack.core.record.registry import REGISTRY, derivatives_of
+from backpack.core.rows import Rows
 from backpack.utils.kroneckers import kfacs_to_mat
 
 RTOL, ATOL = 1e-6, 1e-9
+
+OF_SOME_SAMPLES = (
+    ". It is right for all samples and vectors in the usual order in memory: take those at hand, "
+    "c.x or c.select(tensor), of tensors of the whole batch such as c.inputs, and give vectors "
+    "another shape with reshape, not view"
+)
 
 
 class Comparison(NamedTuple):
@@ -44,7 +51,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
     """Compare the rule that is registered for a module with autograd, in double precision.
 
     Compared are products with first and second derivatives, what is made of them, and what the rule
-    says about the module, for all and for some of the samples. What is called is a copy, whose
+    says about the module, for all and for some of the samples (those with vectors in another order
+    in memory). What is called is a copy, whose
     parameters are moved a little: a factor of 1 would hide that it is missing.
 
     Args:
@@ -58,7 +66,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
     """
     rule: Any = derivatives_of(module)
     if rule is None:
-        raise ValueError(f"No rule is registered for {describe(module)}.")
+        why = _why_not_inherited(module)
+        raise ValueError(f"No rule is registered for {describe(module)}{why}.")
     if len(inputs[0]) < 2:
         raise ValueError("check_rule needs several samples.")
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), disable():
@@ -83,7 +92,19 @@ def check_rule(module: Module, *inputs: Any) -> None:
                 name = getattr(getattr(rule, method, None), "translates", method)
                 which = "all samples" if rows is None else f"samples {rows}"
                 where = f"{type(rule).__name__}.{name} ({which}){use and f', for {use},'}"
-                _compare(where, compute, expected)
+                _compare(where, compute, expected, OF_SOME_SAMPLES if rows else "")
+
+
+def _why_not_inherited(module: Module) -> str:
+    """Say that a base class has a rule, if one has."""
+    kind = type(module)
+    for base in kind.__mro__[1:]:
+        if base in REGISTRY:
+            return (
+                f": that for {base.__name__} is not inherited, because {kind.__name__} has a "
+                f"forward of its own. Write @register({kind.__name__})"
+            )
+    return ""
 
 
 def _called_children(module: Module) -> dict[str, None]:
@@ -121,21 +142,26 @@ def _check_children(rule: Any, module: Module, called: Iterable[str]) -> None:
     )
 
 
-def _compare(where: str, compute: Callable[[], Any], expected: Sequence[Tensor]) -> None:
+def _compare(
+    where: str, compute: Callable[[], Any], expected: Sequence[Tensor], advice: str = ""
+) -> None:
     try:
         found = _listed(compute())
     except Exception as error:
-        raise AssertionError(f"{where} raises {type(error).__name__}: {error}") from error
+        what = f"{where} raises {type(error).__name__}: {error}{advice}"
+        raise AssertionError(what) from error
     if len(found) != len(expected):
-        raise AssertionError(f"{where} returns {len(found)} tensors, expected {len(expected)}")
+        what = f"{where} returns {len(found)} tensors, expected {len(expected)}{advice}"
+        raise AssertionError(what)
     for one, truth in zip(found, expected, strict=True):
         shape = list(one.shape) if isinstance(one, Tensor) else one
         if shape != list(truth.shape):
-            raise AssertionError(f"{where} has shape {shape}, expected {list(truth.shape)}")
+            what = f"{where} has shape {shape}, expected {list(truth.shape)}{advice}"
+            raise AssertionError(what)
         if not allclose(one.to(truth), truth, RTOL, ATOL):
             gap, size = (one - truth).abs().max().item(), truth.abs().max().item()
             what = f"entries of up to {size:.3g} deviate by up to {gap:.3g}"
-            raise AssertionError(f"{where} has shape {shape}, but {what}")
+            raise AssertionError(f"{where} has shape {shape}, but {what}{advice}")
 
 
 def _is_real(x: Any) -> bool:
@@ -146,9 +172,12 @@ def _listed(values: Any) -> list[Any]:
     return [values] if isinstance(values, Tensor) or values is None else list(values)
 
 
-def _random(x: Tensor) -> Tensor:
-    """Draw two vectors: ``[2, *]``."""
-    return randn_like(x.detach().expand(2, *x.shape), memory_format=torch.contiguous_format)
+def _random(x: Tensor, rows: Rows = None) -> Tensor:
+    """Draw two vectors: ``[2, *]``, for some rows with the axes the other way round in memory."""
+    like = x.detach().expand(2, *x.shape)
+    axes = range(like.dim())[:: 1 if rows is None else -1]
+    drawn = randn_like(like.permute(*axes), memory_format=torch.contiguous_format)
+    return drawn.permute(*axes)
 
 
 def _written(rule: Any, *methods: str) -> str:
@@ -170,10 +199,10 @@ def _is_generic(rule: Any, method: str) -> bool:
 def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
     truth = rule.evaluation(c)
     numbers, mixes = c.numbers(truth.num_samples), rule.couples_samples(c.module)
-    along = {i: _random(c.select(c.inputs[i], rule.axis_in(c, i))) for i in keys}
+    along = {i: _random(c.select(c.inputs[i], rule.axis_in(c, i)), c.rows) for i in keys}
     ys = [c.select(y, rule.axis_out(c, i)) for i, y in enumerate(c.outputs)]
     gs = [g if g is None else c.select(g, rule.axis_out(c, i)) for i, g in enumerate(c.grad_out)]
-    ts, vs = [along.get(i) for i in range(len(c.inputs))], [_random(y) for y in ys]
+    ts, vs = [along.get(i) for i in range(len(c.inputs))], [_random(y, c.rows) for y in ys]
     t, v = ts[0] if c.takes_one else ts, vs[0] if len(vs) == 1 else vs
 
     def second(tangents: dict[Any, Tensor]) -> list[Tensor]:
@@ -274,7 +303,7 @@ def _of_parameter(
         whole = {"vjp_sum": "param_vjp_sum", "jvp": "param_jvp"}.get(method, method)
         return (basis, use) if _is_generic(rule, whole) else (f"{whole} of {name!r}", "")
 
-    yield Comparison(basis, partial(rule.param_vjp, c, name, v), [each])
+    yield Comparison(basis, partial(_product, rule, c, name, v, acts_affinely), [each])
     if acts_affinely:
         _check_pairs(rule, c, name, v)
     method, use = blamed("vjp_sum", "the sum over the samples")
@@ -291,8 +320,20 @@ def _of_parameter(
         method, use = blamed(_written(rule, "kron_rows", "kron_inputs"), "Kronecker factors")
         compute = partial(_block, rule, at, name, v[:, :1])
         yield Comparison(method, compute, [first.T @ first], use)
+    if not _is_generic(rule, "kron_inputs"):
+        compute = partial(rule.kron_inputs, c, name)
+        alone = [rule.kron_inputs(c.at([n]), name) for n in c.numbers(len(c.output))]
+        averages = [sum(same) / len(alone) for same in zip(*alone, strict=True)]
+        yield Comparison("kron_inputs", compute, averages, f"{name!r}, the average over samples")
     method, use = blamed("jvp", f"its transpose {name}_jvp")
     yield Comparison(method, partial(rule.param_jvp, c, name, t), along, use)
+
+
+def _product(rule: Any, c: Context, name: str, v: Any, acts_affinely: bool) -> Tensor:
+    pairs = rule.affine(c, name, v) if acts_affinely else None
+    if pairs is not None and not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError("it returns a list of pairs, [(s, x)], one for each matrix")
+    return rule.param_vjp(c, name, v)
 
 
 def _check_pairs(rule: Any, c: Context, name: str, v: Any) -> None:

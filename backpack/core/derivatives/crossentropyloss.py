@@ -137,11 +137,6 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         one_hot = p.new_zeros(mc_samples, *p.shape).scatter_(2, _drawn(p.detach(), mc_samples), 1)
         return scale.sqrt() * (p - one_hot)
 
-    @fast.body("The root of the GGN is found faster.", *SOFTMAX, "signed_hessian_root")
-    def root_is_of_hessian(self, c: Context) -> bool:
-        """Return whether the scale is not negative for sure."""
-        return self._counts_samples(c)
-
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return the Cholesky factor, with the sign of the scale."""
         scale = self._scale(c)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Size, Tensor
 from torch.nn import Linear, Module
 
-from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
 from backpack.core.record.calls import Call
@@ -63,11 +62,6 @@ class LinearDerivatives(BaseDerivatives):
         """Return whether there is a single position."""
         return len(call.shape_out[0]) == 2
 
-    @fast.body("Kronecker rows of one position are the outputs.", "affine", "kron_rows")
-    def kronecker_rows_are_outputs(self, call: Call) -> bool:
-        """Return whether there is a single position."""
-        return len(call.shape_out[0]) == 2 and not call.is_unbatched
-
     def min_dims(self, module: Module) -> int:
         """Return 2: batch and features."""
         return 2
@@ -79,14 +73,6 @@ class LinearDerivatives(BaseDerivatives):
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return True: the Jacobian is W."""
         return True
-
-    @fast.body("All samples have the Jacobian W.", "vjp", "jacobian_is_constant")
-    def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
-        """Return ``Wᵀ mat W``, if there is a single position."""
-        if c.input.dim() > 2:
-            return super().batch_averaged(c, mat)
-        right = self.vjp(c, mat.T)  # matᵀ J
-        return self.vjp(c, right.T)
 
     # ------------------------------------------------------------------ parameters
 
@@ -147,7 +133,6 @@ class TransposedLinearDerivatives(LinearDerivatives):
     hessian_is_zero = always
     repeats_output = LinearDerivatives.repeats_output
     jacobian_is_constant = LinearDerivatives.jacobian_is_constant
-    batch_averaged = LinearDerivatives.batch_averaged
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Return ``Wᵀ t``."""

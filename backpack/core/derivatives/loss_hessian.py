@@ -123,18 +123,9 @@ class LossHessian:
 
         return at_rows(self.rule, self.c, factor)
 
-    def signed_root(self, thin: bool = True) -> tuple[Any, Tensor | None]:
-        """Return an exact signed factor: columns ``[V, N, *d]``, weights ``[V, N]`` (None for 1).
-
-        With as few columns as are known if thin, else with those that are found fastest.
-        """
-
-        def factor(c: Context) -> tuple[Any, Tensor | None]:
-            if thin or not self.rule.root_is_of_hessian(c):
-                return self.rule.signed_hessian_root(c)
-            return self.rule.hessian_root(c), None
-
-        found = at_rows(self.rule, self.c, factor)
+    def signed_root(self) -> tuple[Any, Tensor | None]:
+        """Return an exact signed factor: columns ``[V, N, *d]``, weights ``[V, N]`` or None."""
+        found = at_rows(self.rule, self.c, lambda c: self.rule.signed_hessian_root(c))
         return (found, None) if isinstance(found, Tensor) else found
 
     def drawn_root(self, mc_samples: int) -> Any:

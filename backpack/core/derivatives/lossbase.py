@@ -96,13 +96,6 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         """
         return self.hessian_root(c), None
 
-    def root_is_of_hessian(self, c: Context) -> bool:
-        """Return whether :meth:`hessian_root` is known to be a factor of the Hessian itself.
-
-        Asked where :meth:`signed_hessian_root` is another one that takes longer to find.
-        """
-        return False
-
     def sampled_hessian_root(self, c: Context, mc_samples: int) -> Any:
         """Gradients for targets drawn from the model's prediction, of all rows: ``[M, N, *d]``."""
         raise NotImplementedError(f"{type(self).__name__} has no sqrt_hessian_sampled.")

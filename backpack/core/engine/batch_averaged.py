@@ -225,10 +225,6 @@ class BatchAveragedBackpropagation:
 
     def _param_jacobian(self, c: Context, slots: list[int], name: str) -> Jacobian:
         call = c.call
-        assert call.derivatives is not None
-        if call.derivatives.kronecker_rows_are_outputs(call):
-            self.groups[call.trained[name]] = 1
-            return lambda mat, rows: mat.T
 
         def apply(mat: Tensor, rows: Rows) -> Tensor:
             columns = self._columns(call, slots, mat, rows)

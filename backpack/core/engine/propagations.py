@@ -375,7 +375,7 @@ class HessianFactors(Propagation):
         scale = loss_scale(call)
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
-            columns, weights = LossHessian(call, rows).signed_root(thin=backpropagation.is_long)
+            columns, weights = LossHessian(call, rows).signed_root()
             if is_negative(scale):
                 mat = first_of(columns)
                 weights = mat.new_full(mat.shape[:2], -1) if weights is None else -weights

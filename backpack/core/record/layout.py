@@ -276,7 +276,9 @@ class Layout:
             raise ValueError(
                 f"the samples of a tensor of shape {list(shape)} are needed along axis {axis}, but "
                 "where they are was found from the assumption that the data of the network has its "
-                "samples along the first axis. Give the network data with the batch axis first"
+                "samples along the first axis. Give the network data with the batch axis first; if "
+                "the rule is yours, and all leading axes are alike to the module, say "
+                "`batch_axis = BatchAxis.LEADING` in it"
             )
         root._facts = (prod(shape[:axis]), shape[axis], False, root._facts[3])
         Layout.on_correction()
