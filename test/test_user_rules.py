@@ -1031,6 +1031,16 @@ def test_what_a_propagation_does_not_offer(propagation: Propagation, need: str) 
         run(model, Own(propagation, need), batch=data())
 
 
+def test_a_sum_over_columns_is_that_of_the_factor() -> None:
+    """Fewer columns stand for the same matrix, but not for the same sum."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 12)
+    model, batch = nn.Sequential(*layers).double(), (torch.rand(9, 4).double(), torch.arange(9))
+    roots = run(model, extensions.SqrtGGNExact(), batch=batch)
+    whole = [2 * p.sqrt_ggn_exact.sum((0, 1)) for p in roots]
+    check(run(model, Own(ExactFactor(), "gradient"), batch=batch), "own", whole)
+
+
 def test_own_extension_of_a_tied_parameter() -> None:
     """The diagonal of the Hessian comes from products there; ``extract`` has the last word."""
     layer = nn.Linear(3, 3)

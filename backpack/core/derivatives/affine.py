@@ -149,7 +149,7 @@ def of_rows(
 
 
 def _outer(s: Tensor, x: Tensor) -> Tensor:
-    """Return ``s xᵀ`` of each sample: ``[*, N, O, I]``."""
+    """Return ``s xᵀ`` of each sample, ``[*, N, O, I]``, as a result: what is scratch is ``*``."""
     return memory.product(s.unsqueeze(-1), x.unsqueeze(-2))
 
 

@@ -419,7 +419,9 @@ class Backpropagation:
         if is_unsliced:  # what does not come in one piece is made of the products themselves
             self.gathered = self.gathered - UNSLICED | {"individual"}
         # whether somebody wants the columns themselves, not just the matrix they stand for
-        self.shows_columns = is_unsliced or "individual" in self.wanted
+        self.shows_columns = is_unsliced or any(
+            REDUCTIONS[name].degree == 1 for name in self.wanted
+        )
         self.savefields = ", ".join(map(_SAVEFIELD, exts))
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))

@@ -157,7 +157,7 @@ class Context:
         return subsample(tensor, dim=axis, subsampling=self.rows)
 
     def numbers(self, size: int) -> Sequence[int]:
-        """Return the numbers of the selected rows of a batch of this size."""
+        """Return the numbers of the selected rows of a whole batch of this size."""
         return row_numbers(size, self.rows)
 
     @property
