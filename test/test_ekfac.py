@@ -273,6 +273,105 @@ def test_ignored_targets_of_a_data_set() -> None:
     assert_close(operator.factors, [p.kflr for p in run(alone, KFLR())])
 
 
+class Chosen(nn.Module):
+    """What a loss gets: all rows, in one of three shapes, or those that have a target."""
+
+    def __init__(self, form: str, y: Tensor):
+        super().__init__()
+        self.form, self.y = form, y
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 3))
+
+    def forward(self, X: Tensor) -> Tensor:
+        f = self.layers(X)
+        if self.form == "chosen":
+            return f[self.y >= 0]
+        if self.form == "pixels":
+            return f.movedim(-1, 1)
+        return f.transpose(0, 1).flatten(0, 1) if self.form == "rows" else f.transpose(1, 2)
+
+
+@pytest.mark.parametrize("joint_bias", [False, True])
+@pytest.mark.parametrize("limit", [1, 2**24])
+@pytest.mark.parametrize("form", ["tokens", "rows", "pixels", "chosen"])
+def test_positions_where_nothing_arrives_for_another_reason_count(
+    form: str, limit: int, joint_bias: bool
+) -> None:
+    """Where all units are dead, the loss has a target: such a position is a sample."""
+    torch.manual_seed(0)
+    X, y = torch.randn(4, 6, 3).double(), torch.randint(3, (4, 6))
+    y[0, 3:], y[2, 1:], y[3] = -100, -100, -100
+    target = {"rows": y.T.flatten(), "chosen": y[y >= 0]}.get(form, y)
+    if form == "pixels":
+        X, y, target = X.reshape(4, 2, 3, 3), y.reshape(4, 2, 3), y.reshape(4, 2, 3)
+    model = extend(Chosen(form, y).double(), use_converter=True)
+    hidden = model.layers[:2](X)
+    dead = (hidden == 0).all(-1)
+    assert (dead & (y >= 0)).any()
+    assert (dead & (y < 0)).any()
+    inputs = X[y >= 0], hidden[y >= 0].detach()
+    ext = KFLR(approximation="expand", joint_bias=joint_bias)
+    with slice_bytes(limit), backpack(ext):
+        loss = extend(nn.CrossEntropyLoss())(model(X), target)
+        loss.backward()
+    for layer, x in zip((model.layers[0], model.layers[2]), inputs, strict=True):
+        x = torch.cat([x, torch.ones(len(x), 1).double()], 1) if joint_bias else x
+        assert_close(layer.weight.kflr[1], x.T @ x / len(x))
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact", "empirical"])
+def test_positions_of_certain_predictions_count(fisher: Any) -> None:
+    """A prediction of probability one has no curvature, but a target."""
+    problem = tokens()
+    with torch.no_grad():
+        problem.model[1].bias[0] = 1e4  # type: ignore[index, operator]
+        y = problem.y.clamp(max=0)
+    X = problem.X[y >= 0]
+    (weight, *_) = run(problem._replace(y=y), KFAC(fisher=fisher, approximation="expand"))
+    assert not weight.kfac[0].any()
+    assert_close(weight.kfac[1], X.T @ X / len(X))
+
+
+def test_positions_that_others_look_at_count() -> None:
+    """The loss ignores a prompt, but what follows depends on it; nothing follows padding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), ReduceTuple())
+    model.append(nn.Linear(4, 3)).append(Permute(0, 2, 1)).double()
+    X, y = torch.randn(2, 5, 3).double(), torch.tensor([[-100, -100, 1, 0, 2], [-100, 1, 2, 0, 1]])
+    y[:, 4] = -100
+    params = run(Problem(model, nn.CrossEntropyLoss(), X, y), KFLR(approximation="expand"))
+    read, hidden = X[:, :4].flatten(0, 1), model[:3](X)[y >= 0].detach()
+    assert_close(params[0].kflr[1], read.T @ read / len(read))
+    assert_close(params[-2].kflr[1], hidden.T @ hidden / len(hidden))
+
+
+def test_a_position_counts_for_any_of_several_losses() -> None:
+    (model, loss, X, y), other = tokens(), tokens().y
+    other[:] = -100
+    other[0, 4], other[2, 1] = 1, 2
+    model, loss = extend(model), extend(loss)
+    f = model(X)
+    with backpack(KFLR(approximation="expand")):
+        (loss(f, y) + loss(f, other)).backward()
+    x = X[(y >= 0) | (other >= 0)]
+    assert_close(model[0].weight.kflr[1], x.T @ x / len(x))
+
+
+def test_positions_that_are_not_those_of_the_loss() -> None:
+    """Whole samples are left out; for parts, it is not known which positions belong to them."""
+    torch.manual_seed(0)
+    X = torch.randn(4, 6, 3).double()
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), Permute(0, 2, 1), nn.MaxPool1d(3))
+    model.append(nn.Conv1d(2, 3, 1)).double()
+    y = torch.tensor([[0, 1], [2, 0], [-100, -100], [1, 1]])
+    ext = KFLR(approximation="expand")
+    (weight, *_) = run(Problem(model, nn.CrossEntropyLoss(), X, y), ext)
+    x = X[y[:, 0] >= 0].flatten(0, 1)
+    assert_close(weight.kflr[1], x.T @ x / len(x))
+    y[0, 1] = -100
+    with pytest.raises(ValueError, match=r"'0' \(Linear\).* is used at 6 positions .* 2 targets"):
+        run(Problem(model, nn.CrossEntropyLoss(), X, y), ext)
+
+
 def test_inputs_of_accumulated_passes() -> None:
     """The identity stays one."""
     model, (X, y) = extend(mlp()), batch()

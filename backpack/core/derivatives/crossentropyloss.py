@@ -65,12 +65,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
         scale = scale / total if c.module.reduction == "mean" else scale.to(x.dtype)
         return c.select(scale).unsqueeze(1)
 
-    def ignores_targets(self, c: Context) -> bool:
-        """Return whether a target is ``ignore_index``."""
+    def counted(self, c: Context) -> Tensor | None:
+        """Return which targets are not ``ignore_index``: ``[N, *d]``; None for probabilities."""
         y = c.inputs[1]
         if y.is_floating_point() or y.is_meta:
-            return False
-        return bool((y == c.module.ignore_index).any())
+            return None
+        return c.select(y != c.module.ignore_index)
 
     @staticmethod
     def _counts_samples(c: Context) -> bool:

@@ -114,6 +114,21 @@ class LossHessian:
         if chosen is None or chosen.own:  # else none of the samples has a row
             self.rule.need_convex(self.c.counting(chosen.own) if chosen else self.c)
 
+    def counted(self) -> Tensor | None:
+        """Return at which rows a target counts, ``[N, *d]``; None if it does at all of them.
+
+        Rows that the loss does not choose have no target.
+        """
+
+        def factor(c: Context) -> Tensor:
+            found = self.rule.counted(c)
+            return c.x.new_ones(1, len(c.x)) if found is None else found.unsqueeze(0)
+
+        if self.rule.counted(self.c) is None and chosen_rows(self.rule, self.c) is None:
+            return None
+        found = at_rows(self.rule, self.c, factor).squeeze(0) > 0
+        return None if found.all() else found
+
     def root(self, thin: bool = False) -> Any:
         """Return an exact factor, ``[V, N, *d]``; with as few columns as are known if thin."""
 

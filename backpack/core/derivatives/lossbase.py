@@ -66,9 +66,9 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         """Number the inputs that are predictions; the others are targets, weights or options."""
         return (0,)
 
-    def ignores_targets(self, c: Context) -> bool:
-        """Return whether there are targets that do not count."""
-        return False
+    def counted(self, c: Context) -> Tensor | None:
+        """Return which targets count, ``[N, *d]``; None if the loss can ignore none."""
+        return None
 
     def couples_terms(self, c: Context) -> bool:
         """Return whether the loss is no sum over the samples: its Hessian has mixed terms."""

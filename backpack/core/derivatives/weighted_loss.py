@@ -43,10 +43,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         rule, inside = self._inside(c)
         return rule.couples_terms(inside)
 
-    def ignores_targets(self, c: Context) -> bool:
-        """Return whether the loss inside does."""
+    def counted(self, c: Context) -> Tensor | None:
+        """Return which targets count in the loss inside."""
         rule, inside = self._inside(c)
-        return rule.ignores_targets(inside)
+        return rule.counted(inside)
 
     def check_call(self, c: Context) -> None:
         """Refuse what the loss inside refuses."""

@@ -24,12 +24,8 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
-from backpack.core.derivatives.lossbase import (
-    BaseLossDerivatives,
-    Columns,
-    first_of,
-    is_negative,
-)
+from backpack.core.derivatives.loss_hessian import LossHessian
+from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.engine import call_products
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.lazy import lazy
@@ -407,10 +403,12 @@ class Backpropagation:
         self.save = save
         self.left_out = left_out
         self.wanted = frozenset().union(*map(_NEEDS, exts))
-        if GRAMS["expand"] in self.wanted and [*map(_ignores_targets, plan.losses)] == [True]:
+        counted = self._counted() if GRAMS["expand"] in self.wanted else None
+        if counted is not None:
             self.wanted |= {ARRIVED}
         self.bases = dict(bases or {})
-        self.max_size = inf if KRONECKER.isdisjoint(self.wanted) else max_factor_size(exts)
+        max_size = inf if KRONECKER.isdisjoint(self.wanted) else max_factor_size(exts)
+        self.of_factors = max_size, counted
         # what needs bases of the whole batch is summed in a second turn, if the first has slices
         known = self.bases.keys() >= plan.uses.keys()
         self.later = frozenset() if known else self.wanted & IN_BASES
@@ -443,6 +441,15 @@ class Backpropagation:
         self.rows_per_sample: dict[Call, int] = {}
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
 
+    def _counted(self) -> Tensor | None:
+        """Return at which rows of the loss a target counts; None if it does everywhere."""
+        rows = [self.plan.rows(call, self.subsampling) for call in self.plan.losses]
+        masks = list(map(LossHessian.counted, map(LossHessian, self.plan.losses, rows)))
+        known = [mask for mask in masks if mask is not None]
+        if len(known) < len(masks) or len({mask.shape for mask in known}) != 1:
+            return None
+        return torch.stack([mask.to(known[0].device) for mask in known]).any(0)
+
     def run(self, sources: Sequence[Source]) -> None:
         """Backpropagate from every source, put the slices together, and save."""
         totals = self._totals(sources)
@@ -460,7 +467,7 @@ class Backpropagation:
         terms = 1 if self.plan.mixing else None
         wanted = self.wanted - UNSLICED
         bases = self.bases.get(p)
-        return Products(p, self._whole_uses(p), wanted, terms, bases, self.max_size)
+        return Products(p, self._whole_uses(p), wanted, terms, bases, *self.of_factors)
 
     def _in_bases(
         self, sources: Sequence[Source], totals: Mapping[Parameter, Mapping[str, Any]]
@@ -727,7 +734,7 @@ class Backpropagation:
             self._through(state, call, receive)
         for p, uses in state.pending.items():
             bases = self.bases.get(p)
-            products = Products(p, uses, self.wanted, state.terms, bases, self.max_size)
+            products = Products(p, uses, self.wanted, state.terms, bases, *self.of_factors)
             receive(products, state.part)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
@@ -778,7 +785,7 @@ class Backpropagation:
             if len(self.plan.uses[p]) == 1:
                 use.c = c
                 bases = self.bases.get(p)
-                products = Products(p, [use], self.wanted, state.terms, bases, self.max_size)
+                products = Products(p, [use], self.wanted, state.terms, bases, *self.of_factors)
                 receive(products, state.part)
             else:  # what the rule sees is made again when the others have come
                 state.pending.setdefault(p, []).append(use)
@@ -1102,11 +1109,6 @@ class InputGradients(Sequence[Any]):
             found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
         by_index = dict(zip(needed, found, strict=True))
         return tuple(by_index.get(i) for i in range(len(xs)))
-
-
-def _ignores_targets(call: Call) -> bool:
-    assert isinstance(call.derivatives, BaseLossDerivatives)
-    return call.derivatives.ignores_targets(context_of(call))
 
 
 def _are_per_sample(names: Iterable[str]) -> bool:

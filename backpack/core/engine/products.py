@@ -204,7 +204,7 @@ REDUCTIONS = {
     "gram": Reduction(is_symmetric=True),
     "gram_expand": Reduction(is_symmetric=True),  # the same, with every position a row of its own
 }
-# [N, T]  sum_v whether something arrives at a position: if the loss ignores targets
+# [N, T]  sum_v whether something arrives at a position: where the loss ignores targets
 ARRIVED = "arrived"
 REDUCTIONS[ARRIVED] = Reduction(sample_axis=0, degree=0)
 GRAMS = {None: "gram", "expand": "gram_expand", "reduce": "gram"}
@@ -260,6 +260,7 @@ class Products:
             separately, each through the whole batch: ``V = columns · terms``.
         bases: The bases of sums of squares, if they are not those of these products alone.
         max_factor_size: Of Kronecker factors that are larger there is the diagonal alone.
+        counted: At which positions of all samples the loss counts a target, None for all of them.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class Products:
         terms: int | None = None,
         bases: Bases | None = None,
         max_factor_size: float = inf,
+        counted: Tensor | None = None,
     ):
         """Store what is given; compute nothing."""
         self.parameter = parameter
@@ -280,6 +282,7 @@ class Products:
         self.terms = terms
         self.bases = dict(bases or {})
         self.max_factor_size = max_factor_size
+        self.counted = counted
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._sources: Sequence[factored.Source] = []
@@ -700,7 +703,7 @@ class Products:
     def _rows_that_count(self) -> list[Tensor]:
         """Return what a parameter is multiplied with, ``[R, I]`` of each use; none for a bias.
 
-        Where targets are ignored, rows are left out at whose place nothing arrives.
+        Rows are left out whose target the loss ignores, unless something arrives from others.
         """
         rows = []
         for use in self.uses:
@@ -708,11 +711,32 @@ class Products:
             (x,) = rule.affine_inputs(use.c, use.name)
             if x is not None:
                 rows.append(x.reshape(-1, x.shape[-1]))
-        if rows and ARRIVED in self.wanted:
+        if rows and self.counted is not None:
             counts = [len(x) // len(self[ARRIVED]) for x in rows]
             masks = self[ARRIVED].split(counts, 1)
-            rows = [x[mask.flatten() > 0] for x, mask in zip(rows, masks, strict=True)]
+            rows = [x[self._counts(mask > 0)] for x, mask in zip(rows, masks, strict=True)]
         return rows
+
+    def _counts(self, arrived: Tensor) -> Tensor:
+        """Tell which positions of a use count: ``[N, T] -> [N·T]``.
+
+        Raises:
+            ValueError: If these are not the positions of the loss, and it cannot be known.
+        """
+        assert self.counted is not None
+        counted = self.counted.reshape(len(arrived), -1).to(arrived.device)
+        if counted.shape != arrived.shape:
+            some = counted.any(1, keepdim=True)
+            if (some & ~counted.all(1, keepdim=True) & ~arrived).any():
+                raise ValueError(
+                    f"approximation='expand': '{self.uses[0].name}' of "
+                    f"{describe(self.uses[0].call.module)} is used at {arrived.shape[1]} positions "
+                    f"of a sample, and the loss has {counted.shape[1]} targets of it. It ignores "
+                    "some of them, and nothing arrives at some of the positions: whether they are "
+                    "those that it ignores is not known. Use approximation=None or 'reduce'."
+                )
+            counted = some
+        return (arrived | counted).flatten()
 
     def _arrived(self) -> Tensor:
         """Tell where something arrives, position by position of each sample and use."""

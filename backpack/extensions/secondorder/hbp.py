@@ -107,9 +107,12 @@ class HBP(SecondOrderBackpropExtension):
     - ``"expand"``: ``B = sum_nt b_nt b_ntᵀ``, ``A = 1/(N T) sum_nt a_nt a_ntᵀ``. Positions are
       further samples. Exact for linear networks whose loss has a term (of the same curvature) for
       each position, which depends on that position of the input alone: the case of language
-      models. A bias, which has no A, has ``[B]`` with this B. If the loss ignores targets
-      (``ignore_index``), positions of linear layers at which nothing arrives are no samples: A is
-      the average over the others.
+      models. A bias, which has no A, has ``[B]`` with this B. Positions of linear layers whose
+      target the loss ignores (``ignore_index``, or rows that it does not choose) are no samples: A
+      is the average over the others, and over those that others look at, so that something arrives
+      there. A position counts at which nothing arrives for another reason, such as dead units. What
+      cannot be known is an error: which positions of a layer belong to ignored targets, if there
+      are not as many. For ``fisher="inputs"``, which looks at no loss, all positions count.
     - ``"reduce"``: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``,
       ``A = 1/(N T²) sum_n (sum_t a_nt) (sum_t a_nt)ᵀ``. Exact for linear networks that sum or
       average over the positions before the loss, such as an image classifier with global average
