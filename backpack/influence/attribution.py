@@ -1,0 +1,211 @@
+"""What all kinds of attribution share: gradients of samples and queries, passes over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack import backpack
+from backpack.core.engine.factored import FactoredGrad
+from backpack.extensions import BatchGrad
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.objective import Objective
+
+By = Literal["model", "module", "parameter"]
+# Of the loss of a query, in the place of the loss function: a sum over the queries.
+Measure = Callable[..., Tensor]
+
+
+class Attribution:
+    """Compares the gradients of training samples with those of queries."""
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        train_data: Iterable[Any],
+        params: Iterable[Parameter] | None,
+        measure: Measure | None,
+        use_converter: UseConverter,
+        progress: bool,
+    ):
+        """Store what is given."""
+        if isinstance(train_data, Iterator):
+            raise ValueError(
+                "The data is an iterator, which can be read only once, but it is read several "
+                "times: pass a DataLoader (shuffle=False) or a list."
+            )
+        self._objective = Objective(model, loss_function, train_data, params, progress)
+        self._measure = measure
+        self._use_converter = use_converter
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+        self.names = [names[id(p)] for p in self._objective.params]
+
+    def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
+        """Compute the influence of all training samples on queries.
+
+        Args:
+            queries: A batch ``(X, y)``, or several of them: Q queries.
+            by: ``"module"`` and ``"parameter"`` say what each of these contributes.
+            folder: Where the results of each batch are written. What is there already is read
+                instead of computed: an interrupted program goes on where it was.
+
+        Returns:
+            ``[Q, N]``, samples in the order of the data; or a dictionary of these, by name.
+
+        Raises:
+            ValueError: If the folder belongs to other queries, data or options.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        weights = 0.0
+        for weight, found in self._each_batch(queries, folder):
+            weights += weight
+            for name, values in grouped(found, by).items():
+                parts.setdefault(name, []).append(values)
+        norm = self._norm(weights)
+        scores = {name: torch.cat(values, 1) / norm for name, values in parts.items()}
+        return scores[""] if by == "model" else scores
+
+    def top(
+        self, k: int, queries: Any, harmful: bool = False, folder: str | Path | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the samples of the largest influence; others are not kept.
+
+        Args:
+            k: How many, for each query.
+            queries: As for :meth:`scores`, or scores ``[Q, N]``.
+            harmful: Find the most negative ones instead.
+            folder: As for :meth:`scores`.
+
+        Returns:
+            Scores and numbers of the samples, the largest (or most negative) first: ``[Q, k]``
+            each.
+
+        Raises:
+            ValueError: If there are less than k samples.
+        """
+        sign = -1.0 if harmful else 1.0
+        best: tuple[Tensor, Tensor] | None = None
+        norm, start, weights = 1.0, 0, 0.0
+        if isinstance(queries, Tensor):
+            batches: Iterable[tuple[float, dict[str, Tensor]]] = [(0.0, {"": queries})]
+        else:
+            batches = self._each_batch(queries, folder)
+        for weight, found in batches:
+            weights += weight
+            values = sign * grouped(found, "model")[""]
+            numbers = torch.arange(start, start + values.shape[1], device=values.device)
+            start += values.shape[1]
+            numbers = numbers.expand_as(values)
+            if best is not None:
+                values, numbers = torch.cat([best[0], values], 1), torch.cat([best[1], numbers], 1)
+            values, places = values.topk(min(k, values.shape[1]), dim=1)
+            best = values, numbers.gather(1, places)
+        if best is None or best[0].shape[1] < k:
+            raise ValueError(f"There are less than {k} samples: {start}.")
+        norm = 1.0 if isinstance(queries, Tensor) else self._norm(weights)
+        return sign * best[0] / norm, best[1]
+
+    def _norm(self, weights: float) -> float:
+        """Return what sums over terms are divided by."""
+        return self._objective.norm(weights)
+
+    def _each_batch(
+        self, queries: Any, folder: str | Path | None
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        """Yield for each batch its weight, and by parameter ``[Q, n]``."""
+        raise NotImplementedError
+
+    def _values(
+        self, ext: FirstOrderBackpropExtension, X: Any, targets: Sequence[Any], is_query: bool
+    ) -> tuple[float, list[Any]]:
+        """Return a batch's weight, and for each parameter what an extension makes of ``∇ℓ_n``."""
+        objective = self._objective
+        gradients = [p.grad for p in objective.params]
+        ext.savefield = "_backpack_influence"
+        with (
+            extended(objective.model, self._use_converter or "record") as model,
+            extended(objective.loss_function, False) as loss_function,
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            try:
+                with backpack(ext):
+                    output = model(X)
+                    if is_query and self._measure is not None:
+                        weight, loss = 1.0, self._measure(output, *targets)
+                    else:
+                        weight = objective.weight(output, targets)
+                        loss = loss_function(output, *targets)
+                        # a sum of the terms; if no target counts, of nothing
+                        loss = weight * loss if weight else 0.0 * output.sum()
+                    loss.backward(inputs=list(objective.params))
+            finally:
+                values = [vars(p).pop(ext.savefield, None) for p in objective.params]
+                for p, gradient in zip(objective.params, gradients, strict=True):
+                    p.grad = gradient
+        unused = [n for n, value in zip(self.names, values, strict=True) if value is None]
+        if unused:
+            raise ValueError(
+                f"The loss does not depend on {', '.join(unused)} through an extended module. "
+                "Leave them out (params=...)."
+            )
+        return weight, values
+
+    def _gradients(
+        self, X: Any, targets: Sequence[Any], is_query: bool = False
+    ) -> tuple[float, list[FactoredGrad]]:
+        weight, values = self._values(BatchGrad(factored=True), X, targets, is_query)
+        return weight, [FactoredGrad.of(value) for value in values]
+
+    def _of_queries(self, queries: Any) -> list[Tensor]:
+        """Return the gradients of all queries, for each parameter ``[Q, *p]``."""
+        found = [
+            [gradient.dense() for gradient in self._gradients(X, targets, is_query=True)[1]]
+            for X, targets in self._read(queries)
+        ]
+        return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+
+    def _read(self, queries: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield the batches of queries, on the device of the parameters."""
+        is_one = isinstance(queries, tuple) and not isinstance(queries[0], (tuple, list))
+        batches = [queries] if is_one else queries
+        own = self._objective
+        yield from Objective(own.model, own.loss_function, batches, own.params, False)
+
+
+class Directions:
+    """Directions ``[Q, *p]`` of a parameter: as they are, or sums of outer products."""
+
+    def __init__(self, directions: Tensor, rank: int | None):
+        """Find the outer products, if there is a rank that is smaller than the whole."""
+        self.dense: Tensor | None = directions
+        if rank is None or directions.dim() < 3 or rank >= min(directions.flatten(2).shape[1:]):
+            return
+        left, values, right = torch.linalg.svd(directions.flatten(2), full_matrices=False)
+        self.dense, self.rank = None, rank
+        self.a = (left * values.unsqueeze(1)).mT[:, :rank].flatten(0, 1)  # [Q·r, O]
+        self.b = right[:, :rank].flatten(0, 1)  # [Q·r, I]
+
+    def products(self, gradients: FactoredGrad) -> Tensor:
+        """Return the inner products with N gradients, ``[N, Q]``."""
+        if self.dense is not None:
+            return gradients.project(self.dense)
+        return gradients.project_outer(self.a, self.b).unflatten(1, (-1, self.rank)).sum(2)
+
+
+def grouped(found: Mapping[str, Tensor], by: By) -> dict[str, Tensor]:
+    """Add up what parameters contribute: of the whole model under the name ``""``."""
+    if by not in ("model", "module", "parameter"):
+        raise ValueError(f"by is 'model', 'module' or 'parameter', got {by!r}.")
+    groups: dict[str, Tensor] = {}
+    for name, values in found.items():
+        group = {"model": "", "module": name.rpartition(".")[0], "parameter": name}[by]
+        groups[group] = groups[group] + values if group in groups else values
+    return groups

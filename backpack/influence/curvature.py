@@ -1,0 +1,235 @@
+"""Influence functions: a Newton step away from a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.influence.attribution import Attribution, Directions, Measure
+from backpack.influence.shards import Shards
+from backpack.linalg.approximations import KroneckerGGN
+from backpack.linalg.extended import UseConverter, built
+from backpack.linalg.operators import LinearOperator
+from backpack.linalg.structured import SpectralOperator
+from backpack.utils.files import load_tensors, save_tensors
+
+# Entries of dense gradients that are kept at once.
+BLOCK_ENTRIES = 2**25
+
+
+class Influence(Attribution):
+    """Influence functions: a Newton step away from a sample.
+
+    Curvature is a snapshot of the model as it is when this is built. Gradients of samples are kept
+    as factors where that is smaller; those of queries as they are, or at low rank.
+
+    Source: Koh, Liang, Understanding black-box predictions via influence functions (ICML 2017);
+    with Kronecker factors Grosse et al., Studying large language model generalization with
+    influence functions (arXiv 2308.03296, 2023).
+
+    Attributes:
+        curvature: The operator H; None for the identity.
+        damping: λ.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        train_data: Iterable[Any],
+        curvature: Callable[..., LinearOperator]
+        | LinearOperator
+        | Literal["identity"] = KroneckerGGN,
+        damping: float | None = None,
+        params: Iterable[Parameter] | None = None,
+        measure: Measure | None = None,
+        query_rank: int | None = None,
+        tolerance: float = 1e-6,
+        use_converter: UseConverter = False,
+        progress: bool = True,
+    ):
+        """Compute the curvature, in a pass over the data.
+
+        Args:
+            model: The trained model.
+            loss_function: The loss, called as ``loss_function(model(X), y)``.
+            train_data: Batches ``(X, y)``, in the same order in each pass.
+            curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
+                :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
+                ``progress`` and, if it has that argument, ``use_converter``; or an operator. One
+                without an inverse
+                (:class:`~backpack.linalg.GGN`) is solved with conjugate gradients. ``"identity"``:
+                inner products of gradients, without damping.
+            damping: λ. Default: a tenth of the mean eigenvalue of a structured operator.
+            params: Parameters that may move. Default: the trainable ones of the model.
+            measure: What is looked at in the place of a query's loss: called as ``measure(model(X),
+                y)``, returns a sum over the queries.
+            query_rank: Keep for each query and weight ``[O, ...]`` so many singular vectors of the
+                preconditioned gradient. Default: all of it.
+            tolerance: Relative residual of conjugate gradients.
+            use_converter: How functions in the forward are seen: recorded while it runs (default),
+                or ``"trace"``, see :func:`backpack.extend`.
+            progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+
+        Raises:
+            ValueError: If damping is missing or negative, the operator has another size, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
+        """
+        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        if query_rank is not None and query_rank < 1:
+            raise ValueError(f"query_rank has to be at least 1, got {query_rank}.")
+        self._query_rank, self._tolerance = query_rank, tolerance
+        own = self._objective.params
+        self.curvature: LinearOperator | None = None
+        if isinstance(curvature, LinearOperator):
+            self.curvature = curvature
+        elif curvature != "identity":
+            options = (own, use_converter, progress)
+            self.curvature = built(curvature, model, loss_function, train_data, *options)
+        size = sum(p.numel() for p in own)
+        if self.curvature is not None and self.curvature.shape != (size, size):
+            raise ValueError(
+                f"The parameters have {size} entries, which {self.curvature!r} does not fit."
+            )
+        self.damping = self._chosen(damping)
+
+    def _chosen(self, damping: float | None) -> float:
+        if self.curvature is None:
+            return 0.0
+        if damping is None:
+            if not isinstance(self.curvature, SpectralOperator):
+                raise ValueError(f"{self.curvature!r} needs a damping.")
+            damping = float(self.curvature.trace()) / self.curvature.shape[0] / 10
+        if damping < 0:
+            raise ValueError(f"The damping has to be at least 0, got {damping}.")
+        return damping
+
+    def precondition(self, vectors: Tensor) -> Tensor:
+        """Return ``(H + λ I)⁻¹ V``, ``[P, V] -> [P, V]``."""
+        if self.curvature is None:
+            return vectors
+        if isinstance(self.curvature, SpectralOperator):
+            return self._inverse() @ vectors
+        return self.curvature.solve(vectors, self.damping, self._tolerance)
+
+    def _inverse(self) -> SpectralOperator:
+        known: tuple[float, SpectralOperator] | None = vars(self).get("_inverted")
+        if known is None or known[0] != self.damping:
+            known = self.damping, self.curvature.inverse(self.damping)  # type: ignore[union-attr]
+            self._inverted = known
+        return known[1]
+
+    def _each_batch(
+        self, queries: Any, folder: str | Path | None
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        gradients = self._of_queries(queries)
+        flat = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
+        directions = self.precondition(flat.T).T  # [Q, P]
+        shards = Shards(folder, directions, f"damping {self.damping}, rank {self._query_rank}")
+        pieces = directions.split([p.numel() for p in self._objective.params], 1)
+        along = [
+            Directions(piece.reshape(-1, *p.shape), self._query_rank)
+            for piece, p in zip(pieces, self._objective.params, strict=True)
+        ]
+        for X, targets in self._objective:
+            found = shards.read(X, targets)
+            if found is None:
+                weight, of_samples = self._gradients(X, targets)
+                products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
+                found = weight, dict(zip(self.names, products, strict=True))
+                shards.write((X, targets), *found)
+            yield found
+
+    def self_scores(self) -> Tensor:
+        """Compute the influence of each training sample on its own loss, ``[N]``.
+
+        High where a sample is learned by heart: an outlier, or a wrong label.
+        """
+        found, weights = [], 0.0
+        step = max(1, BLOCK_ENTRIES // sum(p.numel() for p in self._objective.params))
+        for X, targets in self._objective:
+            weight, gradients = self._gradients(X, targets)
+            weights += weight
+            for start in range(0, len(gradients[0]), step):
+                some = slice(start, start + step)
+                dense = [gradient[some].dense() for gradient in gradients]
+                g = torch.cat([part.reshape(len(part), -1) for part in dense], 1)
+                found.append((g * self.precondition(g.T).T).sum(1))
+        return torch.cat(found) / self._norm(weights)
+
+    def save(self, path: str | Path) -> None:
+        """Write curvature and damping to a file: of ``safetensors``, if that is installed.
+
+        Raises:
+            ValueError: If the curvature is matrix-free.
+        """
+        tensors: dict[str, Tensor] = {}
+        if isinstance(self.curvature, SpectralOperator):
+            tensors["spectrum"] = self.curvature.spectrum
+            order = getattr(self.curvature, "order", None)
+            if order is not None:
+                tensors["order"] = order
+            for i, block in enumerate(self.curvature.bases):
+                tensors.update({f"bases.{i}.{j}": basis for j, basis in enumerate(block)})
+        elif self.curvature is not None:
+            raise ValueError(f"{self.curvature!r} is matrix-free: there are no factors to save.")
+        save_tensors(path, tensors, {"damping": repr(self.damping), **self._shapes()})
+
+    def _shapes(self) -> dict[str, str]:
+        own = self._objective.params
+        shapes = [f"{n} {list(p.shape)}" for n, p in zip(self.names, own, strict=True)]
+        return {"parameters": "; ".join(shapes)}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Module,
+        loss_function: Module,
+        train_data: Iterable[Any],
+        params: Iterable[Parameter] | None = None,
+        **options: Any,
+    ) -> Influence:
+        """Read curvature and damping from a file, in the place of a pass over the data.
+
+        Args:
+            path: What :meth:`save` has written.
+            model: The model, with the same parameters.
+            loss_function: The loss.
+            train_data: Batches ``(X, y)``.
+            params: The same parameters.
+            **options: Further options of the class, such as ``measure``.
+
+        Raises:
+            ValueError: If the parameters are others.
+        """
+        tensors, metadata = load_tensors(path)
+        made = cls(model, loss_function, train_data, "identity", None, params, **options)
+        if made._shapes()["parameters"] != metadata["parameters"]:
+            raise ValueError(
+                f"{path} is of other parameters: {metadata['parameters']}. These are "
+                f"{made._shapes()['parameters']}."
+            )
+        device = made._objective.params[0].device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        if "spectrum" in tensors:
+            made.curvature = _spectral(tensors)
+        made.damping = float(metadata["damping"])
+        return made
+
+
+def _spectral(tensors: Mapping[str, Tensor]) -> SpectralOperator:
+    """Put an operator together from eigenvalues and eigenvectors."""
+    blocks: dict[int, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("bases."):
+            _, i, j = name.split(".")
+            blocks.setdefault(int(i), {})[int(j)] = tensor
+    bases = [[block[j] for j in sorted(block)] for _, block in sorted(blocks.items())]
+    options = {"order": tensors["order"]} if "order" in tensors else {}
+    return SpectralOperator(tensors["spectrum"], bases, **options)

@@ -1,0 +1,207 @@
+"""Attribution by gradients alone: along checkpoints, or on random projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.extensions import ProjectedGrad
+from backpack.influence.attribution import Attribution, By, Directions, Measure
+from backpack.influence.shards import Shards
+from backpack.linalg.extended import UseConverter
+
+
+class TracIn(Attribution):
+    """Influence along the way of training: inner products of gradients, summed over checkpoints.
+
+    ``s_qn = sum_c η_c ∇ℓ_q(θ_c)ᵀ ∇ℓ_n(θ_c)``: how much steps along the gradient of sample n have
+    lowered the loss of query q. The model is left with its own parameters.
+
+    Source: Pruthi, Liu, Kale, Sundararajan, Estimating training data influence by tracing gradient
+    descent (NeurIPS 2020), TracInCP.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        train_data: Iterable[Any],
+        checkpoints: Sequence[Mapping[str, Tensor] | str | Path],
+        learning_rates: Sequence[float] | None = None,
+        projection: ProjectedGrad | None = None,
+        params: Iterable[Parameter] | None = None,
+        measure: Measure | None = None,
+        use_converter: UseConverter = False,
+        progress: bool = True,
+    ):
+        """Store what is given; nothing is computed.
+
+        Args:
+            model: The model.
+            loss_function: The loss, called as ``loss_function(model(X), y)``.
+            train_data: Batches ``(X, y)``, in the same order in each pass.
+            checkpoints: State dictionaries, or files that ``torch.load`` reads as such.
+            learning_rates: η of each. Default: 1.
+            projection: Compare gradients along random directions, such as ``ProjectedGrad(256)``.
+            params: Parameters to look at. Default: the trainable ones of the model.
+            measure: As for :class:`~backpack.influence.Influence`.
+            use_converter: The same.
+            progress: The same.
+
+        Raises:
+            ValueError: If there is no checkpoint, or not one learning rate for each.
+        """
+        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        self._checkpoints = list(checkpoints)
+        self._rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
+        if not checkpoints or len(self._rates) != len(self._checkpoints):
+            raise ValueError(
+                f"Needs checkpoints, and a learning rate for each: got {len(self._checkpoints)} "
+                f"and {len(self._rates)}."
+            )
+        self._projection = projection
+
+    def _norm(self, weights: float) -> float:
+        return 1.0
+
+    def _each_batch(
+        self, queries: Any, folder: str | Path | None
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        totals: list[tuple[float, dict[str, Tensor]]] = []
+        for c, (checkpoint, rate) in enumerate(zip(self._checkpoints, self._rates, strict=True)):
+            with self._at(checkpoint):
+                below = None if folder is None else Path(folder) / f"checkpoint{c:03d}"
+                for i, (weight, found) in enumerate(self._at_checkpoint(queries, below)):
+                    scaled = {name: rate * values for name, values in found.items()}
+                    if not c:
+                        totals.append((weight, scaled))
+                    else:
+                        before = totals[i][1]
+                        totals[i] = weight, {n: before[n] + v for n, v in scaled.items()}
+        yield from totals
+
+    def _at_checkpoint(
+        self, queries: Any, folder: Path | None
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        of_queries = self._of_queries(queries)
+        flat = torch.cat([g.reshape(len(g), -1) for g in of_queries], 1)
+        shards = Shards(folder, flat, f"projection {self._projection}")
+        along = [Directions(gradient, None) for gradient in of_queries]
+        if self._projection is not None:
+            batches = list(self._read(queries))
+            found = [self._values(self._projection, *batch, True)[1] for batch in batches]
+            projected = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+        for X, targets in self._objective:
+            known = shards.read(X, targets)
+            if known is None:
+                if self._projection is None:
+                    weight, of_samples = self._gradients(X, targets)
+                    products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
+                else:
+                    weight, rows = self._values(self._projection, X, targets, False)
+                    products = [q @ n.T for q, n in zip(projected, rows, strict=True)]
+                known = weight, dict(zip(self.names, products, strict=True))
+                shards.write((X, targets), *known)
+            yield known
+
+    @contextmanager
+    def _at(self, checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[None]:
+        """Give the model other parameters for a moment."""
+        model = self._objective.model
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state: Any = checkpoint
+        if isinstance(checkpoint, (str, Path)):
+            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        try:
+            model.load_state_dict(state)
+            yield
+        finally:
+            model.load_state_dict(own)
+
+
+class ProjectedInfluence(Attribution):
+    """Influence functions on random projections of the gradients.
+
+    With the features ``φ_n``, the projected gradients of all parameters together, and the empirical
+    Fisher information ``F = 1/W sum_n φ_n φ_nᵀ`` of these: ``s_qn = 1/W φ_qᵀ (F + λ I)⁻¹ φ_n``.
+    Features of the training samples, ``[N, D]``, are computed once and kept.
+
+    Source: Park, Georgiev, Ilyas, Leclerc, Madry, TRAK: attributing model behavior at scale (ICML
+    2023), for one model and without its weights of the samples.
+
+    Attributes:
+        features: ``[N, D]``.
+        damping: λ.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss_function: Module,
+        train_data: Iterable[Any],
+        projection: ProjectedGrad | None = None,
+        damping: float = 1e-3,
+        params: Iterable[Parameter] | None = None,
+        measure: Measure | None = None,
+        use_converter: UseConverter = False,
+        progress: bool = True,
+    ):
+        """Compute the features, in a pass over the data.
+
+        Args:
+            model: The trained model.
+            loss_function: The loss, called as ``loss_function(model(X), y)``.
+            train_data: Batches ``(X, y)``.
+            projection: Along which directions. Default: ``ProjectedGrad(256)``.
+            damping: λ, positive.
+            params: Parameters to look at. Default: the trainable ones of the model.
+            measure: As for :class:`~backpack.influence.Influence`.
+            use_converter: The same.
+            progress: The same.
+
+        Raises:
+            ValueError: If the damping is not positive.
+        """
+        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        if not damping > 0:
+            raise ValueError(f"The damping has to be positive, got {damping}.")
+        self._projection = ProjectedGrad(256) if projection is None else projection
+        self.damping = damping
+        rows, weights = [], []
+        for X, targets in self._objective:
+            weight, found = self._values(self._projection, X, targets, False)
+            weights.append(weight)
+            rows.append(torch.stack(found).sum(0))
+        self.features = torch.cat(rows)
+        self._weight = self._norm(sum(weights))
+        F = self.features.T @ self.features / self._weight
+        eye = torch.eye(len(F), dtype=F.dtype, device=F.device)
+        self._root = torch.linalg.cholesky(F + damping * eye)
+
+    def _each_batch(
+        self, queries: Any, folder: str | Path | None
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        if folder is not None:
+            raise ValueError("Features are kept: there is nothing to write to a folder.")
+        found = [self._values(self._projection, *batch, True)[1] for batch in self._read(queries)]
+        of_queries = torch.cat([torch.stack(values).sum(0) for values in found])
+        yield self._weight, {"": of_queries @ self._solved(self.features).T}
+
+    def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
+        """Compute ``[Q, N]`` as :meth:`~backpack.influence.Influence.scores`; not by parameters."""
+        if by != "model":
+            raise ValueError("Features are those of all parameters together: use by='model'.")
+        return super().scores(queries, by, folder)
+
+    def _solved(self, rows: Tensor) -> Tensor:
+        return torch.cholesky_solve(rows.T, self._root).T
+
+    def self_scores(self) -> Tensor:
+        """Compute the influence of each training sample on its own loss, ``[N]``."""
+        return (self.features * self._solved(self.features)).sum(1) / self._weight
