@@ -191,6 +191,129 @@ def test_parts_add_up(name: str) -> None:
     assert_close(parts[next(iter(parts))], expected)
 
 
+class Transformer(nn.Module):
+    """A causal language model, whose parts are as simple as they can be.
+
+    With ``each``, parameters of its own for each sample and position, it is its own oracle: the
+    gradients with respect to these are the terms of the gradient.
+    """
+
+    def __init__(self, tied: bool = False, flat: bool = False) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(6, 4), nn.Embedding(5, 4)
+        self.norm, self.mix, self.head = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 6)
+        self.flat = flat
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.place(torch.arange(ids.shape[1]).expand_as(ids))
+        h = self.norm(self.attend(x))
+        h = h.flatten(0, 1) if self.flat else h
+        logits = self.head(torch.tanh(self.mix(h)))
+        return (logits.unflatten(0, ids.shape) if self.flat else logits).transpose(1, 2)
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        return x + nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def spread(self, ids: Tensor, each: list[dict[str, Tensor]]) -> Tensor:
+        """Compute the same with parameters ``[N, T, *p]``, those of the second use apart."""
+        first, second = each
+        n, t = torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij")
+        x = first["token.weight"][n, t, ids] + first["place.weight"][n, t, t]
+        h = nn.functional.layer_norm(self.attend(x), [4])
+        h = h * first["norm.weight"] + first["norm.bias"]
+        h = (first["mix.weight"] @ h.unsqueeze(3)).squeeze(3) + first["mix.bias"]
+        head = second["token.weight"] if "head.weight" not in first else first["head.weight"]
+        y = (head @ h.tanh().unsqueeze(3)).squeeze(3) + first["head.bias"]
+        return y.transpose(1, 2)
+
+
+def token_terms(model: Transformer, loss: nn.Module, X: Tensor, y: Tensor) -> Tensor:
+    """The terms of the samples' gradients, ``[N, T, P]``."""
+    own = dict(model.named_parameters())
+    each = [
+        {k: p.detach().expand(*X.shape, *p.shape).clone().requires_grad_() for k, p in own.items()}
+        for _ in range(2)
+    ]
+    loss(model.spread(X, each), y).backward()
+    zero = torch.zeros(())
+    sums = [each[0][k].grad + (zero if each[1][k].grad is None else each[1][k].grad) for k in own]
+    return torch.cat([g.flatten(2) for g in sums], 2)
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    X, y = torch.randint(6, (N + Q, 5)), torch.randint(6, (N + Q, 5))
+    y[1, :2] = y[2] = y[-1, 4] = -100
+    return X, y
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["identity", KroneckerGGN, DiagonalGGN])
+def test_token_scores(kind: Any, tied: bool, flat: bool, rank: int | None) -> None:
+    """Terms of the gradient at each position, from parameters of their own for each."""
+    model, loss, (X, y) = Transformer(tied, flat), nn.CrossEntropyLoss(), sentences()
+    influence = Influence(model, loss, batches(X, y), kind, DAMPING, query_rank=rank)
+    queries = (X[N:], y[N:])
+    found = influence.token_scores(queries)
+    assert found.shape == (Q, N, 5)
+    assert_close(found.sum(2), influence.scores(queries))
+    assert not found[:, 2].any()
+    by = influence.token_scores(queries, by="parameter")
+    assert_close(torch.stack([*by.values()]).sum(0), found)
+    assert list(by) == [name for name, _ in model.named_parameters()]
+    if rank is None:
+        terms = token_terms(model, nn.CrossEntropyLoss(reduction="sum"), X, y)
+        G = terms.sum(1)[N:]
+        along = influence.precondition(G.T).T
+        expected = torch.einsum("qp,ntp->qnt", along, terms[:N]) / (y[:N] >= 0).sum()
+        assert_close(found, expected)
+
+
+def test_token_scores_are_those_of_the_losses_where_tokens_do_not_meet() -> None:
+    model, loss, X, y = problem("tagger")
+    influence = Influence(model, loss, batches(X, y), KroneckerGGN, DAMPING)
+    G = sample_gradients(model, loss, X[N:], y[N:])
+    along = influence.precondition(G.T).T
+    found = influence.token_scores([(X[N : N + 1], y[N : N + 1]), (X[N + 1 :], y[N + 1 :])])
+    for t in range(4):
+        one = sample_gradients(model, loss, X[:N, t : t + 1], y[:N, t : t + 1])
+        assert_close(found[:, :, t], along @ one.T / num_terms(loss, y))
+
+
+def test_token_scores_of_batches_of_several_lengths(tmp_path: Path) -> None:
+    """Batches with fewer tokens have zeros at the end; results are read from a folder."""
+    model, loss, (X, y) = Transformer(), nn.CrossEntropyLoss(reduction="sum"), sentences()
+    data = [(X[:4], y[:4]), (X[4:7, :3], y[4:7, :3]), (X[7:N, :4], y[7:N, :4])]
+    influence = Influence(model, loss, data, KroneckerGGN, DAMPING)
+    queries = (X[N:], y[N:])
+    found = influence.token_scores(queries, folder=tmp_path)
+    assert not found[:, 4:7, 3:].any()
+    assert found[:, 4:7, 2].any()
+    assert_close(found.sum(2), influence.scores(queries))
+    assert_close(influence.token_scores(queries, folder=tmp_path), found)
+    with pytest.raises(ValueError, match="other queries, options"):
+        influence.scores(queries, folder=tmp_path)
+
+
+def test_token_scores_of_layers_without_tokens() -> None:
+    model, loss, X, y = problem("cnn")
+    influence = Influence(model, loss, batches(X, y), "identity")
+    with pytest.raises(NotImplementedError, match=r"'weight' of '0' \(Conv2d\).*params="):
+        influence.token_scores((X[N:], y[N:]))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Flatten(), nn.Linear(12, 3))
+    X, y = torch.randn(N + Q, 4, 2), torch.randint(3, (N + Q,))
+    influence = Influence(model, nn.CrossEntropyLoss(), batches(X, y), damping=DAMPING)
+    with pytest.raises(ValueError, match=r"'2\.weight' is used at 1 positions.* at 4"):
+        influence.token_scores((X[N:], y[N:]))
+    parts = influence.token_scores((X[N:], y[N:]), by="module")
+    assert [part.shape[2] for part in parts.values()] == [4, 1]
+    assert_close(parts["0"].sum(2) + parts["2"].sum(2), influence.scores((X[N:], y[N:])))
+
+
 def test_top() -> None:
     model, loss, X, y = problem("mlp")
     influence = Influence(model, loss, batches(X, y), damping=DAMPING)

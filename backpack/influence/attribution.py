@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import pad
 
 from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
@@ -62,14 +63,18 @@ class Attribution:
         Raises:
             ValueError: If the folder belongs to other queries, data or options.
         """
+        return self._joined(self._each_batch(queries, folder), by)
+
+    def _joined(self, batches: Iterable[tuple[float, dict[str, Tensor]]], by: By) -> Any:
+        """Put the scores of batches together, by groups of parameters."""
         parts: dict[str, list[Tensor]] = {}
         weights = 0.0
-        for weight, found in self._each_batch(queries, folder):
+        for weight, found in batches:
             weights += weight
             for name, values in grouped(found, by).items():
                 parts.setdefault(name, []).append(values)
         norm = self._norm(weights)
-        scores = {name: torch.cat(values, 1) / norm for name, values in parts.items()}
+        scores = {name: torch.cat(_padded(values), 1) / norm for name, values in parts.items()}
         return scores[""] if by == "model" else scores
 
     def top(
@@ -189,9 +194,16 @@ class Directions:
         if rank is None or directions.dim() < 3 or rank >= min(directions.flatten(2).shape[1:]):
             return
         left, values, right = torch.linalg.svd(directions.flatten(2), full_matrices=False)
-        self.dense, self.rank = None, rank
+        self.dense, self.rank, self.shape = None, rank, directions.shape
         self.a = (left * values.unsqueeze(1)).mT[:, :rank].flatten(0, 1)  # [Q·r, O]
         self.b = right[:, :rank].flatten(0, 1)  # [Q·r, I]
+
+    def whole(self) -> Tensor:
+        """Return the directions, ``[Q, *p]``."""
+        if self.dense is not None:
+            return self.dense
+        products = self.a.unflatten(0, (-1, self.rank)).mT @ self.b.unflatten(0, (-1, self.rank))
+        return products.reshape(self.shape)
 
     def products(self, gradients: FactoredGrad) -> Tensor:
         """Return the inner products with N gradients, ``[N, Q]``."""
@@ -201,11 +213,29 @@ class Directions:
 
 
 def grouped(found: Mapping[str, Tensor], by: By) -> dict[str, Tensor]:
-    """Add up what parameters contribute: of the whole model under the name ``""``."""
+    """Add up what parameters contribute: of the whole model under the name ``""``.
+
+    Raises:
+        ValueError: If there is no such kind, or tokens do not match.
+    """
     if by not in ("model", "module", "parameter"):
         raise ValueError(f"by is 'model', 'module' or 'parameter', got {by!r}.")
     groups: dict[str, Tensor] = {}
     for name, values in found.items():
         group = {"model": "", "module": name.rpartition(".")[0], "parameter": name}[by]
-        groups[group] = groups[group] + values if group in groups else values
+        known = groups.get(group)
+        if known is not None and known.shape != values.shape:
+            raise ValueError(
+                f"'{name}' is used at {values.shape[2]} positions, others that it is added to at "
+                f"{known.shape[2]}. Look at each with by='parameter', or leave it out (params=...)."
+            )
+        groups[group] = values if known is None else known + values
     return groups
+
+
+def _padded(values: list[Tensor]) -> list[Tensor]:
+    """Add zeros to scores of tokens, ``[Q, n, T]``, so that all have the same T."""
+    if values[0].dim() < 3:
+        return values
+    longest = max(each.shape[2] for each in values)
+    return [pad(each, (0, longest - each.shape[2])) for each in values]

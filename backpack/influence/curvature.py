@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.influence.attribution import Attribution, Directions, Measure
+from backpack.influence.attribution import Attribution, By, Directions, Measure
+from backpack.influence.positions import PositionProducts
 from backpack.influence.shards import Shards
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
@@ -124,23 +125,53 @@ class Influence(Attribution):
             self._inverted = known
         return known[1]
 
+    def token_scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
+        """Compute what each position (token) of the training samples contributes to their scores.
+
+        A layer at T positions has as many terms in its gradient, which reach it from all that
+        follows: in a language model, the term of a token has the loss of later tokens that look at
+        it as well. Where positions do not meet, it is the influence of the token's own loss.
+
+        Args:
+            queries: As for :meth:`scores`.
+            by: The same. Layers that are added up need the same number of positions.
+            folder: The same, not the same folder.
+
+        Returns:
+            ``[Q, N, T]``, which sums over T to :meth:`scores`; zero at the end of samples from
+            batches with fewer positions. Or a dictionary of these, by name.
+
+        Raises:
+            NotImplementedError: If a parameter belongs to another layer than ``Linear``,
+                ``Embedding``, ``LayerNorm`` and ``RMSNorm``: leave it out (``params=``).
+            ValueError: If numbers of positions differ, or as for :meth:`scores`.
+        """
+        return self._joined(self._each_batch(queries, folder, by_token=True), by)
+
     def _each_batch(
-        self, queries: Any, folder: str | Path | None
+        self, queries: Any, folder: str | Path | None, by_token: bool = False
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         gradients = self._of_queries(queries)
         flat = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
         directions = self.precondition(flat.T).T  # [Q, P]
-        shards = Shards(folder, directions, f"damping {self.damping}, rank {self._query_rank}")
-        pieces = directions.split([p.numel() for p in self._objective.params], 1)
+        options = f"damping {self.damping}, rank {self._query_rank}"
+        shards = Shards(folder, directions, options + ", by token" * by_token)
+        own = self._objective.params
+        pieces = directions.split([p.numel() for p in own], 1)
         along = [
             Directions(piece.reshape(-1, *p.shape), self._query_rank)
-            for piece, p in zip(pieces, self._objective.params, strict=True)
+            for piece, p in zip(pieces, own, strict=True)
         ]
+        if by_token:
+            ext = PositionProducts({p: d.whole() for p, d in zip(own, along, strict=True)})
         for X, targets in self._objective:
             found = shards.read(X, targets)
             if found is None:
-                weight, of_samples = self._gradients(X, targets)
-                products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
+                if by_token:
+                    weight, products = self._values(ext, X, targets, False)
+                else:
+                    weight, of_samples = self._gradients(X, targets)
+                    products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
                 found = weight, dict(zip(self.names, products, strict=True))
                 shards.write((X, targets), *found)
             yield found
