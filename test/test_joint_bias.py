@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
-from backpack import backpack, clear, extend, optim
+from backpack import backpack, clear, extend, linalg, optim
+from backpack.core import fast
 from backpack.core.derivatives import LinearDerivatives
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record.registry import REGISTRY
-from backpack.extensions import KFAC, KFLR
+from backpack.extensions import EKFAC, KFAC, KFLR
 from backpack.laplace import Laplace
-from backpack.linalg import GGN, KroneckerGGN
+from backpack.linalg import GGN, EmpiricalFisher, KroneckerGGN
 from backpack.utils.kroneckers import kfacs_to_mat
 
 APPROXIMATIONS = [None, "expand", "reduce"]
@@ -245,13 +248,167 @@ def test_layers_without_factors_of_inputs_are_as_before() -> None:
     assert_close(found, [norm.weight.kflr, norm.bias.kflr])
 
 
+def rows_of_blocks(model: nn.Module) -> list[Tensor]:
+    """The entries that each block has, in its order: of weights, with the bias as a column."""
+    params: list[Any] = list(model.parameters())
+    sizes = [p.numel() for p in params]
+    entries = {
+        id(p): own.reshape(p.shape)
+        for p, own in zip(params, torch.arange(sum(sizes)).split(sizes), strict=True)
+    }
+    found = []
+    for module in model:  # type: ignore[attr-defined]
+        if not hasattr(module, "weight"):
+            continue
+        own = entries[id(module.weight)].flatten(1)
+        if module.bias is not None:
+            axis = int(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)))
+            own = torch.cat([own, entries[id(module.bias)].unsqueeze(axis)], axis)
+        found.append(own.flatten())
+    return found
+
+
+BLOCKS = {"exact": GGN, "empirical": EmpiricalFisher}
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("limit", [1, 2**24])
+@pytest.mark.parametrize("fisher", BLOCKS)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_ekfac(name: str, approximation: Any, fisher: Any, limit: int, is_fast: bool) -> None:
+    """Eigenvectors of the joint factors, with the diagonal of the joint block in their basis."""
+    model, X, y = problem(name)
+    G = BLOCKS[fisher](model, nn.CrossEntropyLoss(), [(X, y)]).to_dense()
+    options: Any = {"approximation": approximation, "fisher": fisher, "joint_bias": True}
+    with nullcontext() if is_fast else fast.disabled(), slice_bytes(limit):
+        run(model, X, y, EKFAC(**options), KFAC(**options))
+    weights: list[Any] = [p for p in model.parameters() if p.dim() > 1]
+    for weight, rows in zip(weights, rows_of_blocks(model), strict=True):
+        found, factors = weight.ekfac, weight.kfac
+        for Q, factor in zip(found.bases, factors, strict=True):
+            assert_close(Q.T @ Q, torch.eye(len(Q)))
+            assert_close(Q @ (Q.T @ factor @ Q).diagonal().diag() @ Q.T, factor)
+        Q = kfacs_to_mat(found.bases)
+        block = G[rows[:, None], rows]
+        assert_close(found.eigenvalues.flatten(), (Q.T @ block @ Q).diagonal())
+        assert_close(found.dense(), Q @ found.eigenvalues.flatten().diag() @ Q.T)
+    for module in model:
+        if getattr(module, "bias", None) is not None:
+            assert module.bias.ekfac == []
+
+
+@pytest.mark.parametrize("fisher", BLOCKS)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_ekfac_of_a_data_set(name: str, approximation: Any, fisher: Any) -> None:
+    """Of several batches as of one, with rows in the order of the parameters."""
+    model, X, y = problem(name, samples=6)
+    loss = nn.CrossEntropyLoss()
+    options: Any = {"approximation": approximation, "fisher": fisher, "joint_bias": True}
+    parts = list(zip(X.split([2, 1, 3]), y.split([2, 1, 3]), strict=True))
+    operator = linalg.EKFAC(model, loss, parts, **options)
+    run(model, X, y, EKFAC(**options))
+    params: list[Any] = list(model.parameters())
+    found, blocks = torch.zeros(operator.shape), [p.ekfac for p in params if p.ekfac]
+    for rows, block in zip(rows_of_blocks(model), blocks, strict=True):
+        found[rows[:, None], rows] = block.dense()
+    # eigenvectors of equal eigenvalues are not unique: compare what does not depend on them
+    dense = BLOCKS[fisher](model, loss, parts).to_dense()
+    assert_close(operator.trace(), dense.trace())
+    assert_close(found.trace(), dense.trace())
+    for rows, block in zip(rows_of_blocks(model), operator.blocks, strict=True):
+        Q = kfacs_to_mat(block.bases)
+        assert_close(block.eigenvalues.flatten(), (Q.T @ dense[rows[:, None], rows] @ Q).diagonal())
+        assert_close(operator.to_dense()[rows[:, None], rows], block.dense())
+    inverse = torch.linalg.inv(operator.damped(0.1).to_dense())
+    assert_close(operator.inverse(0.1).to_dense(), inverse)
+
+
+def test_ekfac_input_first() -> None:
+    """With one sample, the joint block is exact, in the order of ``[I + 1, O]``."""
+    Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model, data = nn.Sequential(Conv1D(3, 4)), [(torch.randn(1, 4), torch.tensor([2]))]
+    loss = nn.CrossEntropyLoss()
+    found = linalg.EKFAC(model, loss, data, joint_bias=True)
+    assert found.blocks[0].shape == (5, 3)
+    assert_close(found.to_dense(), GGN(model, loss, data).to_dense())
+
+
+@pytest.mark.parametrize("ekfac", [False, True])
+@pytest.mark.parametrize("name", [*NETWORKS, "input first"])
+def test_optimiser_solves_for_weight_and_bias(name: str, ekfac: bool) -> None:
+    """Two steps, of which the second has the averages of both, against dense matrices."""
+    if name == "input first":
+        Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+        model, X, y = nn.Sequential(Conv1D(3, 4)), torch.randn(5, 4), torch.randint(3, (5,))
+    else:
+        model, X, y = problem(name, samples=40)  # enough for eigenvectors to be unique
+    loss, beta = nn.CrossEntropyLoss(), 0.7
+    options: Any = {"lr": 0.1, "damping": 0.2, "weight_decay": 0.05, "betas": (0.0, beta)}
+    optimiser = optim.KFAC(
+        model.parameters(),
+        **options,
+        factored=False,
+        kl_clip=None,
+        inverse_every=1,
+        extension=KFLR(joint_bias=True),
+        ekfac=ekfac,
+    )
+    averages: list[Any] = []
+    rows = rows_of_blocks(model)
+    weight = (1 - beta) / (1 - beta**2)
+    for step in range(2):
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        G = GGN(model, loss, [(X, y)]).to_dense()
+        factors = KroneckerGGN(model, loss, [(X, y)], joint_bias=True).factors
+        gradient = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss(model(X), y), [*model.parameters()])]
+        )
+        gradient = gradient + 0.05 * before
+        expected = before.clone()
+        for i, own in enumerate(rows):
+            if not step:
+                averages.append([factors[i], None])
+            else:
+                old = averages[i][0]
+                averages[i][0] = [a.lerp(b, weight) for a, b in zip(old, factors[i], strict=True)]
+            block = kfacs_to_mat(averages[i][0])
+            if ekfac:  # squares are taken along the eigenvectors that are known, and turned then
+                Q = kfacs_to_mat([torch.linalg.eigh(f)[1] for f in averages[i][0]])
+                old_Q, squares = averages[i][1] or (Q, None)
+                now = (old_Q.T @ G[own[:, None], own] @ old_Q).diagonal()
+                squares = now if squares is None else squares.lerp(now, weight)
+                squares = (Q.T @ old_Q).square() @ squares
+                averages[i][1] = Q, squares
+                block = Q @ squares.diag() @ Q.T
+            damped = block + 0.25 * torch.eye(len(own))
+            expected[own] -= 0.1 * torch.linalg.solve(damped, gradient[own])
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):
+            extend(loss)(extend(model)(X), y).backward()
+        optimiser.step()
+        found = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert_close(found, expected)
+
+
+def test_optimiser_needs_both_in_one_group() -> None:
+    model, X, y = problem("linear")
+    a, b, c, d = model.parameters()
+    for groups in ([{"params": [a, c]}, {"params": [b, d]}], [{"params": [b, c, d]}]):
+        optimiser = optim.KFAC(groups, extension=KFLR(joint_bias=True))
+        run(model, X, y, KFLR(joint_bias=True))
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(ValueError, match=r"joined with a weight.*in one group"):
+            optimiser.step()
+        assert_close(before, [p.data for p in model.parameters()])
+
+
 def test_mistakes() -> None:
     model, X, y = problem("linear")
     loss, data = nn.CrossEntropyLoss(), [(X, y)]
     with pytest.raises(ValueError, match=r"KFRA.*joint_bias"):
         KroneckerGGN(model, loss, data, method="KFRA", joint_bias=True)
-    with pytest.raises(ValueError, match=r"joins weights with biases. Use joint_bias=False"):
-        optim.KFAC(model.parameters(), extension=KFAC(joint_bias=True))
 
 
 def test_rules_with_other_mathematics_do_not_inherit() -> None:

@@ -7,13 +7,12 @@ from math import isclose
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack import backpack, extensions
 from backpack.core.engine.products import (
-    EIGEN_SQUARES,
     IDENTITY,
     Bases,
     Products,
@@ -205,7 +204,8 @@ class EKFAC(EigenOperator):
     in a Kronecker-factored eigenbasis (NeurIPS 2018).
 
     Attributes:
-        blocks: For each parameter a :class:`~backpack.utils.kroneckers.EigenKronecker`.
+        blocks: For each parameter (for a weight and its bias, with ``joint_bias``) a
+            :class:`~backpack.utils.kroneckers.EigenKronecker`.
     """
 
     def __init__(
@@ -220,6 +220,7 @@ class EKFAC(EigenOperator):
         use_converter: UseConverter = False,
         progress: bool = False,
         process_group: ProcessGroupChoice = "module",
+        joint_bias: bool = False,
     ):
         """Compute eigenvectors and eigenvalues.
 
@@ -237,22 +238,26 @@ class EKFAC(EigenOperator):
             use_converter: For a model with functions in its forward, see :func:`backpack.extend`.
             progress: Show a bar for each pass (needs ``tqdm``).
             process_group: As for :class:`~backpack.linalg.GGN`.
+            joint_bias: Whether a weight and its bias have one block, see
+                :class:`~backpack.extensions.EKFAC`, if both are among the parameters.
 
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`, if there is no such ``fisher``, or if
                 the data is another one in the second pass, or can be gone through once alone.
+            NotImplementedError: If a layer cannot join its biases.
         """
         if iter(data) is data:
             raise ValueError(
                 f"EKFAC goes through the data twice, but {type(data).__name__} is an iterator. Use "
                 "a list of batches, or a DataLoader."
             )
-        template = extensions.EKFAC(mc_samples, approximation=approximation, fisher=fisher)
+        options: Any = {"approximation": approximation, "joint_bias": joint_bias}
+        template = extensions.EKFAC(mc_samples, fisher=fisher, **options)
         objective = _extended(
             model, loss_function, data, params, use_converter, progress, process_group
         )
         params = objective.params
-        factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, approximation)
+        factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, **options)
         totals, norm = _totals(objective, factors)
         bases = {
             p: [eigh_semidefinite(f, in_double=True)[1] for f in factors.factors(p, sums, norm)]
@@ -266,12 +271,14 @@ class EKFAC(EigenOperator):
                 f"The data has changed between the two passes of EKFAC: they count {norm:g} and "
                 f"{again:g} terms of the loss. It has to be the same, in any order."
             )
-        super().__init__(
-            [
-                EigenKronecker(bases[p], total / norm, p.shape, factors.swaps_axes[p])
-                for p, total in zip(params, totals, strict=True)
-            ]
-        )
+        joined = factors.bias_of
+        shapes = {p: Size(map(len, bases[p])) if p in joined else p.shape for p in params}
+        blocks = [
+            EigenKronecker(bases[p], total / norm, shapes[p], factors.swaps_axes[p])
+            for p, total in zip(params, totals, strict=True)
+            if bases[p]
+        ]
+        super().__init__(blocks, factors.order(params))
 
 
 _STRATEGIES = {
@@ -285,11 +292,11 @@ class _EigenSquares(SecondOrderBackpropExtension):
     """Sums of squares along eigenvectors that are known."""
 
     def __init__(self, template: extensions.EKFAC, bases: Mapping[Parameter, Sequence[Tensor]]):
-        approximation = template.approximation
         assert isinstance(template.propagation, LossFactor)
-        known: dict[Parameter, Bases] = {p: {approximation: own} for p, own in bases.items()}
+        _, squares = template.needs
+        known: dict[Parameter, Bases] = {p: {squares: own} for p, own in bases.items()}
         self.propagation = InBases(template.propagation, known)
-        self.needs = (EIGEN_SQUARES[approximation],)  # type: ignore[misc]
+        self.needs = (squares,)  # type: ignore[misc]
         super().__init__("_backpack_linalg")
 
 

@@ -234,18 +234,21 @@ class EigenOperator(SpectralOperator):
 
     Args:
         blocks: For each parameter its block, such as ``[p.ekfac for p in params]``.
+        order: ``[P]``, the entries of the parameters in the order of the blocks. Default: that of
+            blocks which have a parameter each.
 
     Raises:
         ValueError: If there is no block.
     """
 
-    def __init__(self, blocks: Sequence[EigenKronecker]):
+    def __init__(self, blocks: Sequence[EigenKronecker], order: Tensor | None = None):
         """Store eigenvalues and eigenvectors."""
         if not blocks:
             raise ValueError("Expected the blocks of some parameters, got none.")
         spectrum = torch.cat([block.eigenvalues.flatten() for block in blocks])
         shapes = [(spectrum.new_empty(1).expand(b.shape), b.swaps_axes) for b in blocks]
-        super().__init__(spectrum, [block.bases for block in blocks], order_of(shapes))
+        order = order_of(shapes) if order is None else order
+        super().__init__(spectrum, [block.bases for block in blocks], order)
         self.blocks = list(blocks)
 
     def solve(

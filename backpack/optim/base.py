@@ -133,6 +133,8 @@ class ExtensionOptimizer(Optimizer):
         value = getattr(p, name, None)
         if value is None:
             raise self._missing(p, f"has a gradient, but no {name}")
+        if isinstance(value, list) and not value:
+            return value  # a bias, whose weight has a value for both
         tensor = value[0] if isinstance(value, list) else value
         used = self._used.get(p)
         if used is not None and used() is tensor:

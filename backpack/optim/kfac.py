@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from typing import Any, ClassVar
@@ -12,7 +12,13 @@ from torch import Tensor
 
 from backpack import extensions
 from backpack.context import CTX
-from backpack.core.engine.products import EIGEN_SQUARES, GRAMS, Bases, Products
+from backpack.core.engine.products import (
+    EIGEN_SQUARES,
+    GRAMS,
+    JOINT_EIGEN_SQUARES,
+    Bases,
+    Products,
+)
 from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.core.record.registry import derivatives_of
 from backpack.distributed.shards import own_part, whole
@@ -21,7 +27,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import MAX_FACTOR_SIZE
 from backpack.optim.base import Group
-from backpack.optim.preconditioned import PreconditionedOptimizer
+from backpack.optim.preconditioned import PreconditionedOptimizer, Trained
 from backpack.utils.kroneckers import (
     apply_kfac_mat_prod,
     eigh_semidefinite,
@@ -54,29 +60,31 @@ class AveragedEKFAC(SecondOrderBackpropExtension):
                 f"with more than {factors.max_factor_size} rows. Leave max_factor_size out."
             )
         self.inner = self.propagation = factors.propagation
-        self.approximation = factors.approximation
+        self.approximation, self.joint_bias = factors.approximation, factors.joint_bias
+        squares = JOINT_EIGEN_SQUARES if self.joint_bias else EIGEN_SQUARES
         self.needs = (  # type: ignore[misc]
             GRAMS[self.approximation],
-            EIGEN_SQUARES[self.approximation],
+            squares[self.approximation],
         )
         super().__init__("_backpack_ekfac", subsampling=factors.get_subsampling())
 
     def along(self, bases: Mapping[Any, Sequence[Tensor]]) -> AveragedEKFAC:
         """Return the extension for some eigenvectors."""
-        known: dict[Any, Bases] = {p: {self.approximation: own} for p, own in bases.items()}
+        known: dict[Any, Bases] = {p: {self.needs[1]: own} for p, own in bases.items()}
         other = copy(self)
         other.propagation = InBases(self.inner, known) if known else self.inner
         return other
 
     def extract(self, products: Products) -> list[Tensor]:
-        """Return the factors, and the sums of squares."""
+        """Return the factors, and the sums of squares; nothing of a bias that is joined."""
         if products.swaps_axes:
             raise NotImplementedError(
                 f"KFAC with ekfac=True has no transposed convolutions (a weight "
                 f"{list(products.parameter.shape)}). Leave them out, for another optimiser."
             )
-        squares = products[EIGEN_SQUARES[self.approximation]]
-        return [*products.kronecker_factors(self.approximation), squares]
+        squares = products[self.needs[1]]
+        factors = products.kronecker_factors(self.approximation, joint=self.joint_bias)
+        return [*factors, squares] if factors else []
 
 
 class KFAC(PreconditionedOptimizer):
@@ -133,6 +141,8 @@ class KFAC(PreconditionedOptimizer):
             factored: Damp each factor, see :func:`~backpack.utils.kroneckers.factored_damping`,
                 instead of their product.
             extension: ``KFAC()`` (default), ``KFLR()`` or ``KFRA()`` of ``backpack.extensions``.
+                With ``joint_bias=True``, a weight and its bias, which have to be in one group, have
+                one solution.
             kl_clip: Bound κ for ``δᵀ(C + (λ + η) I)δ``, with δ the whole step, which is scaled down
                 if it is longer. None: no bound.
             adapt_damping_every: Number of steps after which the closure runs a second time, to
@@ -151,11 +161,6 @@ class KFAC(PreconditionedOptimizer):
             raise ValueError(
                 f"KFAC takes an instance of KFAC, KFLR, KFRA or HBP of backpack.extensions, got "
                 f"{extension!r}."
-            )
-        if extension.joint_bias:
-            raise ValueError(
-                f"KFAC solves for each parameter on its own, but {extension!r} joins weights with "
-                "biases. Use joint_bias=False."
             )
         defaults = {
             "lr": lr,
@@ -177,9 +182,61 @@ class KFAC(PreconditionedOptimizer):
         if not found or not isinstance(self.extension, AveragedEKFAC):
             return found
         known = {p: state.get("eigenvectors") for p, state in self.state.items()}
-        return (self.extension.along({p: bases for p, bases in known.items() if bases}),)
+        of_all = {p: bases for p, bases in known.items() if bases is not None}
+        return (self.extension.along(of_all),)
+
+    def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
+        joined = {one.p: one for one in trained if not one.state["curvature"]}
+        bias_of: dict[Any, Trained] = {}
+        for weight, bias in _weights_of(joined):
+            bias_of[weight] = joined[bias]
+        groups = {one.p: one.group for one in trained}
+        alone = joined.keys() - {b.p for w, b in bias_of.items() if groups.get(w) is b.group}
+        if alone:
+            raise ValueError(
+                f"{self._describe(alone.pop())} is joined with a weight (joint_bias=True) that has "
+                "no gradient or is not in the same group. Put both in one group, or use "
+                "joint_bias=False."
+            )
+        found: dict[Any, Tensor] = {}
+        for group, p, state, _ in trained:
+            shift = group["damping"] + group["weight_decay"]
+            if p in bias_of:
+                other = bias_of[p]
+                found[p], found[other.p] = self._solve_joint(group, state, other.state, shift)
+            elif p not in joined:
+                found[p] = self._solve(group, p, state, shift)
+        return [found[one.p] for one in trained]
+
+    def _solve_joint(
+        self, group: Group, state: dict[str, Any], of_bias: dict[str, Any], shift: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the directions of a weight and its bias, ``[O, *]`` and ``[O]``."""
+        weight, bias = whole(state["gradient"]), whole(of_bias["gradient"])
+        axis = int(len(state["curvature"][0]) == len(weight))  # else the input's factor is first
+        rows = weight.flatten(1)
+        gradient = torch.cat([rows, bias.unsqueeze(axis)], axis)
+        direction = self._solved(group, state, shift, gradient)
+        of_bias["eigenvectors"] = []
+        own, last = direction.split([rows.shape[axis], 1], axis)
+        of_weight = own_part(own.reshape(weight.shape), state["gradient"])
+        return of_weight, own_part(last.reshape(bias.shape), of_bias["gradient"])
 
     def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
+        gradient = whole(state["gradient"])
+        if "swaps_axes" not in state:
+            state["swaps_axes"] = _swaps_axes(p)
+        if state["swaps_axes"]:
+            gradient = gradient.transpose(0, 1)
+        direction = self._solved(group, state, shift, gradient)
+        if state["swaps_axes"]:
+            direction = direction.transpose(0, 1).contiguous()
+        return own_part(direction, state["gradient"])
+
+    def _solved(
+        self, group: Group, state: dict[str, Any], shift: float, gradient: Tensor
+    ) -> Tensor:
+        """Solve for a gradient with its axes in the order of the factors."""
         age, interval = state["step"] - 1, group["inverse_every"]
         factors = state["curvature"][:-1] if self.ekfac else state["curvature"]
         if age < interval or age % interval == 0:  # at the start, the averages change fast
@@ -202,18 +259,18 @@ class KFAC(PreconditionedOptimizer):
             damped = reduce(torch.kron, [e + s for e, s in zip(eigenvalues, dampings, strict=True)])
         else:
             damped = reduce(torch.kron, eigenvalues) + shift
-        gradient = whole(state["gradient"])
-        if "swaps_axes" not in state:
-            state["swaps_axes"] = _swaps_axes(p)
-        if state["swaps_axes"]:
-            gradient = gradient.transpose(0, 1)
         turned_back = [transposed(q) for q in state["eigenvectors"]]
         rotated = apply_kfac_mat_prod(turned_back, gradient.flatten())
         direction = apply_kfac_mat_prod(state["eigenvectors"], rotated / damped)
-        direction = direction.reshape(gradient.shape)
-        if state["swaps_axes"]:
-            direction = direction.transpose(0, 1).contiguous()
-        return own_part(direction, state["gradient"])
+        return direction.reshape(gradient.shape)
+
+
+def _weights_of(biases: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the weights of the layers that some biases belong to, each with its bias."""
+    for module in CTX.extended() if biases else ():
+        weight, bias = map(module._parameters.get, ("weight", "bias"))
+        if weight is not None and bias is not None and bias in biases:
+            yield weight, bias
 
 
 def _swaps_axes(p: Tensor) -> bool:

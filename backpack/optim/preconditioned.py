@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ def updated_average(average: Tensor | None, value: Tensor, beta: float, count: i
     if average is None:
         return value.clone()
     return average.lerp(value, (1 - beta) / (1 - beta**count))
+
+
+class Trained(NamedTuple):
+    """A parameter in a step, with its group, its averages, and the gradient of the objective."""
+
+    group: Group
+    p: Tensor
+    state: dict[str, Any]
+    gradient: Tensor
 
 
 def _product(one: Tensor, other: Tensor) -> float:
@@ -119,17 +129,18 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             )
         before = 0.0 if interval is None else self._objective(loss)
 
-        directions, slope, square = [], 0.0, 0.0
-        states: dict[Tensor, dict[str, Any]] = {}  # become those of the optimiser in the end
+        slope, square = 0.0, 0.0
+        trained: list[Trained] = []
         used = dict(self._used)
         try:
             for group, p, grad in self._trained():
-                state = states[p] = dict(self.state.get(p, {}))
+                state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
                 gradient = grad.add(p, alpha=group["weight_decay"])
                 self._average(group, p, state, gradient)
-                direction = self._solve(group, p, state, group["damping"] + group["weight_decay"])
-                directions.append((group, p, direction))
-                if interval is not None or self.kl_clip is not None:
+                trained.append(Trained(group, p, state, gradient))
+            directions = self._directions(trained)
+            if interval is not None or self.kl_clip is not None:
+                for (group, _, state, gradient), direction in zip(trained, directions, strict=True):
                     # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its
                     # length δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
                     slope -= group["lr"] * _product(gradient, direction)
@@ -141,10 +152,11 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         scale = 1.0
         if self.kl_clip is not None and square > self.kl_clip:
             scale = (self.kl_clip / square) ** 0.5
-        self.state.update(states)
-        steps = [scale * group["lr"] * direction for group, _, direction in directions]
-        for (_, p, _), own in zip(directions, steps, strict=True):
-            p.sub_(own)
+        self.state.update({one.p: one.state for one in trained})
+        pairs = zip(trained, directions, strict=True)
+        steps = [scale * one.group["lr"] * direction for one, direction in pairs]
+        for one, step in zip(trained, steps, strict=True):
+            one.p.sub_(step)
 
         if interval is not None and closure is not None and self._count() % interval == 0:
             with torch.enable_grad():
@@ -184,6 +196,13 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 updated_average(average, v, beta_curvature, state["curvatures"])
                 for average, v in zip(state["curvature"], values, strict=True)
             ]
+
+    def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
+        """Return ``(C + (λ + η) I)⁻¹ m`` for each parameter, ``[*p]``."""
+        return [
+            self._solve(group, p, state, group["damping"] + group["weight_decay"])
+            for group, p, state, _ in trained
+        ]
 
     def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
         """Return ``(C + shift I)⁻¹ m``, of shape ``[*p]``."""

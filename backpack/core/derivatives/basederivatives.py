@@ -698,7 +698,12 @@ class BaseDerivatives(Interface):
         acts_affinely = self.acts_affinely and not hasattr(self, f"{name}_vjp")
         pairs = self._flat_pairs(c, name, v) if acts_affinely else None
         if pairs is None:
-            return self._reduced_in_slices(c, name, v, wanted, weights)
+            p = self.parameter(c, name)
+
+            def individual(at: Context, part: Any) -> Tensor:
+                return self.param_vjp(at, name, part)
+
+            return self._reduced_in_slices(c, v, individual, p.shape, p.numel(), wanted, weights)
         memo = c.memo if self.kronecker_rows_are_shared else None
         if self.has_one_part and len(pairs) == 1:
             ((s, x),) = pairs
@@ -707,7 +712,13 @@ class BaseDerivatives(Interface):
         return reductions.put_together(found, lambda parts: self.assemble(c, name, parts))
 
     def square_in_bases(
-        self, c: Context, name: str, v: Any, bases: Sequence[Tensor], weights: Tensor | None = None
+        self,
+        c: Context,
+        name: str,
+        v: Any,
+        bases: Sequence[Tensor],
+        weights: Tensor | None = None,
+        joint: bool = False,
     ) -> Tensor:
         """Sum ``(Qᵀ J_pᵀ v)²`` over columns and samples, with ``Q = U_1 ⊗ U_2 ⊗ …``.
 
@@ -717,39 +728,55 @@ class BaseDerivatives(Interface):
             v: ``[V, *out]``; for several outputs see :meth:`vjp`.
             bases: The orthogonal matrices U_1, U_2, …, of the size of the Kronecker factors.
             weights: Weights of squares, ``[V, N]``. Default: 1.
+            joint: Those of a weight that is joined with its bias.
 
         Returns:
             ``[d_1, d_2, …]``.
         """
         if self._is_one_product(c, name):
             ((s, x),) = self._pairs(c, name, v)
+            x = affine.with_one(x) if joint and x is not None else x
             sizes = [s.shape[-1]] if x is None else [s.shape[-1], x.shape[-1]]
             ordered = bases[::-1] if self.kronecker_input_first else bases
             if [*map(len, ordered)] == sizes:
                 square = affine.square_in_bases(s, x, ordered, weights)
                 return square.mT if self.kronecker_input_first and x is not None else square
         swaps = self.kronecker_swaps_axes and len(bases) > 1
-        found = self._reduced_in_slices(
-            c, name, v, {"square"}, weights, lambda p: reductions.in_bases(p, bases, swaps), bases
-        )
-        return found["square"]
+        shape = [*map(len, bases)]
+
+        def turned(at: Context, part: Any) -> Tensor:
+            products = self.param_vjp(at, name, part)
+            if joint:
+                products = self.joined(products, self.param_vjp(at, "bias", part))
+            return reductions.in_bases(products, bases, swaps)
+
+        args = c, v, turned, shape, prod(shape), {"square"}, weights
+        return self._reduced_in_slices(*args)["square"]
+
+    def joined(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Join products of weight and bias, ``[V, N, O, *]`` and ``[V, N, O]``.
+
+        Returns:
+            ``[V, N, O, I + 1]``; if the factor of the input comes first, ``[V, N, I + 1, O]``.
+        """
+        axis = 2 if self.kronecker_input_first else 3
+        return torch.cat([weight.flatten(3), bias.unsqueeze(axis)], axis)
 
     def _reduced_in_slices(
         self,
         c: Context,
-        name: str,
         v: Any,
+        compute: Callable[[Context, Any], Tensor],
+        shape: Sequence[int],
+        entries: int,
         wanted: Set[str],
         weights: Tensor | None,
-        change: Callable[[Tensor], Tensor] | None = None,
-        changed: Sequence[Any] = (),
     ) -> dict[str, Tensor]:
-        """Reduce products slice by slice, perhaps changed to tensors with axes of other lengths."""
+        """Reduce ``[V, N, *shape]`` slice by slice, if each takes so many entries to compute."""
         each = [v] if isinstance(v, Tensor) else list(v)
         axes = [1 + self.axis_out(c, i) for i in range(len(each))]
         like, axis = next((m, a) for m, a in zip(each, axes, strict=True) if m is not None)
         num_v, count = like.shape[0], like.shape[axis]
-        p = self.parameter(c, name)
         rows = c.numbers(c.output.shape[axes[0] - 1])
 
         def product(samples: slice) -> reductions.Multiply:
@@ -761,14 +788,12 @@ class BaseDerivatives(Interface):
                     m if m is None else m[vectors].narrow(a, samples.start, size)
                     for m, a in zip(each, axes, strict=True)
                 ]
-                found = self.param_vjp(at, name, part[0] if isinstance(v, Tensor) else part)
-                return found if change is None else change(found)
+                return compute(at, part[0] if isinstance(v, Tensor) else part)
 
             return multiply
 
-        shape = (num_v, count, *(p.shape if change is None else map(len, changed)))
-        size = reductions.slice_size(num_v * p.numel())
-        return reductions.in_slices(product, shape, size, like, wanted, weights)
+        size = reductions.slice_size(num_v * entries)
+        return reductions.in_slices(product, (num_v, count, *shape), size, like, wanted, weights)
 
     def squared_param_vjp(self, c: Context, name: str, v: Tensor) -> Tensor:
         """Apply the transpose of the entrywise square of ``J_p``: ``[V, *out] -> [V, N, *p]``.

@@ -368,18 +368,25 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
 
     @fast.body("Patches, or products with them, are turned in slices.", "param_vjp")
     def square_in_bases(
-        self, c: Context, name: str, v: Any, bases: Sequence[Tensor], weights: Tensor | None = None
+        self,
+        c: Context,
+        name: str,
+        v: Any,
+        bases: Sequence[Tensor],
+        weights: Tensor | None = None,
+        joint: bool = False,
     ) -> Tensor:
         """Sum the squares in a basis, see the base class."""
         module, x = c.module, c.x
         if name != "weight" or module.groups > 1 or len(bases) < 2:
-            return super().square_in_bases(c, name, v, bases, weights)
+            return super().square_in_bases(c, name, v, bases, weights, joint)
         s = v.flatten(3).mT  # [V, N, T, O]
         entries = s.shape[2] * max(len(s) * s.shape[3], len(bases[1]))
         size, total = reductions.slice_size(entries), None
         for start in range(0, len(x), size):
             span = slice(start, start + size)
             patches = self._unfold(c, x[span]).squeeze(1).mT
+            patches = affine.with_one(patches) if joint else patches
             of_span = None if weights is None else weights[:, span]
             square = affine.square_in_bases(s[:, span], patches, bases, of_span)
             total = square if total is None else total + square

@@ -32,7 +32,6 @@ from backpack.core.engine.lazy import lazy
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import (
     ARRIVED,
-    EIGEN_SQUARES,
     GRAMS,
     IN_BASES,
     KRONECKER,
@@ -411,7 +410,7 @@ class Backpropagation:
         self.of_factors = max_size, counted
         # what needs bases of the whole batch is summed in a second turn, if the first has slices
         known = self.bases.keys() >= plan.uses.keys()
-        self.later = frozenset() if known else self.wanted & IN_BASES
+        self.later = frozenset() if known else self.wanted & IN_BASES.keys()
         self.gathered = self.wanted - self.later
         is_unsliced = not UNSLICED.isdisjoint(self.wanted)
         if is_unsliced:  # what does not come in one piece is made of the products themselves
@@ -476,11 +475,7 @@ class Backpropagation:
         for p, values in totals.items():
             products = self._whole(p)
             products.set_values(values)
-            self.bases[p] = {
-                approximation: products.eigenbases(approximation)
-                for approximation, name in EIGEN_SQUARES.items()
-                if name in self.later
-            }
+            self.bases[p] = {name: products.eigenbases(name) for name in self.later}
         self.gathered = self.later
         return self._totals(sources)
 

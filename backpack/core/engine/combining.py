@@ -301,7 +301,7 @@ class Combining:
             for ext in exts:
                 if ext.collects or not UNSLICED.isdisjoint(ext.needs):
                     raise NotImplementedError(f"{ext!r}: {NOT_OF_PARTS}")
-                if not IN_BASES.isdisjoint(ext.needs):
+                if not IN_BASES.keys().isdisjoint(ext.needs):
                     raise NotImplementedError(f"{ext!r}: {NOT_IN_BASES}")
                 if ext.propagation is not None and not ext.propagation.adds_up:
                     raise NotImplementedError(f"{ext!r}: {NOT_A_SUM}")

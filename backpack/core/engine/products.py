@@ -226,9 +226,20 @@ EIGEN_SQUARES = {
     "expand": "eigen_square_expand",
     "reduce": "eigen_square_reduce",
 }
-IN_BASES = frozenset(EIGEN_SQUARES.values())
-# Bases of a parameter, by approximation.
-Bases = Mapping[str | None, Sequence[Tensor]]
+# The same of weights that are joined with their bias.
+JOINT_EIGEN_SQUARES = {
+    None: "joint_eigen_square",
+    "expand": "joint_eigen_square_expand",
+    "reduce": "joint_eigen_square_reduce",
+}
+# What factors the eigenbases are of.
+IN_BASES = {
+    names[approximation]: (gram, inputs[approximation])
+    for names, inputs in [(EIGEN_SQUARES, INPUT_FACTORS), (JOINT_EIGEN_SQUARES, JOINT_FACTORS)]
+    for approximation, gram in GRAMS.items()
+}
+# Bases of a parameter, by the name of the squares in them.
+Bases = Mapping[str, Sequence[Tensor]]
 REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Qᵀ Jᵀ s)²
 # The identity in place of a Gram matrix: what arrives does not matter.
 IDENTITY = "identity"
@@ -336,6 +347,8 @@ class Products:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
             values |= use.apply("reduced", wanted, use.factor.weights)
+        if name in IN_BASES and name not in values:
+            values[name] = self._square_in_bases(name)
         if name not in values:
             values[name] = getattr(self, f"_{name}")()
         return values[name]
@@ -511,14 +524,18 @@ class Products:
         inputs = get(of_inputs)
         return [*inputs, gram] if self.input_first else [gram, *inputs]
 
-    def eigenbases(self, approximation: str | None = None) -> Sequence[Tensor]:
-        """Return the eigenvectors of the Kronecker factors; results do not vary with them."""
-        if approximation not in self.bases:
+    def eigenbases(self, name: str) -> Sequence[Tensor]:
+        """Return the eigenvectors of the Kronecker factors; results do not vary with them.
+
+        Args:
+            name: Of the squares along them. For joined ones, a bias has none.
+        """
+        if name not in self.bases:
             with torch.no_grad():
-                names = GRAMS[approximation], INPUT_FACTORS[approximation]
-                factors = self._factors(*names, self.__getitem__)
-                self.bases[approximation] = [eigh_semidefinite(f)[1] for f in factors]
-        return self.bases[approximation]
+                is_left_out = name in JOINT_EIGEN_SQUARES.values() and self._is_joined_bias
+                factors = [] if is_left_out else self._factors(*IN_BASES[name], self.__getitem__)
+                self.bases[name] = [eigh_semidefinite(f)[1] for f in factors]
+        return self.bases[name]
 
     @lazy
     def is_joined(self) -> bool:
@@ -552,19 +569,20 @@ class Products:
         swaps = use.derivatives.kronecker_swaps_axes and p.dim() > 1
         return swaps and self._without_factors is None and use.has_kronecker_factors
 
-    def _eigen_square(self, approximation: str | None = None) -> Tensor:
-        bases = self.eigenbases(approximation)
+    def _square_in_bases(self, name: str) -> Tensor:
+        """Sum the squares along eigenvectors; none for a bias that is joined with its weight."""
+        joint = name in JOINT_EIGEN_SQUARES.values() and self.is_joined
+        if joint and self._is_joined_bias:
+            return self.parameter.new_zeros(0)
+        bases, use = self.eigenbases(name), self.uses[0]
         if self._reduces and "individual" not in self._values:
-            (use,) = self.uses
-            return use.apply("square_in_bases", bases, use.factor.weights)
-        turned = reductions.in_bases(self["individual"], bases, self.swaps_axes)
-        return reductions.of_products(turned, {"square"}, self.uses[0].factor.weights)["square"]
-
-    def _eigen_square_expand(self) -> Tensor:
-        return self._eigen_square("expand")
-
-    def _eigen_square_reduce(self) -> Tensor:
-        return self._eigen_square("reduce")
+            return use.apply("square_in_bases", bases, use.factor.weights, joint)
+        products = self["individual"]
+        if joint:
+            bias = Products(use.call.trained["bias"], [use.of("bias")], terms=self.terms)
+            products = use.derivatives.joined(products, bias["individual"])
+        turned = reductions.in_bases(products, bases, self.swaps_axes)
+        return reductions.of_products(turned, {"square"}, use.factor.weights)["square"]
 
     def _identity(self) -> Any:
         """Return the identity of the size of a Gram matrix."""

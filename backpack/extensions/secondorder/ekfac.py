@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backpack.core.engine.products import EIGEN_SQUARES, GRAMS, Products
+from torch import Size, Tensor
+
+from backpack.core.engine.products import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Products
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import (
@@ -30,6 +32,11 @@ class EKFAC(SecondOrderBackpropExtension):
     larger than that of the Kronecker product. A parameter without Kronecker factors (a bias, a
     small one) has its block itself.
 
+    With ``joint_bias=True``, a weight of a linear layer or a convolution and its bias have one
+    block, saved at the weight: it acts on ``[O, I + 1]``, the weight with its axes from the second
+    one flattened and the bias as the last column (on ``[I + 1, O]`` for a weight ``[I, O]`` of
+    ``transformers.pytorch_utils.Conv1D``). The bias has an empty list, then.
+
     The value is a :class:`~backpack.utils.kroneckers.EigenKronecker`, with ``bases``,
     ``eigenvalues``, ``product``, ``solve`` and ``dense``;
     :class:`~backpack.linalg.EigenOperator` makes an operator of those of several parameters, and
@@ -52,6 +59,7 @@ class EKFAC(SecondOrderBackpropExtension):
         subsampling: Sequence[int] | None = None,
         approximation: Approximation = None,
         fisher: Fisher = "sampled",
+        joint_bias: bool = False,
     ):
         """Store the options.
 
@@ -61,6 +69,7 @@ class EKFAC(SecondOrderBackpropExtension):
             approximation: How the factors treat weights that are used at several positions, see
                 :class:`HBP`. The eigenvalues are those of G in any case.
             fisher: ``"sampled"``, ``"exact"`` or ``"empirical"``, see :class:`KFAC`.
+            joint_bias: Whether a weight and its bias have one block, see :class:`HBP`.
 
         Raises:
             ValueError: If an option is unknown, or ``fisher`` is ``"inputs"``: there is nothing to
@@ -80,16 +89,17 @@ class EKFAC(SecondOrderBackpropExtension):
         )
         self.propagation = factors.propagation
         self.approximation = approximation
-        self.needs = (  # type: ignore[misc]
-            GRAMS[approximation],
-            EIGEN_SQUARES[approximation],
-        )
+        squares = JOINT_EIGEN_SQUARES if joint_bias else EIGEN_SQUARES
+        self.needs = GRAMS[approximation], squares[approximation]  # type: ignore[misc]
         super().__init__("ekfac", subsampling=subsampling)
 
-    def extract(self, products: Products) -> EigenKronecker:
-        """Return eigenvectors and eigenvalues."""
-        p = products.parameter
-        known = products.eigenbases(self.approximation)
+    def extract(self, products: Products) -> EigenKronecker | list[Tensor]:
+        """Return eigenvectors and eigenvalues; an empty list for a bias that is joined."""
+        p, (_, squares) = products.parameter, self.needs
+        known = products.eigenbases(squares)
+        if not known:
+            return []
         bases = [basis.to(p.dtype, copy=True) for basis in known]  # others may have them
-        eigenvalues = products.take(EIGEN_SQUARES[self.approximation]).to(p.dtype)
-        return EigenKronecker(bases, eigenvalues, p.shape, products.swaps_axes)
+        shape = Size(map(len, bases))
+        shape = p.shape if shape.numel() == p.numel() else shape
+        return EigenKronecker(bases, products.take(squares).to(p.dtype), shape, products.swaps_axes)
