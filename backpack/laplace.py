@@ -19,8 +19,8 @@ torch.Size([2, 3])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import exp, log, pi, prod
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, log, pi
 from typing import Any, Literal
 
 import torch
@@ -30,16 +30,14 @@ from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Param
 
 from backpack import disable
 from backpack.linalg.approximations import KroneckerGGN
-from backpack.linalg.extended import UseConverter, built, extended
-from backpack.linalg.ntk import factored_jacobian
-from backpack.linalg.objective import Objective
+from backpack.linalg.extended import UseConverter, built
+from backpack.linalg.ntk import output_covariances
+from backpack.linalg.objective import Objective, check_read_again, chosen_parameters
 from backpack.linalg.structured import SpectralOperator
-from backpack.utils.by_name import ByName, by_parameter
+from backpack.utils.by_name import ByName, by_parameter, positive
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 
 __all__ = ["Laplace"]
-
-BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
 
 
 class Laplace:
@@ -88,34 +86,22 @@ class Laplace:
             ValueError: If a number is not positive, the curvature is not structured or does not
                 fit, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
         """
-        if iter(data) is data:
-            raise ValueError("The data is an iterator, which can be read only once: pass a list.")
-        chosen: Any = {"all": None}.get(params, params) if isinstance(params, str) else [*params]
-        if chosen == "last":
-            chosen = _of_last_layer(model, data)
-        elif isinstance(chosen, str):
-            raise ValueError(f"params is 'all', 'last' or a list of parameters, got {params!r}.")
+        check_read_again("Laplace", data)
+        chosen = chosen_parameters(model, data, params)
         self._objective = Objective(model, loss_function, data, chosen, progress)
-        self._use_converter, self._noise = use_converter, _positive(noise, "noise")
+        self._use_converter, self._noise = use_converter, positive(noise, "noise")
         self._is_normal = isinstance(loss_function, MSELoss)
         own = self._objective.params
         self.mean = parameter_list_to_vector(own).detach()
-        given: Any = curvature
-        if not isinstance(curvature, SpectralOperator):
-            given = built(given, model, loss_function, data, own, use_converter, progress)
+        given = built(curvature, model, loss_function, data, own, use_converter, progress)
         if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
             raise ValueError(
                 f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
                 "matrix is KroneckerOperator([[matrix]])."
             )
         self.loss, scale = self._summed_loss()
-        order: Any = getattr(given, "order", None)
-        options = {} if order is None else {"order": order}
-        self.curvature = SpectralOperator(scale * given.spectrum, given.bases, **options)
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._names = [names[id(p)] for p in own]
-        sizes = torch.tensor([p.numel() for p in own], device=self.mean.device)
-        self._owner = torch.arange(len(own), device=sizes.device).repeat_interleave(sizes)
+        self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)
+        self._names = self._objective.names
         self.prior_precision = prior_precision
 
     @property
@@ -130,36 +116,17 @@ class Laplace:
     @prior_precision.setter
     def prior_precision(self, value: ByName) -> None:
         each = by_parameter(value, self._names, "prior precision")
-        of_rows = self._of_rows(self._precisions(value))
+        self.posterior = self._damped(self._by_weight(each)).inverse()
         is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
         self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
-        own = self.curvature
-        self.posterior = SpectralOperator(1 / (own.spectrum + of_rows), own.bases, own.order)
 
-    def _precisions(self, value: ByName) -> Tensor:
-        """Return the precision of each weight, ``[P]``."""
-        each = by_parameter(value, self._names, "prior precision")
-        return self.mean.new_tensor(each)[self._owner]
+    def _by_weight(self, each: Sequence[float]) -> Tensor:
+        """Repeat a number of each parameter for all of its weights, ``[P]``."""
+        sizes = torch.tensor([p.numel() for p in self._objective.params], device=self.mean.device)
+        return self.mean.new_tensor(each).repeat_interleave(sizes)
 
-    def _of_rows(self, weights: Tensor) -> Tensor:
-        """Bring precisions to the order of the curvature's eigenvectors.
-
-        Raises:
-            ValueError: If eigenvectors mix weights of different precision.
-        """
-        order, start = self.curvature.order, 0
-        rows = weights if order is None else weights[order]
-        for block in self.curvature.bases:
-            size = prod(map(len, block))
-            if (rows[start : start + size] != rows[start]).any():
-                raise ValueError(
-                    f"A block of {size} rows of the curvature belongs to weights of different "
-                    "prior precision, which does not share its eigenvectors. Use one precision "
-                    "for them, or KroneckerGGN, EKFAC or DiagonalGGN, which have a block for each "
-                    "parameter."
-                )
-            start += size
-        return rows
+    def _damped(self, delta: Tensor) -> SpectralOperator:
+        return self.curvature.plus_diagonal(delta, "prior precision")
 
     def _summed_loss(self) -> tuple[float, float]:
         """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
@@ -184,12 +151,11 @@ class Laplace:
         ``log p(D) ≈ log p(D | θ*) + log p(θ*) + P/2 log 2π - 1/2 log det(H + δ I)``, a scalar.
         """
         value = self.prior_precision if prior_precision is None else prior_precision
-        delta = self._precisions(value)
+        delta = self._by_weight(by_parameter(value, self._names, "prior precision"))
         constant = log(2 * pi) / 2 + log(self._noise) if self._is_normal else 0.0
         likelihood = -self.loss - self._num_targets * constant
         prior = delta.log().sum() - (delta * self.mean.square()).sum()
-        logdet = (self.curvature.spectrum + self._of_rows(delta)).log().sum()
-        return likelihood + (prior - logdet) / 2
+        return likelihood + (prior - self._damped(delta).logdet()) / 2
 
     def fit_prior_precision(
         self,
@@ -211,20 +177,18 @@ class Laplace:
         Raises:
             ValueError: If the curvature has no block for each parameter, or there is no such kind.
         """
-        if per == "model":
-            self.prior_precision = self._fitted(torch.ones_like(self._owner) > 0, lowest, highest)
-            return self.prior_precision
-        if per not in ("layer", "parameter"):
+        if per not in ("model", "layer", "parameter"):
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
-        of = [n if per == "parameter" else n.rpartition(".")[0] for n in self._names]
-        number = torch.tensor(list(map(of.index, of)), device=self._owner.device)[self._owner]
-        found = {name: self._fitted(number == of.index(name), lowest, highest) for name in of}
-        self.prior_precision = [found[name] for name in of]
+        layers = [n.rpartition(".")[0] for n in self._names]
+        of = {"model": [""] * len(layers), "layer": layers, "parameter": self._names}[per]
+        masks = {name: self._by_weight([name == other for other in of]) > 0 for name in of}
+        found = {name: self._fitted(mask, lowest, highest) for name, mask in masks.items()}
+        self.prior_precision = found[""] if per == "model" else [found[name] for name in of]
         return self.prior_precision
 
     def _fitted(self, weights: Tensor, lowest: float, highest: float) -> float:
         """Return the best precision of some weights, a mask ``[P]``."""
-        spectrum = self.curvature.spectrum[self._of_rows(weights)].double()
+        spectrum = self.curvature.spectrum[self.curvature.by_eigenvector(weights, "group")].double()
         squares = float(self.mean[weights].double().square().sum())
 
         def evidence(x: float) -> float:
@@ -246,16 +210,9 @@ class Laplace:
         """
         with torch.no_grad(), disable():
             mean = self._objective.model(X).reshape(len(X), -1)
-        step = max(1, BLOCK_ENTRIES // (mean.shape[1] * len(self.mean)))
-        covariances = []
-        with extended(self._objective.model, self._use_converter or "record") as ready:
-            for rows in X.split(step):
-                found = factored_jacobian(ready, self._objective.params, rows)
-                each = [torch.cat([g.dense().reshape(len(g), -1) for g in f], 1) for f in found]
-                J = torch.stack(each, 1)  # [n, C, P]
-                turned = (self.posterior @ J.flatten(0, 1).T).T.reshape(J.shape)
-                covariances.append(J @ turned.mT)
-        return mean, torch.cat(covariances)
+        own = self._objective
+        options = self.posterior, self._use_converter
+        return mean, output_covariances(own.model, own.params, X, *options)
 
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""
@@ -284,11 +241,10 @@ class Laplace:
             noise = root.new_empty(num_samples, *mean.shape, 1).normal_(generator=generator)
             return mean + (root @ noise).squeeze(3)
         model, params = self._objective.model, self._objective.params
-        names = {id(p): name for name, p in model.named_parameters()}
         found = []
         for weights in self.sample_weights(num_samples, generator):
             pieces = vector_to_parameter_list(weights, params)
-            state = {names[id(p)]: w for p, w in zip(params, pieces, strict=True)}
+            state = dict(zip(self._names, pieces, strict=True))
             with torch.no_grad(), disable():
                 found.append(functional_call(model, state, (X,)).reshape(len(X), -1))
         return torch.stack(found)
@@ -341,30 +297,3 @@ class Laplace:
             f"{type(loss_function).__name__} of this model says nothing of the probabilities of C "
             "classes for each sample: use outputs() or sample_outputs()."
         )
-
-
-def _positive(value: float, name: str) -> float:
-    if not value > 0:
-        raise ValueError(f"The {name} has to be positive, got {value}.")
-    return float(value)
-
-
-def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
-    """Return the trainable parameters of the layer that is called last."""
-    called: list[list[Parameter]] = []
-
-    def note(module: Module, *_: Any) -> None:
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if own:
-            called.append(own)
-
-    X, *_ = next(iter(data))
-    device = next(model.parameters()).device
-    handles = [module.register_forward_hook(note) for module in model.modules()]
-    try:
-        with torch.no_grad(), disable():
-            model(X.to(device) if isinstance(X, Tensor) else X)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return called[-1] if called else []

@@ -699,7 +699,7 @@ def test_inverses_with_little_damping_keep_their_digits(operator: Any) -> None:
 def test_wrong_data() -> None:
     model, data = network(), batches()
     lossfunc = nn.CrossEntropyLoss()
-    with pytest.raises(ValueError, match="twice, but list_iterator"):
+    with pytest.raises(ValueError, match=r"EKFAC reads .* several times, but list_iterator"):
         linalg.EKFAC(model, lossfunc, iter(data))
 
     class Shrinking(list[Any]):

@@ -1182,3 +1182,20 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     without("tqdm", monkeypatch)
     assert_close(build(GGN, problem) @ v, expected)
     assert len(shown) == 1
+
+
+def test_structured_operator_plus_a_diagonal() -> None:
+    """With one number for each block, in whatever order the rows are."""
+    torch.manual_seed(0)
+    roots = [torch.randn(size, size).double() for size in (2, 3, 4)]
+    A, B, C = (root @ root.T for root in roots)
+    order = torch.tensor([0, 3, 1, 4, 2, 5, 9, 8, 7, 6])
+    operator = KroneckerOperator([[A, B], [C]], order)
+    values = torch.tensor([2.0] * 6 + [0.5] * 4).double()
+    diagonal = torch.empty_like(values).index_copy_(0, order, values)
+    found = operator.plus_diagonal(diagonal)
+    assert_close(found.to_dense(), operator.to_dense() + diagonal.diag())
+    assert_close(found.logdet(), torch.linalg.slogdet(found.to_dense()).logabsdet)
+    diagonal[0] = 3
+    with pytest.raises(ValueError, match=r"A block of 6 rows .* of different value"):
+        operator.plus_diagonal(diagonal)

@@ -16,7 +16,7 @@ from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, check_read_again
 
 By = Literal["model", "module", "parameter"]
 # Of the loss of a query, in the place of the loss function: a sum over the queries.
@@ -37,16 +37,11 @@ class Attribution:
         progress: bool,
     ):
         """Store what is given."""
-        if isinstance(train_data, Iterator):
-            raise ValueError(
-                "The data is an iterator, which can be read only once, but it is read several "
-                "times: pass a DataLoader (shuffle=False) or a list."
-            )
+        check_read_again(type(self).__name__, train_data)
         self._objective = Objective(model, loss_function, train_data, params, progress)
         self._measure = measure
         self._use_converter = use_converter
-        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
-        self.names = [names[id(p)] for p in self._objective.params]
+        self.names = self._objective.names
 
     def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
         """Compute the influence of all training samples on queries.

@@ -87,9 +87,7 @@ class Influence(Attribution):
         self._query_rank, self._tolerance = query_rank, tolerance
         own = self._objective.params
         self.curvature: LinearOperator | None = None
-        if isinstance(curvature, LinearOperator):
-            self.curvature = curvature
-        elif curvature != "identity":
+        if isinstance(curvature, LinearOperator) or curvature != "identity":
             options = (own, use_converter, progress)
             self.curvature = built(curvature, model, loss_function, train_data, *options)
         size = sum(p.numel() for p in own)

@@ -35,7 +35,7 @@ from backpack.extensions.secondorder.hbp import (
     strategies,
 )
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, check_read_again
 from backpack.linalg.passes import values_of
 from backpack.linalg.structured import (
     DiagonalOperator,
@@ -246,11 +246,7 @@ class EKFAC(EigenOperator):
                 the data is another one in the second pass, or can be gone through once alone.
             NotImplementedError: If a layer cannot join its biases.
         """
-        if iter(data) is data:
-            raise ValueError(
-                f"EKFAC goes through the data twice, but {type(data).__name__} is an iterator. Use "
-                "a list of batches, or a DataLoader."
-            )
+        check_read_again("EKFAC", data)
         options: Any = {"approximation": approximation, "joint_bias": joint_bias}
         template = extensions.EKFAC(mc_samples, fisher=fisher, **options)
         objective = _extended(

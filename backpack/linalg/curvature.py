@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from backpack.core.record.calls import live_calls
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, check_read_again
 from backpack.linalg.operators import LinearOperator
 
 # Maps several vectors at once, [V, *shape] for each parameter (or for the output).
@@ -98,11 +98,7 @@ class MatrixFreeOperator(LinearOperator):
         """
         if vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
-        if isinstance(data, Iterator):
-            raise ValueError(
-                "The data is an iterator, which can be read only once, but each product reads it: "
-                "pass a DataLoader or a list."
-            )
+        check_read_again(type(self).__name__, data)
         self._objective = Objective(model, loss_function, data, params, progress, process_group)
         self._vectors_at_once = vectors_at_once
         self._loss: float | None = None

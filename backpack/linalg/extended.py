@@ -13,6 +13,7 @@ from backpack import extend
 from backpack.convert.recording import is_recorded
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
+from backpack.linalg.operators import LinearOperator
 
 UseConverter = bool | Literal["trace", "record"]
 
@@ -61,9 +62,20 @@ def built(
 ) -> Any:
     """Build an operator of a class; those that do not extend the model need no converter.
 
+    Args:
+        curvature: A class, or an operator, which is returned.
+        model: The model.
+        loss_function: The loss.
+        data: Batches ``(X, y)``.
+        params: Parameters.
+        use_converter: For the class, if it has that argument and something was chosen.
+        progress: For the class.
+
     Raises:
-        TypeError: If it is no class, or function.
+        TypeError: If it is neither.
     """
+    if isinstance(curvature, LinearOperator):
+        return curvature
     if not callable(curvature):
         raise TypeError(
             f"curvature is an operator or a class of them, such as KroneckerGGN, got {curvature!r}."

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, disable
 from backpack.hessianfree.lop import vjp
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, check_read_again
 from backpack.linalg.operators import LinearOperator
 
 
@@ -76,11 +76,7 @@ class Jacobian(LinearOperator):
         """
         if vectors_at_once < 1:
             raise ValueError(f"vectors_at_once has to be at least 1, got {vectors_at_once}.")
-        if isinstance(data, Iterator):
-            raise ValueError(
-                "The data is an iterator, which can be read only once, but each product reads it: "
-                "pass a DataLoader or a list."
-            )
+        check_read_again(type(self).__name__, data)
         self._objective = Objective(model, _NoLoss(), _Inputs(data), params, progress)
         self._vectors_at_once = vectors_at_once
         self._seen: list[tuple[int, float]] = []  # of each batch: entries and norm of the output

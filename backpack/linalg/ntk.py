@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack import backpack
+from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.operators import LinearOperator
+
+BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
 
 
 class NTK:
@@ -74,6 +77,42 @@ class NTK:
     def to_dense(self) -> Tensor:
         """Return the matrix for all samples and outputs, ``[N·C, M·C]``."""
         return self.per_output().transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def output_covariances(
+    model: Module,
+    params: Sequence[Parameter],
+    X: Tensor,
+    covariance: LinearOperator,
+    use_converter: UseConverter = False,
+) -> Tensor:
+    """Return ``J_n Σ J_nᵀ``: the covariance of outputs that are linearised in the parameters.
+
+    Args:
+        model: ``[N, *in] -> [N, *out]`` with C entries for each sample. It is left as it was.
+        params: Parameters.
+        X: N samples.
+        covariance: Σ, ``[P, P]``.
+        use_converter: As for :class:`NTK`.
+
+    Returns:
+        ``[N, C, C]``
+
+    Raises:
+        ValueError: If the output does not depend on one of the parameters.
+    """
+    with torch.no_grad(), disable():
+        num_outputs = model(X[:1]).numel()
+    step = max(1, BLOCK_ENTRIES // (num_outputs * covariance.shape[0]))
+    found = []
+    with extended(model, use_converter or "record") as ready:
+        for rows in X.split(step):
+            jacobian = factored_jacobian(ready, params, rows)
+            each = [torch.cat([g.dense().reshape(len(g), -1) for g in f], 1) for f in jacobian]
+            J = torch.stack(each, 1)  # [n, C, P]
+            turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
+            found.append(J @ turned.mT)
+    return torch.cat(found)
 
 
 def factored_jacobian(

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
 from backpack.distributed.data_group import DataGroup
@@ -115,6 +116,12 @@ class Objective:
             )
         check_is_function_of_samples(model)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names[id(p)] for p in self.params]
+
     def __iter__(self) -> Iterator[tuple[Any, Sequence[Any]]]:
         """Yield input and targets of each batch, on the device of the parameters."""
         device = self.params[0].device
@@ -187,6 +194,60 @@ class Objective:
             return self.data
         # short passes have none; conjugate gradients make many
         return tqdm(self.data, desc="batches", leave=False, delay=1, disable=None)
+
+
+def check_read_again(what: str, data: Iterable[Any]) -> None:
+    """Refuse data that can be read only once.
+
+    Raises:
+        ValueError: If they are an iterator.
+    """
+    if isinstance(data, Iterator):
+        raise ValueError(
+            f"{what} reads the data several times, but {type(data).__name__} is an iterator, which "
+            "can be read only once: pass a DataLoader or a list."
+        )
+
+
+def chosen_parameters(
+    model: Module, data: Iterable[Any], params: Iterable[Parameter] | str
+) -> list[Parameter] | None:
+    """Return parameters by name: ``"all"`` that are trainable (None), or of the ``"last"`` layer.
+
+    Args:
+        model: The model.
+        data: Batches ``(X, y)``; the first one shows which layer is called last.
+        params: One of these names, or parameters.
+
+    Raises:
+        ValueError: If there is no such name.
+    """
+    if not isinstance(params, str):
+        return list(params)
+    if params not in ("all", "last"):
+        raise ValueError(f"params is 'all', 'last' or a list of parameters, got {params!r}.")
+    return _of_last_layer(model, data) if params == "last" else None
+
+
+def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
+    """Return the trainable parameters of the layer that is called last."""
+    called: list[list[Parameter]] = []
+
+    def note(module: Module, *_: Any) -> None:
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if own:
+            called.append(own)
+
+    X, *_ = next(iter(data))
+    device = next(model.parameters()).device
+    handles = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with torch.no_grad(), disable():
+            model(X.to(device) if isinstance(X, Tensor) else X)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called[-1] if called else []
 
 
 def check_is_function_of_samples(model: Module) -> None:

@@ -94,6 +94,44 @@ class SpectralOperator(LinearOperator):
             )
         return SpectralOperator(1 / damped, self.bases, self.order)
 
+    def by_eigenvector(self, values: Tensor, what: str = "value") -> Tensor:
+        """Bring numbers that each block has in common to the order of the eigenvectors.
+
+        Args:
+            values: One for each entry of a vector. ``[P]``
+            what: Names them in messages.
+
+        Returns:
+            One for each eigenvector. ``[P]``
+
+        Raises:
+            ValueError: If those of a block differ, whose eigenvectors mix its entries.
+        """
+        rows, start = self._ordered(values), 0
+        for block in self.bases:
+            size = _size(block)
+            if (rows[start : start + size] != rows[start]).any():
+                raise ValueError(
+                    f"A block of {size} rows of {self!r} belongs to entries of different {what}, "
+                    f"which do not share its eigenvectors. Use one {what} for them, or "
+                    "KroneckerGGN, EKFAC or DiagonalGGN, which have a block for each parameter."
+                )
+            start += size
+        return rows
+
+    def plus_diagonal(self, diagonal: Tensor, what: str = "value") -> SpectralOperator:
+        """Return ``A + diag(d)``, with the same eigenvectors.
+
+        Args:
+            diagonal: d, one number for each block. ``[P]``
+            what: Names the numbers in messages.
+
+        Raises:
+            ValueError: If entries of a block differ.
+        """
+        spectrum = self.spectrum + self.by_eigenvector(diagonal, what)
+        return SpectralOperator(spectrum, self.bases, self.order)
+
     def root(self) -> SpectralOperator:
         """Return the symmetric square root, whose product with itself is the matrix.
 

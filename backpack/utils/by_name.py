@@ -46,7 +46,15 @@ def by_parameter(given: ByName, names: Sequence[str], what: str) -> list[float]:
             f"The {what} is one number, or one for each of {len(names)} parameters, got "
             f"{len(values)}."
         )
-    for value in values:
-        if not value > 0:
-            raise ValueError(f"The {what} has to be positive, got {value}.")
-    return list(map(float, values))
+    return [positive(value, what) for value in values]
+
+
+def positive(value: float, what: str) -> float:
+    """Return a number as it is.
+
+    Raises:
+        ValueError: If it is not positive.
+    """
+    if not value > 0:
+        raise ValueError(f"The {what} has to be positive, got {value}.")
+    return float(value)
