@@ -117,6 +117,9 @@ class backpack(ShowsOptions):
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
             See :mod:`backpack.core.engine.elided_gradients` for what takes part.
+        gradients: Whether ``p.grad`` is wanted. False: that of the parameters of extended modules
+            stays as it is, and autograd does not compute it where it can do without. Not for
+            ``backward(inputs=...)`` or ``create_graph=True``, which ask for gradients.
         process_group: Over which processes quantities are averaged, as ``p.grad`` is: see
             :doc:`/several_processes`. ``"module"``: those of the ``DistributedDataParallel`` that
             the model is in, if it averages gradients. A group of ``torch.distributed``: that one.
@@ -140,6 +143,7 @@ class backpack(ShowsOptions):
         debug: bool = False,
         retain_graph: bool = False,
         sum_individual_gradients: bool = False,
+        gradients: bool = True,
         process_group: ProcessGroup | Literal["module"] | None = "module",
         accumulate: bool = False,
     ):
@@ -157,6 +161,7 @@ class backpack(ShowsOptions):
         self.process_group = process_group
         self.accumulate = accumulate
         self._sum_individual_gradients = sum_individual_gradients
+        self._gradients = gradients
         self._is_unused = bool(exts)
         self._entered: dict[Scope, Configuration] = {}  # by threads and tasks, and not left yet
 
@@ -180,6 +185,7 @@ class backpack(ShowsOptions):
             self.extension_hook,
             self.retain_graph,
             self._sum_individual_gradients,
+            self._gradients,
             self.process_group,
             self.accumulate,
             scope.outer.slice_bytes,
@@ -188,7 +194,7 @@ class backpack(ShowsOptions):
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
-        elides = second_order or bool(elided_gradients.costly(configuration))
+        elides = second_order or not self._gradients or bool(elided_gradients.costly(configuration))
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(calls.last_call())

@@ -68,6 +68,7 @@ class Configuration:
     extension_hook: ExtensionHook | None = None
     retain_graph: bool = False
     sum_individual_gradients: bool = False
+    gradients: bool = True  # whether p.grad is wanted
     process_group: Any = "module"  # of torch.distributed; None: each process on its own
     accumulate: bool = False
     slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/backpropagation.py

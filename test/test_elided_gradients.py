@@ -21,10 +21,14 @@ from backpack.core.derivatives import recurrent, recurrent_network
 from backpack.core.engine import elided_gradients
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import calls
+from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import (
+    KFAC,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
+    DiagHessian,
     SumGradSquared,
     Variance,
 )
@@ -855,3 +859,73 @@ def test_backward_pass_inside_of_a_hook(context: Any, chosen: list[set[Any]]) ->
     (2 * plain(reference, nn.CrossEntropyLoss())).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+# --------------------------------------------------------------------------------------
+# Nobody wants p.grad
+# --------------------------------------------------------------------------------------
+
+
+def values(*exts: Any, X: Tensor, y: Tensor, model: nn.Module, **options: Any) -> list[Any]:
+    torch.manual_seed(3)
+    loss = extend(nn.CrossEntropyLoss())
+    with library.backpack(*exts, **options):
+        loss(extend(model)(X), y).backward()
+    params = list(model.parameters())
+    return [getattr(p, ext.savefield) for ext in exts for p in params]
+
+
+EVERY = [
+    (BatchGrad(),),
+    (BatchL2Grad(), Variance(), SumGradSquared()),
+    (ClippedGrad(0.1),),
+    (KFAC(),),
+    (DiagHessian(), BatchGrad()),
+    (DiagGGNExact(),),
+]
+
+
+@pytest.mark.parametrize("exts", EVERY, ids=str)
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_gradients_that_nobody_wants(exts: Any, recurrent: bool, chosen: list[set[Any]]) -> None:
+    """Quantities are the same, and p.grad stays as it is."""
+    if recurrent:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 4), nn.LSTM(4, 5), ReduceTuple(), nn.Linear(5, 3), nn.Flatten(0, 1)]
+        model, X, y = nn.Sequential(*layers).double(), torch.rand(6, 2, 3), torch.randint(3, (12,))
+    else:
+        model, (X, y) = network(), data()
+    X = X.double().requires_grad_()
+    expected = values(*exts, X=X, y=y, model=model)
+    assert not chosen
+    of_data, X.grad = X.grad, None
+    model.zero_grad()
+    first, *_ = model.parameters()
+    first.grad = kept = torch.full_like(first, 2)
+    found = values(*exts, X=X, y=y, model=model, gradients=False)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(X.grad, of_data)
+    assert first.grad is kept
+    assert (kept == 2).all()
+    assert all(p.grad is None for p in model.parameters() if p is not first)
+    assert chosen[-1]
+
+
+def test_gradients_that_autograd_computes_all_the_same(chosen: list[set[Any]]) -> None:
+    """With hooks that look at them, without extensions, or with something of one's own: kept."""
+    model, X = extend(network()), data()[0]
+    loss = extend(nn.MSELoss())
+    seen: list[Tensor] = []
+    handle = model[0].weight.register_hook(seen.append)
+    for exts in ((BatchGrad(),), ()):
+        with library.backpack(*exts, gradients=False):
+            output = model(X)
+            loss(output, torch.zeros_like(output)).backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert len(seen) == 2
+    assert chosen in ([set()], [set(), set()])
+    handle.remove()
+    with library.backpack(BatchGrad(), gradients=False):
+        output = model(X)
+        loss(output, torch.zeros_like(output)).backward(inputs=[model[0].weight])
+    torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)

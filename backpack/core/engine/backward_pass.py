@@ -589,6 +589,8 @@ class BackwardPass:
             self.restricted = False
             return True
         if self.entry is not None and p in self.entry.elided:
+            if not self.configuration.gradients:  # nobody wants it
+                return True
             self.owed.add(p)
         return p in self.owed
 

@@ -3,10 +3,11 @@
 For those who ask for it, ``backpack(..., sum_individual_gradients=True)``. The gradient of a
 convolution's weight takes about a third of a backward pass. Where individual gradients pass by
 anyway, it is their sum. Autograd is then asked for the gradients of all other leaves
-(``backward(inputs=...)``), and the sum is accumulated in its place. A recurrent layer's kernel
-computes the gradients of all its parameters with that of its input. It is elided where the input
-needs none, or where a :class:`~backpack.core.record.kernels.KernelOverride` computes that from what
-individual gradients need as well.
+(``backward(inputs=...)``), and the sum is accumulated in its place. With ``gradients=False`` nobody
+needs them, and nothing is accumulated. A recurrent layer's kernel computes the gradients of all its
+parameters with that of its input. It is elided where the input needs none, or where a
+:class:`~backpack.core.record.kernels.KernelOverride` computes that from what individual gradients
+need as well.
 
 A parameter takes part if one known module alone uses it. There are no hooks of parameters that
 could miss a gradient, no hooks of the module (or of its nodes in the graph) that change what it
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +56,14 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
     Returns:
         The parameters of each recorded call. Empty if it does not pay, or was not asked for.
     """
-    if not configuration.sum_individual_gradients or torch.is_anomaly_enabled():
-        return {}
-    if not ELIDED.is_on:
+    asked = configuration.sum_individual_gradients or not configuration.gradients
+    if not (asked and ELIDED.is_on) or torch.is_anomaly_enabled():
         return {}
     exts = configuration.exts
     first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
     wanted = {name for ext in first_order for name in ext.needs}
+    if exts and not configuration.gradients:  # no product is too cheap to be left out
+        wanted.add("gradient")
     found: dict[Call, list[Parameter]] = {}
     for call in calls.all_live_calls() if wanted else ():
         if call.params and call.derivatives is not None:
@@ -270,6 +273,20 @@ def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
         marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
         if marks:
             yield node, marks
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Let the gradients of all recorded parameters be what they were, whatever is accumulated."""
+    params = {p for call in calls.all_live_calls() for p in call.params.values() if p.is_leaf}
+    before = [(p, p.grad) for p in params]
+    try:
+        for p in params:
+            p.grad = None
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
 
 
 def accumulate(p: Parameter, gradient: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
+from inspect import BoundArguments, signature
 from typing import Any
 
 import torch
@@ -122,13 +122,26 @@ class InterceptBackward(overrides.TorchFunctionMode):
                 hook.remove()
 
     def _backward(self, func: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
-        roots = entry.roots
-        candidates = elided_gradients.costly(CTX.configuration) if self.elides else {}
-        if not candidates:
+        configuration = CTX.configuration
+        candidates = elided_gradients.costly(configuration) if self.elides else {}
+        if configuration.gradients and not candidates:
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
         if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
             return func(*args, **kwargs)
+        if configuration.gradients:
+            return self._elided(func, entry, call, candidates)
+        with elided_gradients.left_alone():
+            return self._elided(func, entry, call, candidates)
+
+    def _elided(
+        self,
+        func: Any,
+        entry: Entry,
+        call: BoundArguments,
+        candidates: dict[Call, set[Parameter]],
+    ) -> Any:
+        roots, args, kwargs = entry.roots, call.args, call.kwargs
         elided, asked, instead = elided_gradients.elide(roots, candidates)
         if not elided:
             return func(*args, **kwargs)
@@ -136,7 +149,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
         entry.elided = elided
         with kernels.in_use(instead, roots, self.completed):
             result = func(*call.args, **call.kwargs)
-        if elided:  # what is accumulated is taken out
+        if elided and CTX.configuration.gradients:  # what is accumulated is taken out
             shapes = [list(p.shape) for p in elided]
             raise RuntimeError(
                 f"The gradients of parameters of shapes {shapes} are missing: no gradient has "
