@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.overrides import (
     TorchFunctionMode,
+    _get_current_function_mode,
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
@@ -118,6 +119,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         silent: How many leaf modules are running: their functions belong to them.
+        is_away: Whether it was taken from the stack of modes for as long as they run.
         opened: The leaf modules that are running whose functions are recorded instead.
         compiler: What compiles functions before and after: compiled ones would not be seen.
     """
@@ -132,11 +134,26 @@ class Recorder(TorchFunctionMode):
         self.root = root
         self.functions: Functions = vars(root)["_backpack_functions"]
         self.silent = 0
+        self.is_away = False
         self.opened: list[Module] = []
         self.views: dict[int, Tensor] = {}
         for buffer in root.buffers():
             note(buffer, unbatched())
         self.compiler: Any = None
+
+    def pause(self) -> None:
+        """Note that a leaf module begins: what torch calls there costs nothing if no mode sees it."""
+        self.silent += 1
+        if self.silent == 1 and _get_current_function_mode() is self:
+            _pop_mode()
+            self.is_away = True
+
+    def resume(self) -> None:
+        """Note that a leaf module has ended, or that its functions are recorded after all."""
+        self.silent -= 1
+        if self.is_away and not self.silent:
+            self.is_away = False
+            _push_mode(self)
 
     def leave(self) -> None:
         """Take it from the stack of modes, where an interrupt has left others above it, too."""
@@ -646,12 +663,13 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     recorder = _recorder()
     if recorder is None:
         return None
-    if not recorder.silent and torch.is_grad_enabled() and disable.should_store_io():
+    is_outermost = not recorder.silent
+    recorder.pause()
+    if is_outermost and torch.is_grad_enabled() and disable.should_store_io():
         args, kwargs = recorder.read_parameters(args, kwargs)
         if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
             recorder.opened.append(module)
-            return args, kwargs
-    recorder.silent += 1
+            recorder.resume()
     return args, kwargs
 
 
@@ -662,7 +680,7 @@ def _leave_leaf(module: Module, args: Any, output: Any) -> None:
     if recorder.opened and recorder.opened[-1] is module:
         recorder.opened.pop()
     else:
-        recorder.silent -= 1
+        recorder.resume()
 
 
 def _suits_as_a_whole(given: Sequence[Any]) -> bool:
