@@ -251,7 +251,8 @@ class disable:
 
     def __enter__(self) -> None:
         """Stop storing."""
-        update(disabled=STATE.get().disabled + 1)
+        configuration, disabled, *others = STATE.get()
+        set_variable(STATE, State(configuration, disabled + 1, *others))
 
     def __exit__(
         self,
@@ -260,7 +261,8 @@ class disable:
         trace: TracebackType | None,
     ) -> None:
         """Store again, unless an outer ``disable`` is active."""
-        update(disabled=STATE.get().disabled - 1)
+        configuration, disabled, *others = STATE.get()
+        set_variable(STATE, State(configuration, disabled - 1, *others))
 
     @staticmethod
     def should_store_io() -> bool:

@@ -27,6 +27,7 @@ from backpack import CTX, backpack, disable, extend, extensions
 from backpack.context import STATE
 from backpack.convert import recording
 from backpack.convert.recording import is_recorded
+from backpack.core.derivatives import AutomaticDerivatives
 from backpack.core.record import calls
 from backpack.custom_module.permute import Permute
 
@@ -1482,3 +1483,104 @@ def test_a_part_of_a_recorded_model_alone() -> None:
     assert model[0].scale.grad_batch.shape == (4, 3)
     with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="scale"):
         lossfunc(model[0](X), y).backward()
+
+
+class Shifted(nn.Module):
+    """Adds a parameter to ``[N, T, H]``, which the sum expands."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 2)
+        self.shift = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.shift + self.first(x))).flatten(1)
+
+
+@pytest.mark.parametrize("rows", [None, [2, 0]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "shape", [(), (5,), (1,), (3, 5), (3, 1), (1, 3, 5), (1, 1, 1), (4, 3, 5), (4, 1, 5), (4, 1, 1)]
+)
+def test_sums_that_expand(
+    shape: tuple[int, ...], rows: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In closed form: autograd would evaluate the sum again, in every step."""
+    model, lossfunc = Shifted(shape).double(), nn.MSELoss()
+    X, y = torch.randn(4, 3, 5).double(), torch.randn(4, 6).double()
+    expected = oracle.batch_grad(copy.deepcopy(model), lossfunc, X, y)
+    blocks = oracle.ggn_blocks(copy.deepcopy(model), lossfunc, X, y)
+    monkeypatch.setattr(AutomaticDerivatives, "vjp", None)
+    recorded(model)
+    exts = extensions.BatchGrad(subsampling=rows), extensions.SqrtGGNExact(subsampling=rows)
+    with backpack(*exts):
+        extend(lossfunc)(model(X), y).backward()
+    for p, gradients, block in zip(model.parameters(), expected, blocks, strict=True):
+        kept = gradients if rows is None else gradients[rows]
+        torch.testing.assert_close(p.grad_batch, kept, **TOLERANCE)
+        if rows is None:
+            S = p.sqrt_ggn_exact.reshape(-1, p.numel())
+            torch.testing.assert_close(S.T @ S, block, **TOLERANCE)
+
+
+class Modes(nn.Module):
+    """Enters a mode of its own in the middle."""
+
+    def __init__(self, mode: torch.overrides.TorchFunctionMode) -> None:
+        super().__init__()
+        self.first, self.last, self.mode = nn.Linear(5, 4), nn.Linear(4, 3), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode:
+            x = self.first(x) * 2
+        return torch.sin(self.last(x.cos()))
+
+
+def test_modes_of_users_see_what_leaves_call() -> None:
+    seen = []
+
+    class Log(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(f)
+            return f(*args, **(kwargs or {}))
+
+    X, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
+    model = Modes(Log()).double()
+    expected = oracle.batch_grad(copy.deepcopy(model), F.cross_entropy, X, y)
+    recorded(model)
+    seen.clear()
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, {"grad_batch": expected})
+    assert F.linear in seen and Tensor.mul in seen
+    seen.clear()
+    with Log():
+        model(X)
+    assert seen.count(F.linear) == 3 and torch.sin in seen
+
+
+def test_functions_are_those_of_the_user() -> None:
+    """Bit by bit: one that a module stands for is not computed by another function."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) / 3
+
+    model, X = Divided(), torch.randn(64, 5)
+    expected = model(X)
+    assert not torch.equal(expected, model.layer(X) * (1 / 3))
+    assert torch.equal(recorded(model)(X), expected)
+
+
+def test_generators_of_users_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` is one of devices that have not been used yet, too."""
+    model, X, y = net("products")
+    recorded(model)
+    monkeypatch.delattr(torch, "manual_seed")
+    before = torch.get_rng_state()
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -11,11 +11,11 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 import torch
@@ -33,11 +33,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
+from backpack.core.engine.intercept import not_intercepted
 from backpack.core.record.calls import layout_of, origin, preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
-from backpack.core.record.data_flow import clear_inputs, follow_data, is_dense, note_inputs, pass_by
+from backpack.core.record.data_flow import (
+    DENSE,
+    FORM,
+    clear_inputs,
+    follow_data,
+    is_dense,
+    note_inputs,
+    pass_by,
+)
 from backpack.core.record.functions import (
     ATTRIBUTES_TENSOR,
+    ATTRIBUTES_VALUE,
     FILLS,
     INDEX,
     NOT_IN_PLACE,
@@ -54,16 +64,18 @@ from backpack.core.record.functions import (
 from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
+from backpack.core.record.weights import TENSORS
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
 Prepare = Callable[[Module, str], None]
 
-# Options that are equal if they look alike.
+# Options that are equal if they look alike, and those of them that are equal if they compare so.
 PLAIN = (
-    *(int, float, complex, str, type(None), type(...), Slot),
+    *(int, float, complex, str, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+EXACT = frozenset(PLAIN) - {float, complex} | {bool}
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
 # Functions that read a tensor and leave the entries of another one to be filled.
@@ -89,7 +101,12 @@ class Functions:
         self.lock = Lock()  # several threads may run the model
 
     def keep(self, key: Any, what: Apply) -> None:
-        """Note what was used last, and drop what has not been used for longest."""
+        """Note what was used last, and drop what has not been used for longest.
+
+        Which that is does not matter while there is space.
+        """
+        if key in self.applications and len(self.applications) < MAX_APPLICATIONS // 2:
+            return
         with self.lock:
             self.applications[key] = what
             self.applications.move_to_end(key)
@@ -122,6 +139,7 @@ class Recorder(TorchFunctionMode):
         is_away: Whether it was taken from the stack of modes for as long as they run.
         opened: The leaf modules that are running whose functions are recorded instead.
         compiler: What compiles functions before and after: compiled ones would not be seen.
+        others: Keeps our other mode away, which would look at each function as well.
     """
 
     def __init__(self, root: Module):
@@ -140,9 +158,10 @@ class Recorder(TorchFunctionMode):
         for buffer in root.buffers():
             note(buffer, unbatched())
         self.compiler: Any = None
+        self.others = not_intercepted()
 
     def pause(self) -> None:
-        """Note that a leaf module begins: what torch calls there costs nothing if no mode sees it."""
+        """Note that a leaf module begins: functions that no mode sees cost nothing."""
         self.silent += 1
         if self.silent == 1 and _get_current_function_mode() is self:
             _pop_mode()
@@ -178,29 +197,43 @@ class Recorder(TorchFunctionMode):
             set_compiler(compiler)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.silent or not disable.should_store_io() or _in_transform():
+        if self.silent or STATE.get().disabled or _in_transform() or gives_value(func):
             return func(*args, **kwargs)
         if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not all(map(is_dense, tensors)):
+        tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        if not DENSE.issuperset(map(FORM, tensors)):
             return self._pass_by(func, args, kwargs, tensors)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        if not (torch.is_grad_enabled() and any(map(REQUIRES_GRAD, tensors))):
             return self._follow(func, args, kwargs, tensors)
         function = resolve(func)
-        if function is None or (function.row is not None and function.row.result == VALUE):
+        if function is None:
             return self._alike(func(*args, **kwargs), args)
-        args, kwargs = self.read_parameters(args, kwargs)
+        if any(map(_is_trained, tensors)):
+            args, kwargs = self.read_parameters(args, kwargs)
         if function.in_place or _changes_input(func, args, kwargs):
             return self._in_place(func, function, args, kwargs)
-        kwargs.pop("inplace", None)  # it is False, and modules need not know it
-        if function.row is not None and function.row.is_view and not _is_random(function.row):
+        result, is_view = None, function.row is not None and function.row.is_view
+        if is_view:
             result = func(*args, **kwargs)
             mark = origin(result)
-            if result is args[0] or (mark is not None and mark.is_output):
+            if (args and result is args[0]) or (mark is not None and mark.is_output):
                 return result  # the same entries
-        return self._run(*self._application(function, args, kwargs))
+        # "inplace" is False, and modules need not know it
+        options = {k: x for k, x in kwargs.items() if k != "inplace"} if kwargs else kwargs
+        what, given = self._application(function, args, options)
+        if what.is_nested:
+            return self._run(what, given)
+        if not is_view:
+            result = func(*args, **kwargs)
+        return self._note(what, given, result)
+
+    def _note(self, what: Apply, tensors: Sequence[Tensor], result: Any) -> Any:
+        """Record what was computed, as a call of the module that stands for the function."""
+        inputs = tuple(self._inputs(what, tensors))
+        seen = record(what.module, inputs, {}, result, BackwardPass.reached, BackwardPass.missed)
+        return result if seen is None else seen
 
     def _pass_by(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Run a function of nested or sparse tensors as it is."""
@@ -231,7 +264,7 @@ class Recorder(TorchFunctionMode):
             note(result, unbatched(UNFILLED))
             return result
         function = resolve(func)
-        if function is None or (function.row is not None and function.row.result == VALUE):
+        if function is None:
             return self._alike(func(*args, **kwargs), args)
         changes = function.in_place or _changes_input(func, args, kwargs)
         changed = args[0] if changes else None
@@ -296,9 +329,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
         """Record what was computed already."""
-        what, tensors = self._application(function, args, kwargs, at_once=True)
-        inputs = tuple(self._inputs(what, tensors))
-        record(what.module, inputs, {}, output, BackwardPass.reached, BackwardPass.missed)
+        self._note(*self._application(function, args, kwargs, at_once=True), output)
 
     # ------------------------------------------------------------------ parameters
 
@@ -312,7 +343,7 @@ class Recorder(TorchFunctionMode):
 
     def _read(self, x: Any) -> Any:
         """Read a parameter through a module, once in each run."""
-        if not (isinstance(x, Parameter) and x.requires_grad):
+        if not _is_trained(x):
             return x
         if id(x) not in self.views:
             reader = self.functions.readers.get(id(x))
@@ -344,25 +375,20 @@ class Recorder(TorchFunctionMode):
             at_once: Whether it has to be one module: what it returns is computed already.
         """
         tensors: list[Tensor] = []
-        plain = True
-
-        def slot(leaf: Any) -> Any:
-            nonlocal plain
-            if not isinstance(leaf, Tensor):
-                plain = plain and isinstance(leaf, PLAIN)
-                return leaf
-            for i, tensor in enumerate(tensors):
-                if tensor is leaf:
-                    return Slot(i)
-            tensors.append(leaf)
-            return Slot(len(tensors) - 1)
-
-        args, kwargs = map_leaves(slot, args), map_leaves(slot, kwargs)
-        key = (function.target, at_once, repr((args, kwargs)))
-        what = self.functions.applications.get(key) if plain else None
+        try:
+            given = [_form(x, tensors) for x in args]
+            if kwargs:
+                given += [*kwargs, *[_form(x, tensors) for x in kwargs.values()]]
+            key = (function.target, at_once, *given)
+        except TypeError:  # an option that looks like another one need not be equal
+            key = None
+            map_leaves(lambda x: _form(x, tensors) if isinstance(x, Tensor) else x, (args, kwargs))
+        what = None if key is None else self.functions.applications.get(key)
         if what is None:
+            numbers = {id(x): Slot(i) for i, x in enumerate(tensors)}
+            args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (args, kwargs))
             what = self._new_application(function, args, kwargs, len(tensors), at_once)
-        if plain:
+        if key is not None:
             self.functions.keep(key, what)
         return what, tensors
 
@@ -376,7 +402,7 @@ class Recorder(TorchFunctionMode):
             except TypeError:  # arguments that the module does not have
                 what = None
         name = name_of(function)
-        if what is None or (at_once and any(isinstance(x, Apply) for x in what.inputs)):
+        if what is None or (at_once and what.is_nested):
             target: Any = function.target
             if function.on_clone:
                 args, target = (target, *args), change_clone
@@ -394,15 +420,83 @@ class Recorder(TorchFunctionMode):
         return what.module(*self._inputs(what, tensors))
 
     def _inputs(self, what: Apply, tensors: Sequence[Tensor]) -> list[Any]:
-        def value(x: Any) -> Any:
-            if isinstance(x, Apply):
-                return self._run(x, tensors)
-            return tensors[x.index] if isinstance(x, Slot) else x
-
-        return [value(x) for x in what.inputs]
+        return [
+            tensors[x.index]
+            if type(x) is Slot
+            else self._run(x, tensors)
+            if isinstance(x, Apply)
+            else x
+            for x in what.inputs
+        ]
 
 
 # --- What is called -------------------------------------------------------------------------------
+
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+def _is_trained(x: Any) -> TypeGuard[Parameter]:
+    return type(x) is not Tensor and isinstance(x, Parameter) and x.requires_grad
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors in arguments of a function."""
+    found: list[Tensor] = []
+    for x in values:
+        kind = type(x)
+        if kind in TENSORS:
+            found.append(x)
+        elif kind is tuple or kind is list:
+            found += tensors_among(x)
+        elif kind not in EXACT and kind is not float:
+            found += [y for y in tree_leaves(x) if isinstance(y, Tensor)]
+    return found
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """Describe arguments of a function but for their tensors, which are collected.
+
+    Args:
+        value: Anything.
+        tensors: Those that were found before, and now.
+
+    Returns:
+        What is equal for equal arguments, and can be hashed.
+
+    Raises:
+        TypeError: If there is something else than numbers and the like among them.
+    """
+    kind = type(value)
+    if kind in EXACT:
+        return kind, value
+    if kind in TENSORS or isinstance(value, Tensor):
+        for i, tensor in enumerate(tensors):
+            if tensor is value:
+                return i
+        tensors.append(value)
+        return len(tensors) - 1
+    if isinstance(value, (tuple, list)):
+        return kind, *[_form(x, tensors) for x in value]
+    if isinstance(value, dict):
+        return kind, *value, *[_form(x, tensors) for x in value.values()]
+    if isinstance(value, slice):
+        return kind, *[_form(x, tensors) for x in (value.start, value.stop, value.step)]
+    if isinstance(value, PLAIN):
+        return kind, repr(value)
+    raise TypeError(f"{kind.__name__} is no plain option")
+
+
+@cache
+def gives_value(func: Any) -> bool:
+    """Whether a function returns no tensor, but a number, a shape or the like.
+
+    Args:
+        func: What ``__torch_function__`` is given.
+    """
+    if getattr(func, "__name__", "") == "__get__":
+        return func.__self__.__name__ in ATTRIBUTES_VALUE
+    function = resolve(func)
+    return function is not None and function.row is not None and function.row.result == VALUE
 
 
 @cache
@@ -488,11 +582,6 @@ def _follow_base(view: Tensor) -> None:
             "in which the samples of the batch cannot be followed"
         ),
     )
-
-
-def _is_random(row: Row) -> bool:
-    """Whether a function must not run twice, lest the user's random numbers change."""
-    return "dropout" in row.functions or "stochastic_depth" in row.functions
 
 
 @cache
@@ -600,6 +689,7 @@ def _start(module: Module, args: Any, kwargs: Any) -> None:
         set_compiler(compiler)
     else:
         inner.compiler = compiler
+        inner.others.__enter__()
         note_inputs(module, args, kwargs)
         inner.__enter__()
 
@@ -612,6 +702,7 @@ def _stop(*given: Any) -> None:
     *outer, recorder = STATE.get().recorders
     if recorder is not None and recorder not in outer:
         recorder.leave()
+        recorder.others.__exit__(None, None, None)
         clear_inputs(recorder.root, given[2] if given else None)
         set_compiler(recorder.compiler)
     update(recorders=tuple(outer))
@@ -666,7 +757,9 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     is_outermost = not recorder.silent
     recorder.pause()
     if is_outermost and torch.is_grad_enabled() and disable.should_store_io():
-        args, kwargs = recorder.read_parameters(args, kwargs)
+        given = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        if any(map(_is_trained, given)):
+            args, kwargs = recorder.read_parameters(args, kwargs)
         if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
             recorder.opened.append(module)
             recorder.resume()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +47,8 @@ from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register
 
+UNKNOWN: Final = object()
+
 
 class AutomaticDerivatives(BaseDerivatives):
     """Any function of any number of tensors, and of parameters of any name and shape.
@@ -59,7 +61,8 @@ class AutomaticDerivatives(BaseDerivatives):
 
     def own(self, module: Module) -> Mapping[str, Parameter | None]:
         """Return all parameters, those of children included: the call is one function."""
-        return dict(module.named_parameters())
+        has_any = module._parameters or module._modules
+        return dict(module.named_parameters()) if has_any else {}
 
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of all parameters."""
@@ -334,10 +337,12 @@ class FunctionDerivatives(AutomaticDerivatives):
         Raises:
             ValueError: If every output entry depends on several samples.
         """
-        refuse_totals(call)
-        call.set_layouts_in(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
-        if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
-            call.set_layouts_in(map(self._of_indices, call.layouts_in, call.shape_in))
+        if () in call.shape_in:
+            refuse_totals(call)
+        if None in call.layouts_in:
+            call.set_layouts_in(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
+            if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
+                call.set_layouts_in(map(self._of_indices, call.layouts_in, call.shape_in))
         call.saved["affine"] = False
         call.kept |= {"affine"}
         found = self._tried(call)
@@ -389,24 +394,29 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
         """Return whether the function is affine, and the layouts of the outputs if it has them."""
-        batched = [layout for layout in call.layouts_in if layout is not None and layout.is_batched]
-        counts = {layout.samples for layout in batched}
-        if len(counts) > 1:
-            return None
-        answers = self._known.setdefault(call.module, {})
-        following = self._following(call, counts.pop() if counts else 0)
-        key = None if following.depends_on_values else self._key(call)
-        if key is None or key not in answers:
+        facts = [None if one is None else one.facts for one in call.layouts_in]
+        answers = self._known.get(call.module)
+        if answers is None:
+            answers = self._known[call.module] = {}
+        key = self._key(call, facts)
+        found = answers.get(key, UNKNOWN)
+        batched = [one for one in call.layouts_in if one is not None and one.is_batched]
+        if found is UNKNOWN:
+            counts = {layout.samples for layout in batched}
+            if len(counts) > 1:
+                return None
+            following = self._following(call, counts.pop() if counts else 0)
             found = self._found(call, following)
-            if key is not None and not following.relies_on_values:
+            if not (following.depends_on_values or following.relies_on_values):
                 answers[key] = found
-        else:
-            found = answers[key]
         if found is None:
             return None
         affine, places = found
         if not batched:
             return affine, [unbatched() for _ in call.shape_out]
+        first = batched[0]
+        if all(one is first for one in batched) and all(place == first.facts for place in places):
+            return affine, [first for _ in places]
         is_constant = all(layout.is_constant for layout in batched)
         batched = [layout for layout in batched if is_constant or not layout.is_constant]
         for layout in batched[1:]:
@@ -433,15 +443,19 @@ class FunctionDerivatives(AutomaticDerivatives):
         return affine, layouts
 
     @staticmethod
-    def _key(call: Call) -> Any:
-        """Return what the answer depends on."""
+    def _key(call: Call, facts: Sequence[Any]) -> Any:
+        """Return what the answer depends on, unless it depends on values of tensors as well."""
+        others: tuple[Any, ...] = ()
+        if None in call.shape_in:
+            others = tuple([x if isinstance(x, (int, float, str)) else None for x in call.inputs])
         return (
             call.shape_in,
             call.training,
             call.index < 0,
             bool(call.saved.get("needed")),
-            tuple(x if isinstance(x, int | float | bool | str) else None for x in call.inputs),
-            tuple(None if one is None else one.facts for one in call.layouts_in),
+            others,
+            *[getattr(x, "dtype", None) for x in call.inputs],
+            *facts,
         )
 
     def _following(self, call: Call, count: int) -> Following:
@@ -540,6 +554,10 @@ def refuse_totals(call: Call) -> None:
         )
 
 
+def _generator_of(device: int) -> torch.Generator:
+    return torch.cuda.default_generators[device]
+
+
 @contextmanager
 def seeded() -> Iterator[None]:
     """Repeat the same random numbers, and leave the generators of the user alone."""
@@ -548,7 +566,9 @@ def seeded() -> Iterator[None]:
     of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(0)
+            # torch.manual_seed would be one of devices that are used later, too
+            for generator in (torch.default_generator, *map(_generator_of, devices)):
+                generator.manual_seed(0)
             yield
     finally:
         random.setstate(of_python)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.layout import Layout, by_certainty, unbatched
+from backpack.core.record.layout import Layout, Place, by_certainty, unbatched
 from backpack.core.record.registry import register
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule
@@ -33,8 +34,7 @@ class ReindexingDerivatives(FunctionDerivatives):
 class SumModuleDerivatives(FunctionDerivatives):
     """``y = x_0 + x_1 + …``: the Jacobian with respect to each input is the identity.
 
-    Inputs of other shapes than the output's are expanded by the sum, so theirs is found
-    automatically.
+    Inputs of other shapes than the output's are expanded by the sum.
     """
 
     hessian_is_zero = always
@@ -46,6 +46,11 @@ class SumModuleDerivatives(FunctionDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the inputs."""
         (shape,) = call.shape_out
+        first, given = call.layouts_in[0], call.shape_in
+        if first is not None and given.count(shape) == len(given) == call.layouts_in.count(first):
+            call.saved["affine"] = True
+            call.kept |= {"affine"}
+            return [first]
         known = by_certainty(layout for layout in call.layouts_in if layout is not None)
         alike = all(s in (None, shape) for s in call.shape_in)
         if known and alike and len({one.facts for one in known}) == 1:
@@ -72,8 +77,8 @@ class SumModuleDerivatives(FunctionDerivatives):
         return False
 
     def unsupported_reason(self, c: Context) -> str | None:
-        """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        return None if self._is_plain_sum(c) else super().unsupported_reason(c)
+        """Return None: a sum reads its inputs alone, and gives the same again."""
+        return None
 
     def _is_plain_sum(self, c: Context) -> bool:
         shapes = {x.shape for x in c.inputs if isinstance(x, Tensor)}
@@ -91,10 +96,49 @@ class SumModuleDerivatives(FunctionDerivatives):
         return t if isinstance(t, Tensor) else sum(m for m in t if m is not None)
 
     def vjp(self, c: Context, v: Any) -> Any:
-        """Repeat the cotangent for each input."""
-        if not self._is_plain_sum(c):
+        """Repeat the cotangent for each input, summed along the axes that the sum has expanded."""
+        if self._is_plain_sum(c):
+            return tuple(v if isinstance(x, Tensor) else None for x in c.inputs)
+        place, needed = c.call.place_out(0), c.saved["needed"]
+        if place is None or not all(self._is_aligned(c.call, i, place) for i in needed):
             return super().vjp(c, v)
-        return tuple(v if isinstance(x, Tensor) else None for x in c.inputs)
+        return tuple(
+            self._summed(c, i, place.axis, v) if i in needed else None for i in range(len(c.inputs))
+        )
+
+    @staticmethod
+    def _is_aligned(call: Call, i: int, place: Place) -> bool:
+        """Whether an input has the samples where the output has them, or none."""
+        shape, own = call.shape_in[i], call.place_in(i)
+        if place.is_scattered or own is None:
+            return not place.is_scattered
+        axis = place.axis - len(call.shape_out[0]) + len(shape or ())
+        return not own.is_scattered and own.axis == axis and own.samples == place.samples
+
+    @staticmethod
+    def _summed(c: Context, i: int, axis: int, v: Tensor) -> Tensor:
+        """Return ``[V, *in]``, or ``[V, N, *in]`` if the input has no samples."""
+        shape, skip, total = c.call.shape_in[i] or Size(()), 1, c.call.shape_out[0]
+        if c.call.place_in(i) is None:
+            own = axis - len(total) + len(shape)
+            v, skip = v.movedim(axis + 1, 1), 2
+            if own < 0 or shape[own] == 1:
+                v = v.unsqueeze(axis + 2)
+            else:  # a row for each sample, which reads none of the others
+                rows = torch.as_tensor(c.numbers(shape[own]), device=v.device)
+                whole = v.new_zeros(*v.shape[:2], shape[own], *v.shape[2:])
+                places = rows.reshape(1, -1, 1, *[1] * (v.dim() - 2)).expand_as(v.unsqueeze(2))
+                v = whole.scatter(2, places, v.unsqueeze(2)).movedim(2, axis + 2)
+        extra = v.dim() - skip - len(shape)
+        new = tuple(range(skip, skip + extra))
+        expanded = tuple(
+            k + skip + extra
+            for k, size in enumerate(shape)
+            if size == 1 and v.shape[k + skip + extra] != 1
+        )
+        if expanded:
+            v = v.sum(expanded, keepdim=True)
+        return v.sum(new) if new else v
 
 
 @register(FunctionModule, MulModule)

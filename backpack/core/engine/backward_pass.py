@@ -194,7 +194,9 @@ class BackwardPass:
         if grad is None:
             return
         task = torch._C._current_graph_task_id()
-        current = cls._running.get(task) or cls._current(task)
+        current = cls._running.get(task)
+        if current is None and (cls._running or OUTSIDE.task != task):
+            current = cls._current(task)
         if current is not None:
             current._undone_on_error(task, current._reach, call, slot, grad)
         elif grad.numel() >= calls.LARGE and not state_of_caller().disabled:

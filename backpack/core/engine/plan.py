@@ -253,15 +253,22 @@ class Plan:
     @lazy
     def _batches(self) -> dict[Call, tuple[int, int]]:
         """Number the connected parts of the network, and find the number of samples of each."""
-        part = {call: i for i, call in enumerate(self.everything)}
-        for call in self.everything:
-            for origin in call.origins_in:
+        numbers = {call: i for i, call in enumerate(self.everything)}
+        parents = list(range(len(numbers)))
+
+        def root(i: int) -> int:
+            while parents[i] != i:
+                parents[i] = i = parents[parents[i]]
+            return i
+
+        alone = self.after_loss - set(self.losses)
+        for call, i in numbers.items():
+            for origin in () if call in alone else call.origins_in:
                 producer = None if origin is None else self.producers.get(origin)
-                if producer is not None and call not in self.after_loss - set(self.losses):
-                    joined = {part[call], part[producer.call]}
-                    for other, number in part.items():
-                        if number in joined:
-                            part[other] = min(joined)
+                if producer is not None:
+                    first, second = sorted((root(i), root(numbers[producer.call])))
+                    parents[second] = first
+        part = {call: root(i) for call, i in numbers.items()}
         rows: dict[int, int] = {}
         for call, number in part.items():
             if self.num_samples(call) and not call.is_unbatched:

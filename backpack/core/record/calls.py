@@ -970,7 +970,7 @@ class Call:
     def find_places(self) -> None:
         """Find out where the samples are, from the layouts as they are now."""
         rule, layouts_in, layouts_out = self.derivatives, self.layouts_in, self.layouts_out
-        self.is_usual = self._only_reshapes_rows()
+        self.is_usual = self.is_transparent and self._only_reshapes_rows()
         if self.is_usual:
             self.is_plain = self.is_direct = True
             self.is_unbatched, self.unbatched_inputs = False, ()
@@ -987,7 +987,7 @@ class Call:
 
     def _only_reshapes_rows(self) -> bool:
         """Whether the entries of the only input stay where they are in its rows, the samples."""
-        if not self.is_transparent or len(self.shape_in) > 1 or len(self.shape_out) > 1:
+        if len(self.shape_in) > 1 or len(self.shape_out) > 1:
             return False
         (layout,), (given,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
         if layout is None or layout is not self.layouts_out[0] or not (given and shape):
@@ -1243,7 +1243,9 @@ def _saved(
 
 
 def _has_no_samples(layout: Layout | None) -> bool:
-    return layout is not None and not layout.is_batched
+    if layout is None:
+        return False
+    return not (layout if layout._same is None else layout._root)._facts[1]
 
 
 def _is_first(layout: Layout | None, shape: Size | None) -> bool:

@@ -53,6 +53,11 @@ class Apply:
     module: Module
     inputs: tuple[Any, ...]
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the results of other modules are among the inputs."""
+        return any(isinstance(x, Apply) for x in self.inputs)
+
 
 class TrainingFlag(int):
     """What modules have as ``training`` while they are traced.

@@ -89,9 +89,10 @@ def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
 
     Modules of their own read its parameters, then.
     """
-    return "_backpack_open" in vars(module) or (
-        recorders[-1] is not None and any(one is module for one in recorders[-1].opened)
-    )
+    if "_backpack_open" in vars(module):
+        return True
+    opened = recorders[-1] and recorders[-1].opened
+    return bool(opened) and any(one is module for one in opened)
 
 
 NO_REPLICAS = (
