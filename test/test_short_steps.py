@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import backpack as package
 from backpack import backpack, extend
@@ -37,12 +37,31 @@ def calls_of(work: Callable[[], Any]) -> int:
     return count
 
 
-class Step:
-    """The example of the README: a forward and a backward pass."""
+class Attention(nn.Module):
+    """A model of functions: attention, and the mean over positions."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 24), nn.Linear(8, 3)
+        self.position = nn.Parameter(torch.rand(1, 6, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.squeeze(1)) + self.position
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in x.chunk(3, dim=-1))
+        scores = torch.softmax(q @ k.transpose(-2, -1) / 2, dim=-1)
+        return self.last((scores @ v).transpose(1, 2).flatten(2).mean(1))
+
+
+class Step:
+    """The example of the README, or a recorded model: a forward and a backward pass."""
+
+    def __init__(self, is_recorded: bool) -> None:
         layers = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)
-        self.model = extend(nn.Sequential(*layers))
+        self.model: nn.Module
+        if is_recorded:
+            self.model = extend(Attention(), use_converter="record")
+        else:
+            self.model = extend(nn.Sequential(*layers))
         self.lossfunc = extend(nn.CrossEntropyLoss())
         self.data = torch.rand(8, 1, 6, 6), torch.randint(3, (8,))
 
@@ -63,8 +82,10 @@ class Step:
         ("Variance", 105, 305),
         ("DiagGGNExact", 105, 390),
         ("BatchGrad DiagGGNExact KFAC", 105, 800),
+        ("recorded", 1130, 50),
+        ("recorded BatchGrad", 1130, 1410),
     ],
-    ids=["none", "first order", "second order", "all"],
+    ids=["none", "first order", "second order", "all", "recorded", "recorded, first order"],
 )
 def test_calls_of_a_step(extensions: str, forward: int, backward: int) -> None:
     """In a process of its own: what other tests have left is looked at in each step."""
@@ -77,7 +98,8 @@ def test_calls_of_a_step(extensions: str, forward: int, backward: int) -> None:
 
 def count(names: list[str]) -> None:
     """Print the calls of a forward pass, and those of a backward pass with some extensions."""
-    step, exts = Step(), [getattr(library, name) for name in names]
+    step = Step("recorded" in names)
+    exts = [getattr(library, name) for name in names if name != "recorded"]
     for _ in range(3):  # what is found out once
         step.forward()
         with backpack(*[ext() for ext in exts]):
