@@ -26,6 +26,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import (
     HBP,
+    MAX_FACTOR_SIZE,
     Approximation,
     BackpropStrategy,
     Curvature,
@@ -148,6 +149,7 @@ class KroneckerGGN(KroneckerOperator):
         fisher: Fisher | None = None,
         joint_bias: bool = False,
         process_group: ProcessGroupChoice = "module",
+        max_factor_size: int | None = MAX_FACTOR_SIZE,
     ):
         """Compute the factors.
 
@@ -168,6 +170,8 @@ class KroneckerGGN(KroneckerOperator):
                 instead of a method.
             joint_bias: Whether a weight and its bias have one block, see
                 :class:`~backpack.extensions.HBP`, if both are among the parameters. Not for KFRA.
+            max_factor_size: Of factors with more rows there is the diagonal ``[D]`` alone, with a
+                warning unless the size is chosen. None: of none. KFRA has whole ones in any case.
             process_group: As for :class:`~backpack.linalg.GGN`. ``"KFRA"`` averages over each batch
                 of each process.
 
@@ -181,9 +185,14 @@ class KroneckerGGN(KroneckerOperator):
         objective = _extended(
             model, loss_function, data, params, use_converter, progress, process_group
         )
-        if joint_bias and chosen == _STRATEGIES["KFRA"]:
-            raise ValueError("method='KFRA' has no factors for joint_bias=True. Use KFLR or KFAC.")
-        ext = _KroneckerSums(chosen, mc_samples, approximation, joint_bias)
+        if chosen == _STRATEGIES["KFRA"]:
+            if joint_bias:
+                raise ValueError(
+                    "method='KFRA' has no factors for joint_bias=True. Use KFLR or KFAC."
+                )
+            if max_factor_size == MAX_FACTOR_SIZE:
+                max_factor_size = None
+        ext = _KroneckerSums(chosen, mc_samples, approximation, joint_bias, max_factor_size)
         totals, norm = _totals(objective, ext)
         own = objective.params
         blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
@@ -313,6 +322,7 @@ class _KroneckerSums(HBP):
         mc_samples: int,
         approximation: Approximation,
         joint_bias: bool = False,
+        max_factor_size: int | None = None,
     ):
         super().__init__(
             Curvature.GGN,
@@ -321,12 +331,17 @@ class _KroneckerSums(HBP):
             mc_samples=mc_samples,
             approximation=approximation,
             joint_bias=joint_bias,
+            max_factor_size=max_factor_size,
         )
         self.bias_of: dict[Parameter, Parameter] = {}
         self.input_first: dict[Parameter, bool] = {}
         self.scaled: dict[Parameter, int | None] = {}
         self.num_samples: dict[Parameter, int] = {}
         self.swaps_axes: dict[Parameter, bool] = {}
+
+    @property
+    def _title(self) -> str:
+        return KroneckerGGN.__name__
 
     @property
     def _has_scale(self) -> bool:
@@ -341,6 +356,7 @@ class _KroneckerSums(HBP):
         gram: Any = products[self.needs[0]]
         if isinstance(gram, list):
             self.scaled[p] = None
+            gram = self._limited(gram, p)
             return gram if self._has_scale else [eye * count for eye in gram]
         if self.joint_bias and products.is_joined:
             trained = products.uses[0].call.trained

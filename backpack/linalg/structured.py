@@ -12,8 +12,10 @@ from backpack.linalg.operators import LinearOperator
 from backpack.utils.kroneckers import (
     EigenKronecker,
     apply_kfac_mat_prod,
+    diagonal_of,
     eigh_semidefinite,
     factored_damping,
+    transposed,
 )
 
 # Kronecker factors of each diagonal block; no blocks at all stand for the identity.
@@ -26,7 +28,7 @@ class SpectralOperator(LinearOperator):
     Args:
         spectrum: The eigenvalues f. ``[P]``
         bases: Q is block-diagonal, each block a Kronecker product of these matrices
-            ``[d_1, d_1], [d_2, d_2], …``. Default: the identity.
+            ``[d_1, d_1], [d_2, d_2], …`` (or diagonals ``[d_1], …``). Default: the identity.
         order: The entries of vectors in the order of the rows of Q. Default: as they are. ``[P]``
     """
 
@@ -57,8 +59,8 @@ class SpectralOperator(LinearOperator):
         return torch.empty_like(vectors).index_copy_(0, self.order, vectors)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        transposed = [[q.T for q in factors] for factors in self.bases]
-        turned = self.spectrum.unsqueeze(1) * _multiply(transposed, self._ordered(matrix))
+        back = [list(map(transposed, factors)) for factors in self.bases]
+        turned = self.spectrum.unsqueeze(1) * _multiply(back, self._ordered(matrix))
         return self._restored(_multiply(self.bases, turned))
 
     def diagonal(self) -> Tensor:
@@ -186,22 +188,26 @@ class KroneckerOperator(SpectralOperator):
 
     Args:
         factors: For each block its factors, symmetric and positive semidefinite, such as
-            ``[p.kfac for p in params]`` (of ``KFAC(max_factor_size=None)``, where factors are
-            large: diagonals alone are none). ``[d_1, d_1], [d_2, d_2], …``
+            ``[p.kfac for p in params]``. ``[d_1, d_1], [d_2, d_2], …``; a vector ``[d]`` stands for
+            a diagonal matrix, as for the large factors of :class:`~backpack.extensions.KFAC`.
         order: The entries of vectors in the order of the rows of the factors, which is another one
             for the weights of transposed convolutions. Default: as they are. ``[P]``
 
     Raises:
-        ValueError: If a factor is not a square matrix, or there is none.
+        ValueError: If a factor is neither a square matrix nor a vector, or there is none.
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
         """Store the factors."""
         shapes = [[list(factor.shape) for factor in block] for block in factors]
         if not shapes or any(
-            not block or any(len(s) != 2 or s[0] != s[1] for s in block) for block in shapes
+            not block or any(len(s) not in (1, 2) or s[0] != s[-1] for s in block)
+            for block in shapes
         ):
-            raise ValueError(f"Expected lists of square Kronecker factors, got shapes {shapes}.")
+            raise ValueError(
+                "Expected lists of square Kronecker factors, or diagonals of some, got shapes "
+                f"{shapes}."
+            )
         self.factors = [list(block) for block in factors]
         self.order = order
         first = self.factors[0][0]
@@ -229,12 +235,12 @@ class KroneckerOperator(SpectralOperator):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal ``[P]``."""
-        blocks = [_outer([factor.diagonal() for factor in b]) for b in self.factors]
+        blocks = [_outer(list(map(diagonal_of, block))) for block in self.factors]
         return self._restored(torch.cat(blocks))
 
     def trace(self) -> Tensor:
         """Return the trace, a scalar."""
-        traces = [torch.stack([factor.trace() for factor in b]).prod() for b in self.factors]
+        traces = [torch.stack([diagonal_of(f).sum() for f in b]).prod() for b in self.factors]
         return torch.stack(traces).sum()
 
     def inverse(self, damping: float = 0.0, split: bool = False) -> SpectralOperator:

@@ -161,6 +161,11 @@ def transposed(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 1 else factor.mT
 
 
+def diagonal_of(factor: Tensor) -> Tensor:
+    """Return the diagonal of a factor: ``[D]``."""
+    return factor if factor.dim() == 1 else factor.diagonal()
+
+
 def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, Tensor]:
     """Decompose a factor that is positive semidefinite up to round-off.
 
@@ -277,7 +282,9 @@ class EigenKronecker:
         rows = mat.reshape(-1, *self.shape)
         rows = rows.transpose(1, 2) if self.swaps_axes else rows
         shape = rows.shape
-        turned = apply_kfac_mat_prod([q.T for q in self.bases], rows.reshape(len(rows), -1).T)
+        turned = apply_kfac_mat_prod(
+            list(map(transposed, self.bases)), rows.reshape(len(rows), -1).T
+        )
         turned = values.flatten().unsqueeze(1) * turned
         found = apply_kfac_mat_prod(self.bases, turned).T.reshape(shape)
         found = found.transpose(1, 2) if self.swaps_axes else found

@@ -11,6 +11,7 @@ position, x and s may come without the axis T.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from math import inf
 from typing import Any
 
 import torch
@@ -254,18 +255,16 @@ def with_one(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
-def input_factor(x: Tensor, approximation: str | None) -> Tensor:
+def input_factor(x: Tensor, approximation: str | None, max_size: float = inf) -> Tensor:
     """Return the Kronecker factor of inputs at several positions: ``[N, T, I] -> [I, I]``.
 
     ``(1/N) sum_nt x xᵀ``; ("expand") ``1/(N T) sum_nt x xᵀ``; ("reduce") ``1/(N T²) sum_n x̄ x̄ᵀ``
-    with x̄ the sum over the positions. Source: as :func:`position_rows`.
+    with x̄ the sum over the positions. Source: as :func:`position_rows`. Of one larger than
+    ``max_size`` the diagonal ``[I]`` alone.
     """
-    return reductions.gram(*_input_rows(x, approximation))
-
-
-def input_diagonal(x: Tensor, approximation: str | None) -> Tensor:
-    """Return the diagonal of :func:`input_factor`: ``[N, T, I] -> [I]``."""
     rows, count = _input_rows(x, approximation)
+    if rows.shape[1] <= max_size:
+        return reductions.gram(rows, count)
     return mean_square(rows, [0], count)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
-from math import prod
+from math import inf, prod
 from typing import Any, ClassVar
 
 import torch
@@ -836,11 +836,22 @@ class BaseDerivatives(Interface):
         Generic: that of the x of :meth:`affine`. Where there is none, the first factor is the
         block.
         """
-        inputs = self.affine_inputs(c, name) if self._is_one_product(c, name) else None
-        return [affine.input_factor(x, approximation) for x in inputs or [] if x is not None]
+        return self._factors_of_inputs(c, name, approximation, inf)
 
-    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor | None:
-        """Kronecker factor of ``[x; 1]``, for weight and bias together; None if there is none."""
+    def _factors_of_inputs(
+        self, c: Context, name: str, approximation: str | None, max_size: float
+    ) -> list[Tensor]:
+        inputs = self.affine_inputs(c, name) if self._is_one_product(c, name) else None
+        known = [x for x in inputs or [] if x is not None]
+        return [affine.input_factor(x, approximation, max_size) for x in known]
+
+    def kron_joint_input(
+        self, c: Context, approximation: str | None = None, max_size: float = inf
+    ) -> Tensor | None:
+        """Kronecker factor of ``[x; 1]``, for weight and bias together; None if there is none.
+
+        Of one larger than ``max_size`` the diagonal ``[I + 1]`` alone.
+        """
         return None
 
     @property
@@ -853,8 +864,10 @@ class BaseDerivatives(Interface):
     ) -> list[Tensor]:
         """Return :meth:`kron_inputs`, or the diagonals ``[I]`` of factors larger than a size.
 
-        Generic: forms the factors.
+        Generic: forms the factors, but for those of the x of :meth:`affine`.
         """
+        if type(self).kron_inputs is BaseDerivatives.kron_inputs:
+            return self._factors_of_inputs(c, name, approximation, max_size)
         factors = self.kron_inputs(c, name, approximation)
         if max(map(len, factors), default=0) <= max_size:
             return factors

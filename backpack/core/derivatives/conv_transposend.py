@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from math import inf
 from typing import Any
 
 import torch
@@ -176,12 +177,19 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the unfolded input, see ``affine.input_factor``: ``[I·k, I·k]``."""
-        if name != "weight":
-            return []
+        return self._factor(c, approximation, inf) if name == "weight" else []
+
+    def kron_inputs_up_to(
+        self, c: Context, name: str, approximation: str | None, max_size: float
+    ) -> list[Tensor]:
+        """Return A of the unfolded input, or its diagonal ``[I·k]``."""
+        return self._factor(c, approximation, max_size) if name == "weight" else []
+
+    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
         x, kernel = c.x, c.module.kernel_size
         channels, taps = x.shape[1], torch.Size(kernel).numel()
         # one output channel for each entry of the kernel copies x to where that entry reads it
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
         weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *kernel)
         unfolded = self._convolve(c, x, weight, channels).flatten(2)
-        return [affine.input_factor(unfolded.transpose(1, 2), approximation)]
+        return [affine.input_factor(unfolded.transpose(1, 2), approximation, max_size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from contextvars import ContextVar
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -414,7 +415,35 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
         return [patch_gram(each, kernel).div_(count)]
 
-    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor:
-        """Return A of patches and one, ``[I/G·k + 1, I/G·k + 1]``, mean over G."""
+    def kron_inputs_up_to(
+        self, c: Context, name: str, approximation: str | None, max_size: float
+    ) -> list[Tensor]:
+        """Return A of the patches, or its diagonal, for which there need not be all patches."""
+        module = c.module
+        size = module.in_channels // module.groups * prod(module.kernel_size)
+        if name != "weight" or size <= max_size:
+            return self.kron_inputs(c, name, approximation)
+        return [self._diagonal(c, approximation)]
+
+    def _diagonal(self, c: Context, approximation: str | None) -> Tensor:
+        """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""
+        x = c.x
+        if approximation == "reduce":
+            rows = self._unfold(c, x).flatten(0, 1).mT
+            return affine.input_factor(rows, approximation, max_size=0)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self._unfold(c, wide.square().sum(0, keepdim=True))  # [1, G, I/G·k, T]
+        num_t = squares.shape[3] if approximation == "expand" else 1
+        return (squares.sum((0, 1, 3)) / (len(x) * squares.shape[1] * num_t)).to(x.dtype)
+
+    def kron_joint_input(
+        self, c: Context, approximation: str | None = None, max_size: float = inf
+    ) -> Tensor:
+        """Return A of patches and one, ``[I/G·k + 1, I/G·k + 1]``, mean over G, or its diagonal."""
+        module = c.module
+        if module.in_channels // module.groups * prod(module.kernel_size) + 1 > max_size:
+            own = self._diagonal(c, approximation)
+            of_one = c.output.shape[2:].numel() if approximation is None else 1
+            return torch.cat([own, own.new_full((1,), of_one)])
         patches = self._unfold(c, c.x).flatten(0, 1).mT
         return affine.input_factor(affine.with_one(patches), approximation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -205,18 +206,21 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the one-hot rows, ``[W, W]``: their counts on the diagonal, or ("reduce")."""
-        if approximation != "reduce":
-            return [self._count_diagonal(c, approximation).diag()]
-        looked_up, shape = self._lookups(c), self._out_shape(c)
-        return [self._count_factor(c, looked_up, shape[0]) / shape[1:-1].numel() ** 2]
+        return self._factor(c, approximation, inf)
 
     def kron_inputs_up_to(
         self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return A, ``[W, W]``, or its diagonal ``[W]``: the counts of the tokens."""
-        if c.module.num_embeddings <= max_size or approximation == "reduce":
-            return super().kron_inputs_up_to(c, name, approximation, max_size)
-        return [self._count_diagonal(c, approximation)]
+        return self._factor(c, approximation, max_size)
+
+    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        if approximation == "reduce":
+            looked_up, shape = self._lookups(c), self._out_shape(c)
+            factor = self._count_factor(c, looked_up, shape[0], max_size)
+            return [factor / shape[1:-1].numel() ** 2]
+        diagonal = self._count_diagonal(c, approximation)
+        return [diagonal.diag() if len(diagonal) <= max_size else diagonal]
 
     def _count_diagonal(self, c: Context, approximation: str | None) -> Tensor:
         """Return how often a sample ("expand": a position) reads each token: ``[W]``, averages."""
@@ -225,13 +229,18 @@ class EmbeddingDerivatives(BaseDerivatives):
         count = shape[0] * (shape[1:-1].numel() if approximation == "expand" else 1)
         return counts.to(c.params["weight"].dtype) / count
 
-    def _count_factor(self, c: Context, looked_up: Lookups, num_n: int) -> Tensor:
-        """Return ``(1/N) sum_n k kᵀ``, k the sum of a sample's scaled one-hot rows: ``[W, W]``."""
+    def _count_factor(
+        self, c: Context, looked_up: Lookups, num_n: int, max_size: float = inf
+    ) -> Tensor:
+        """Return ``(1/N) sum_n k kᵀ``, k the sum of a sample's scaled one-hot rows: ``[W, W]``.
+
+        Of one larger than ``max_size`` the diagonal ``[W]`` alone.
+        """
         size = c.module.num_embeddings
         ones = c.params["weight"].new_ones(1, len(looked_up.token), 1)
         where = looked_up.sample * size + looked_up.token
         counts = sum_at(looked_up.scaled(ones), where, num_n * size)
-        return input_factor(counts.reshape(num_n, 1, size), None)
+        return input_factor(counts.reshape(num_n, 1, size), None, max_size)
 
 
 @register(EmbeddingBag)
@@ -343,6 +352,15 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
 
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Return A of the bags, ``[W, W]``: there is one position, so that the factors agree."""
+        return self._factor(c, approximation, inf)
+
+    def kron_inputs_up_to(
+        self, c: Context, name: str, approximation: str | None, max_size: float
+    ) -> list[Tensor]:
+        """Return A of the bags, or its diagonal ``[W]``."""
+        return self._factor(c, approximation, max_size)
+
+    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
         if c.module.mode == "max":
             return []
-        return [self._count_factor(c, self._lookups(c), self._out_shape(c)[0])]
+        return [self._count_factor(c, self._lookups(c), self._out_shape(c)[0], max_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from math import inf
 from typing import Any
 
 from torch import Size, Tensor
@@ -104,21 +105,20 @@ class LinearDerivatives(BaseDerivatives):
         (x,) = self.affine_inputs(c, name)
         return [] if x is None else [affine.input_factor(x, approximation)]
 
-    def kron_joint_input(self, c: Context, approximation: str | None = None) -> Tensor:
-        """Return A of ``[x; 1]``, ``[I + 1, I + 1]``."""
+    def kron_joint_input(
+        self, c: Context, approximation: str | None = None, max_size: float = inf
+    ) -> Tensor:
+        """Return A of ``[x; 1]``, ``[I + 1, I + 1]``, or its diagonal ``[I + 1]``."""
         (x,) = self.affine_inputs(c, "weight")
         assert x is not None
-        return affine.input_factor(affine.with_one(x), approximation)
+        return affine.input_factor(affine.with_one(x), approximation, max_size)
 
     def kron_inputs_up_to(
         self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return A of the input for the weight, ``[I, I]``, or its diagonal ``[I]``."""
         (x,) = self.affine_inputs(c, name)
-        if x is None:
-            return []
-        compute = affine.input_factor if x.shape[-1] <= max_size else affine.input_diagonal
-        return [compute(x, approximation)]
+        return [] if x is None else [affine.input_factor(x, approximation, max_size)]
 
 
 @register("transformers.pytorch_utils.Conv1D")

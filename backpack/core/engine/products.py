@@ -96,7 +96,7 @@ class Use:
         """
         rule: Any = self.call.derivatives
         if joint:
-            factors = [rule.kron_joint_input(self.c, approximation)]
+            factors = [rule.kron_joint_input(self.c, approximation, max_size)]
         else:
             factors = rule.kron_inputs_up_to(self.c, self.name, approximation, max_size)
         rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)

@@ -212,6 +212,11 @@ class HBP(SecondOrderBackpropExtension):
         super().__init__(savefield, subsampling=subsampling)
 
     @property
+    def _title(self) -> str:
+        """What warnings call it."""
+        return type(self).__name__
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """The factors of what travels back, and of the inputs."""
         inputs = JOINT_FACTORS if self.joint_bias else INPUT_FACTORS
@@ -221,6 +226,10 @@ class HBP(SecondOrderBackpropExtension):
         """Return the list of Kronecker factors."""
         (first,) = self.needs
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
+        return self._limited(factors, products.parameter)
+
+    def _limited(self, factors: list[Tensor], p: Tensor) -> list[Tensor]:
+        """Return the diagonals of large factors of a parameter, and tell that they are ones."""
         most = self.max_factor_size
         if most is None or max(map(len, factors), default=0) <= most:
             return factors
@@ -228,9 +237,9 @@ class HBP(SecondOrderBackpropExtension):
         found = [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
         if most == MAX_FACTOR_SIZE:
             warnings.warn(
-                f"{type(self).__name__}: of Kronecker factors with more than {most} rows there is "
-                "the diagonal alone, as for the parameter of shape "
-                f"{list(products.parameter.shape)}. Choose with max_factor_size; None keeps all.",
+                f"{self._title}: of Kronecker factors with more than {most} rows there is the "
+                f"diagonal alone, as for the parameter of shape {list(p.shape)}. Choose with "
+                "max_factor_size; None keeps all.",
                 stacklevel=2,
             )
         return found
