@@ -127,6 +127,8 @@ class backpack(ShowsOptions):
         accumulate: Add to the results of earlier passes of such contexts, as ``p.grad`` does, until
             ``backpack.clear(model)`` or a context without it: results are those of the sum of the
             losses.
+        progress: Show a bar in a terminal for what travels back in slices for more than a second,
+            such as a column for each class of many (needs ``tqdm``).
 
     Raises:
         ValueError: If an argument is not an instance of an extension, two that differ have the
@@ -146,6 +148,7 @@ class backpack(ShowsOptions):
         gradients: bool = True,
         process_group: ProcessGroup | Literal["module"] | None = "module",
         accumulate: bool = False,
+        progress: bool = False,
     ):
         """Check the extensions."""
         for ext in exts:
@@ -160,6 +163,7 @@ class backpack(ShowsOptions):
         self.retain_graph = retain_graph
         self.process_group = process_group
         self.accumulate = accumulate
+        self.progress = progress
         self._sum_individual_gradients = sum_individual_gradients
         self._gradients = gradients
         self._is_unused = bool(exts)
@@ -189,6 +193,7 @@ class backpack(ShowsOptions):
             self.process_group,
             self.accumulate,
             scope.outer.slice_bytes,
+            self.progress,
             scope=scope,
         )
         # a mode notices what backward() is called on: first-order extensions ask that of losses

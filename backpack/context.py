@@ -72,6 +72,7 @@ class Configuration:
     process_group: Any = "module"  # of torch.distributed; None: each process on its own
     accumulate: bool = False
     slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/backpropagation.py
+    progress: bool = False
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
 

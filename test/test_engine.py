@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -1752,6 +1753,38 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
     assert travelling == [2, 2, 2]
     assert len(wide) == 3
     torch.testing.assert_close(values(model, ext.savefield), truth, **TOLERANCE)
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar tells how far a long pass is, if it is asked for, and tqdm is installed."""
+    shown: dict[str, int] = {}
+
+    class Bars:
+        @staticmethod
+        def tqdm(items: Any, desc: str, **options: Any) -> Any:
+            assert options == {"leave": False, "delay": 1, "disable": None}
+            shown[desc] = len(items)
+            return items
+
+    monkeypatch.setitem(sys.modules, "tqdm", Bars)
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 4))).double()
+    lossfunc, X, y = extend(nn.CrossEntropyLoss()), torch.randn(6, 3).double(), torch.arange(6) % 4
+
+    def diagonals(**options: Any) -> list[Tensor]:
+        with slice_bytes(1), backpack(extensions.DiagHessian(), **options):
+            lossfunc(model(X), y).backward()
+        return [p.diag_h for p in model.parameters()]
+
+    expected = diagonals()
+    assert not shown
+    torch.testing.assert_close(diagonals(progress=True), expected)
+    # the loss and the sigmoid; of the latter a slice for each sample's only column or more
+    assert shown["diag_h: sources"] == 2
+    assert shown["diag_h: slices"] >= 6
+    shown.clear()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    torch.testing.assert_close(diagonals(progress=True), expected)
 
 
 @pytest.mark.parametrize("limit", [1, 200, 3000])

@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor
 
 from backpack.linalg.algebra import known_spectrum
-from backpack.linalg.estimators import Estimate, Randomness, average, certain, randomness, with_bar
+from backpack.linalg.estimators import Estimate, Randomness, average, certain, randomness
 from backpack.linalg.operators import LinearOperator
+from backpack.utils.progress import with_bar
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import Generator, Tensor
 
 from backpack.linalg.algebra import known_diagonal, known_spectrum
 from backpack.linalg.operators import LinearOperator
+from backpack.utils.progress import with_bar
 
 # Multiplies a matrix [P, K] with the operator, in chunks: [P, K].
 Product = Callable[[Tensor], Tensor]
@@ -383,14 +384,3 @@ def _orthonormal(matrix: Tensor) -> Tensor:
 
 def _without(basis: Tensor, matrix: Tensor) -> Tensor:
     return matrix - basis @ (basis.T @ matrix)
-
-
-def with_bar(items: list, description: str, progress: bool) -> list:
-    """Show a bar while iterating, if that is asked for and ``tqdm`` is installed."""
-    if not progress or len(items) < 2:
-        return items
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return items
-    return tqdm(items, desc=description, leave=False, disable=None)

@@ -19,6 +19,7 @@ from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
 from backpack.distributed.data_group import DataGroup
 from backpack.distributed.shards import is_sharded
+from backpack.utils.progress import with_bar
 
 ONE_PROCESS = "one"
 # Classes of torch, torchvision and timm that are random in training mode, beside dropout.
@@ -186,14 +187,8 @@ class Objective:
         return 1.0 if self.reduction == "sum" else weights
 
     def _with_bar(self) -> Iterable[Any]:
-        if not self.progress:
-            return self.data
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-        except ImportError:
-            return self.data
         # short passes have none; conjugate gradients make many
-        return tqdm(self.data, desc="batches", leave=False, delay=1, disable=None)
+        return with_bar(self.data, "batches", self.progress, delay=1)
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:

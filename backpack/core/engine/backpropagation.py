@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -49,7 +49,9 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
+from backpack.utils.progress import with_bar
 
+T = TypeVar("T")
 COLLECTED = fast.path(
     "collected diagonals", "What several sources add up to at a layer's output is squared once."
 )
@@ -420,6 +422,7 @@ class Backpropagation:
             REDUCTIONS[name].degree == 1 for name in self.wanted
         )
         self.savefields = ", ".join(map(_SAVEFIELD, exts))
+        self.progress = STATE.get().configuration.progress
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))
         self.mixing = plan.mixing and self.sliced
@@ -485,7 +488,7 @@ class Backpropagation:
         only_squares = self.wanted <= {"square", "batch_square"}
         plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
         self.collects = COLLECTED.is_on and len(sources) > 1 and only_squares and plain
-        for source in sources:
+        for source in self._with_bar("sources", sources) if self.progress else sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
             def gather(products: Products, part: Part, into: Any = of_source) -> None:
@@ -635,7 +638,7 @@ class Backpropagation:
         self.is_tight = len(parts) > 1 and self.is_large
         column, is_one = self.plan.column, len(parts) == 1 and not self.mixing
         self.fits = is_one and column is not None and len(parts[0].columns) * column <= self.limit
-        for part in parts:
+        for part in self._with_bar("slices", parts) if self.progress else parts:
             samples = self._samples(part)
             state = State(part, None if self.plan.mixing else samples)
             if self.mixing:
@@ -643,6 +646,10 @@ class Backpropagation:
             starts = self._start(source, part, samples)
             deliver(self.plan, source.call, starts, state.cotangents, state.samples)
             self._carry(state, calls, receive)
+
+    def _with_bar(self, what: str, items: Sequence[T]) -> Iterable[T]:
+        """Let a bar tell how far what takes long has come."""
+        return with_bar(items, f"{self.savefields}: {what}", progress=True, delay=1)
 
     # ------------------------------------------------------------------ diagonals
 

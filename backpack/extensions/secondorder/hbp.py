@@ -226,6 +226,11 @@ class HBP(SecondOrderBackpropExtension):
         """Return the list of Kronecker factors."""
         (first,) = self.needs
         factors = products.kronecker_factors(self.approximation, first, self.joint_bias)
+        if (
+            self.max_factor_size is None
+            or max(map(len, factors), default=0) <= self.max_factor_size
+        ):
+            return factors
         return self._limited(factors, products.parameter)
 
     def _limited(self, factors: list[Tensor], p: Tensor) -> list[Tensor]:

@@ -1,0 +1,31 @@
+"""Progress bars, where ``tqdm`` is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def with_bar(
+    items: Iterable[T], description: str, progress: bool, delay: float = 0.0
+) -> Iterable[T]:
+    """Show a bar in a terminal while iterating, if that is asked for and ``tqdm`` is installed.
+
+    Args:
+        items: What is gone through. Two at least, if their number is known.
+        description: What they are.
+        progress: Whether a bar is asked for.
+        delay: Seconds until it is shown.
+
+    Returns:
+        The same items.
+    """
+    if not progress or (isinstance(items, Sized) and len(items) < 2):
+        return items
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return items
+    return tqdm(items, desc=description, leave=False, delay=delay, disable=None)
