@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.engine.results import Attributes, saved
+from backpack.custom_module.parameter_module import ParameterModule
 from backpack.utils.kroneckers import EigenKronecker
 
 
@@ -68,6 +69,52 @@ class Results:
     def __dir__(self) -> list[str]:
         """List the results, for completion."""
         return [*saved(self._parameter)]
+
+
+class MoveResults:
+    """An ``extension_hook`` that moves results to another device as soon as a parameter is done.
+
+    What is computed of one parameter makes room for that of the next. First-order quantities come
+    one by one while gradients flow back, if nothing of second order is active, no result waits for
+    other processes or passes, and samples need not be told apart first (parameters that several
+    modules use, or functions read). All others are there when the hook runs for the first time.
+
+    >>> from backpack import backpack, extend, results
+    >>> from backpack.extensions import BatchGrad
+    >>> model, lossfunc = extend(torch.nn.Linear(3, 2)), extend(torch.nn.MSELoss())
+    >>> with backpack(BatchGrad(), extension_hook=results.MoveResults("cpu")):
+    ...     lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+    >>> model.weight.grad_batch.device
+    device(type='cpu')
+
+    Tensors move, in lists, too, and :class:`~backpack.utils.kroneckers.EigenKronecker`; functions
+    stay. An error later in the backward pass leaves what has been moved.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        """Choose the device.
+
+        Args:
+            device: Where results go.
+        """
+        self.device = torch.device(device)
+
+    def __call__(self, module: Module) -> None:
+        """Move the results of a module's parameters, and of the one that a function reads."""
+        read = [module.parameter] if isinstance(module, ParameterModule) else []
+        for p in (*read, *module.parameters()):
+            for name, value in saved(p).items():
+                setattr(p, name, self._moved(value))
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.device)
+        if isinstance(value, list):
+            return list(map(self._moved, value))
+        if isinstance(value, EigenKronecker):
+            bases, values = self._moved(value.bases), self._moved(value.eigenvalues)
+            return replace(value, bases=bases, eigenvalues=values)
+        return value
 
 
 def results_of(parameter: Tensor) -> Results:

@@ -1,8 +1,7 @@
 """Functions in any ``forward``, recorded while it runs: no tracing, no rewriting.
 
 A :class:`torch.overrides.TorchFunctionMode` sees every function of tensors outside of leaf modules.
-It calls a module in its place, the one that the converter's table names, and that call is recorded
-like any other.
+It runs the function, and records a call of the module in its place that the converter's table names.
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ class Extension(Protocol):
         """Of Kronecker factors that are larger the diagonal will do; None if it never does."""
 
     @property
+    def result_dtype(self) -> Any:
+        """Precision of results; None for that of the parameter."""
+
+    @property
     def shape(self) -> tuple[str, ...] | None:
         """Shape of a result, ``"*p"`` for that of the parameter."""
 

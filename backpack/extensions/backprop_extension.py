@@ -40,6 +40,7 @@ class BackpropExtension(ShowsOptions):
         saves_matrices: Whether the result is a list of square matrices.
         max_factor_size: Of Kronecker factors that are larger the diagonal will do; None if it never
             does.
+        result_dtype: Precision of the results; None for that of the parameter.
         belongs_to_gradient: Whether the result is used together with ``p.grad`` of the same pass.
         looks_at_loss: Whether it matters what is computed beside an extended loss, or behind it.
         overrides_extract: Whether a subclass says what it makes of its ``needs``.
@@ -51,6 +52,7 @@ class BackpropExtension(ShowsOptions):
     shape: ClassVar[tuple[str, ...] | None] = None
     saves_matrices: ClassVar[bool] = False
     max_factor_size: int | None = None
+    result_dtype: torch.dtype | None = None
     belongs_to_gradient: ClassVar[bool] = False
     looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False
@@ -172,6 +174,28 @@ class BackpropExtension(ShowsOptions):
             raise error(message)
         if self._fail_mode == FAIL_WARN:
             warn(message, UserWarning, stacklevel=2)
+
+
+def checked_dtype(dtype: torch.dtype | None, factored: bool) -> torch.dtype | None:
+    """Return the precision of results.
+
+    Args:
+        dtype: That precision; None for that of the parameters.
+        factored: Whether the results are factors instead.
+
+    Raises:
+        TypeError: If it is no precision.
+        ValueError: If it has no fractions, or belongs to factors.
+    """
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a precision such as torch.bfloat16, or None, got {dtype!r}.")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is a precision such as torch.bfloat16, got {dtype}.")
+    if factored:
+        raise ValueError(f"factored=True saves factors as they are. Leave out dtype={dtype}.")
+    return dtype
 
 
 def _listed(subsampling: Any) -> list[int]:

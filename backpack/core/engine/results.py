@@ -107,16 +107,16 @@ class Writer:
         if ext.collects and savefield is None:
             self._collected.setdefault(ext, {})[p] = value
             return
-        name = savefield or ext.savefield
+        name, dtype = savefield or ext.savefield, ext.result_dtype or p.dtype
         if isinstance(value, Tensor):
-            value = value.to(p.dtype)  # the name that it came with is gone, see owned
+            value = value.to(dtype)  # the name that it came with is gone, see owned
             if not value.requires_grad:
                 value = value.detach()
             value = owned(value)
         elif isinstance(value, list):
             left, value = list(value), []
             while left:
-                one = left.pop(0).to(p.dtype)
+                one = left.pop(0).to(dtype)
                 one = one if one.requires_grad else one.detach()
                 value.append(owned(one))
                 del one

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.products import Products
+from backpack.extensions.backprop_extension import checked_dtype
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
@@ -30,14 +32,26 @@ class BatchGrad(FirstOrderBackpropExtension):
     needs = ("individual",)
     shape = ("N", "*p")
 
-    def __init__(self, subsampling: Sequence[int] | None = None, factored: bool = False):
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        factored: bool = False,
+        dtype: torch.dtype | None = None,
+    ):
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples of the batch to look at. Default: all.
             factored: Save factors instead of the gradients.
+            dtype: Precision to save in, such as ``torch.bfloat16`` for half the memory. What is
+                computed of a parameter is rounded once it is there. Default: the parameter's.
+
+        Raises:
+            TypeError: If ``dtype`` is no precision.
+            ValueError: If it has no fractions, or is given together with ``factored``.
         """
         super().__init__("grad_batch", subsampling=subsampling)
+        self.result_dtype = checked_dtype(dtype, factored)
         if factored:
             self.needs = ("factored",)  # type: ignore[misc]
 

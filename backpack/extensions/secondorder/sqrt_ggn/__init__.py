@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import ExactFactor, SampledFactor
+from backpack.extensions.backprop_extension import checked_dtype
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.sqrt_ggn import module_extensions
 
@@ -20,8 +22,15 @@ class _SqrtGGN(SecondOrderBackpropExtension):
 
     needs = ("individual",)
 
-    def __init__(self, savefield: str, subsampling: Sequence[int] | None, factored: bool):
+    def __init__(
+        self,
+        savefield: str,
+        subsampling: Sequence[int] | None,
+        factored: bool,
+        dtype: torch.dtype | None,
+    ):
         super().__init__(savefield, subsampling=subsampling)
+        self.result_dtype = checked_dtype(dtype, factored)
         if factored:
             self.needs = ("factored",)  # type: ignore[misc]
 
@@ -54,14 +63,20 @@ class SqrtGGNExact(_SqrtGGN):
     propagation = ExactFactor()
     shape = ("C", "N", "*p")
 
-    def __init__(self, subsampling: Sequence[int] | None = None, factored: bool = False):
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        factored: bool = False,
+        dtype: torch.dtype | None = None,
+    ):
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples of the batch to look at. Default: all.
             factored: Save factors instead of the columns.
+            dtype: Precision to save in, see :class:`BatchGrad`.
         """
-        super().__init__("sqrt_ggn_exact", subsampling, factored)
+        super().__init__("sqrt_ggn_exact", subsampling, factored, dtype)
 
 
 class SqrtGGNMC(_SqrtGGN):
@@ -83,6 +98,7 @@ class SqrtGGNMC(_SqrtGGN):
         mc_samples: int = 1,
         subsampling: Sequence[int] | None = None,
         factored: bool = False,
+        dtype: torch.dtype | None = None,
     ):
         """Choose the samples.
 
@@ -90,6 +106,7 @@ class SqrtGGNMC(_SqrtGGN):
             mc_samples: Number M of Monte-Carlo samples.
             subsampling: Indices of the samples of the batch to look at. Default: all.
             factored: Save factors instead of the columns, see :class:`SqrtGGNExact`.
+            dtype: Precision to save in, see :class:`BatchGrad`.
         """
         self.propagation = SampledFactor(mc_samples)
-        super().__init__("sqrt_ggn_mc", subsampling, factored)
+        super().__init__("sqrt_ggn_mc", subsampling, factored, dtype)
