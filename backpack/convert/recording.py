@@ -1,7 +1,8 @@
 """Functions in any ``forward``, recorded while it runs: no tracing, no rewriting.
 
 A :class:`torch.overrides.TorchFunctionMode` sees every function of tensors outside of leaf modules.
-It runs the function, and records a call of the module in its place that the converter's table names.
+It runs the function, and records a call of the module that the converter's table names in its
+place, like any other call.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 FILLING = {"copy_", "fill_", "zero_"}
 # Of the modules for functions, the last ones used are kept: options may change in every run.
 MAX_APPLICATIONS = 512
+# Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
+in_transform = torch._C._functorch.peek_interpreter_stack
 # What is not worth a mention as the place of a call.
 LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
 
@@ -196,7 +199,7 @@ class Recorder(TorchFunctionMode):
             set_compiler(compiler)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.silent or STATE.get().disabled or _in_transform() or gives_value(func):
+        if self.silent or STATE.get().disabled or in_transform() or gives_value(func):
             return func(*args, **kwargs)
         if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
             with disable():  # this is no backward pass for extensions
@@ -529,11 +532,6 @@ def resolve(func: Any) -> Function | None:
     if method is None:
         return Function(name, None, in_place=True, on_clone=True)
     return Function(method, INDEX.methods.get(plain), in_place=True)
-
-
-def _in_transform() -> bool:
-    """Whether tensors belong to a transform of ``torch.func``, which hooks cannot follow."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _former(x: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ class AutomaticDerivatives(BaseDerivatives):
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
         """Keep which inputs need a gradient."""
-        return {"needed": [i for i, x in enumerate(inputs) if _requires_grad(x)]}
+        tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        return {"needed": [i for i, x in tensors if x.requires_grad]}
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
@@ -194,10 +195,6 @@ class _Copy:
         ]
         out = self.rule.evaluate(c, params, *leaves)
         return out.unsqueeze(0) if isinstance(out, Tensor) else [o.unsqueeze(0) for o in out]
-
-
-def _requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:

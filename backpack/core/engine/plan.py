@@ -271,8 +271,9 @@ class Plan:
         part = {call: root(i) for call, i in numbers.items()}
         rows: dict[int, int] = {}
         for call, number in part.items():
-            if self.num_samples(call) and not call.is_unbatched:
-                rows[number] = gcd(rows.get(number, 0), self.num_samples(call))
+            count = 0 if call.is_unbatched else self.num_samples(call)
+            if count:
+                rows[number] = gcd(rows.get(number, 0), count)
         return {call: (number, rows.get(number, 0)) for call, number in part.items()}
 
     def snapshot(self, create_graph: bool) -> Plan:

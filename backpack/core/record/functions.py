@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -53,7 +54,7 @@ class Apply:
     module: Module
     inputs: tuple[Any, ...]
 
-    @property
+    @cached_property
     def is_nested(self) -> bool:
         """Whether the results of other modules are among the inputs."""
         return any(isinstance(x, Apply) for x in self.inputs)

@@ -89,10 +89,10 @@ def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
 
     Modules of their own read its parameters, then.
     """
-    if "_backpack_open" in vars(module):
-        return True
     opened = recorders[-1] and recorders[-1].opened
-    return bool(opened) and any(one is module for one in opened)
+    return "_backpack_open" in vars(module) or (
+        bool(opened) and any(one is module for one in opened)
+    )
 
 
 NO_REPLICAS = (
