@@ -1584,3 +1584,25 @@ def test_generators_of_users_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     with backpack(extensions.BatchGrad()):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_properties_without_a_name() -> None:
+    """Some attributes of tensors are properties in Python: they are read as without recording."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            with pytest.raises(AttributeError, match="non-CUDA tensor"):
+                _ = y.__cuda_array_interface__
+            return y * 2
+
+    model, X, y = Asks().double(), torch.randn(6, 5).double(), torch.randint(3, (6,))
+    expected = oracle.batch_grad(copy.deepcopy(model), F.cross_entropy, X, y)
+    recorded(model)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, {"grad_batch": expected})

@@ -496,7 +496,7 @@ def gives_value(func: Any) -> bool:
         func: What ``__torch_function__`` is given.
     """
     if getattr(func, "__name__", "") == "__get__":
-        return func.__self__.__name__ in ATTRIBUTES_VALUE
+        return getattr(func.__self__, "__name__", "") in ATTRIBUTES_VALUE
     function = resolve(func)
     return function is not None and function.row is not None and function.row.result == VALUE
 
@@ -516,7 +516,7 @@ def resolve(func: Any) -> Function | None:
         return INDEX.functions[func]
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        attribute = func.__self__.__name__
+        attribute = getattr(func.__self__, "__name__", "")  # a property may have none
         known = attribute in ATTRIBUTES_TENSOR - DETACHED
         return Function(func, Row(attribute, is_view=True)) if known else None
     if name == "__setitem__":
