@@ -27,15 +27,19 @@ import csv
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from backpack.core.engine.results import has_other_gradient, num_processes
+from backpack.core.engine.results import averaged, has_other_gradient
+from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
+from backpack.distributed.shards import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +58,9 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Functions of the entries ``[K]`` of a quantity, by name."""
 
+# Processes compute the same of the same numbers; not to the last bit on machines of several kinds.
+ROUNDING = 1e-4
+
 
 class Writer(Protocol):
     """Where a :class:`Monitor` writes to, :class:`CSVWriter` or TensorBoard's ``SummaryWriter``."""
@@ -71,6 +78,7 @@ class Writer(Protocol):
 class CSVWriter:
     """Writes lines ``step,tag,value``, each at once: the file can be read while a program runs.
 
+    The file is opened when there is something to write: of several processes, by the one that does.
     ``pandas.read_csv(path).pivot(index="step", columns="tag", values="value")`` makes a column of
     each tag.
 
@@ -80,13 +88,21 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | Path, append: bool = False):
-        """Open the file and write the header."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if append else "w", newline="", encoding="utf-8", buffering=1)
-        self._rows = csv.writer(self._file, lineterminator="\n")
+        """Remember the file."""
+        self._path = Path(path)
+        self._mode: Literal["a", "w"] = "a" if append else "w"
+
+    @cached_property
+    def _file(self) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open(self._mode, newline="", encoding="utf-8", buffering=1)
+
+    @cached_property
+    def _rows(self) -> Any:
+        rows = csv.writer(self._file, lineterminator="\n")
         if self._file.tell() == 0:
-            self._rows.writerow(("step", "tag", "value"))
+            rows.writerow(("step", "tag", "value"))
+        return rows
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> None:
         """Write a line."""
@@ -98,12 +114,16 @@ class CSVWriter:
             self.add_scalar(f"{tag}/q{percent}", _percentile(values, percent).item(), step)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, if there is one."""
+        if "_file" in vars(self):
+            self._file.close()
 
 
 class Monitor:
     """Writes numbers and histograms of what backward passes leave at the parameters.
+
+    On several processes whose gradients are averaged, numbers are those of all samples, the same on
+    all, and the first process writes them. All have to make a monitor, and do every step.
 
     Args:
         model: Its parameters with ``requires_grad`` are looked at. A part of a model will do.
@@ -114,16 +134,20 @@ class Monitor:
               parameters together, their entries are put into one vector.
             - ``"grad"``, ``"diag_ggn_mc"``: the attribute alone is written as a histogram.
             - A function of a list of parameters, like :func:`gradient_snr`. It returns a number, or
-              values ``[K]`` for a histogram.
+              values ``[K]`` for a histogram; on several processes, the same on all.
         writer: Has ``add_scalar(tag, value, step)``, ``add_histogram(tag, values, step)`` and
             ``close()``: a :class:`CSVWriter`, or a ``torch.utils.tensorboard.SummaryWriter``
             (``pip install tensorboard``). The tags are ``grad.norm/0.weight`` for a parameter,
-            and ``grad.norm`` for all of them.
+            and ``grad.norm`` for all of them. None on processes that do not write.
         every: Write in one of so many steps, beginning with the first.
+        process_group: Processes whose gradients are averaged: ``"module"`` for those of a
+            ``DistributedDataParallel`` or of sharded parameters, a group of ``torch.distributed``,
+            or None: this process writes what it has, without the others.
 
     Raises:
         ValueError: If a reduction is unknown, two metrics have the same name, nothing is trainable,
-            or ``every`` is not positive.
+            ``every`` is not positive, or the process that writes has no writer.
+        NotImplementedError: If there are several processes, and it is not known which.
 
     Attributes:
         steps: How often :meth:`step` was called, which is the number that the coming one writes.
@@ -131,20 +155,31 @@ class Monitor:
     """
 
     def __init__(
-        self, model: Module, metrics: Iterable[str | Metric], writer: Writer, every: int = 1
+        self,
+        model: Module,
+        metrics: Iterable[str | Metric],
+        writer: Writer | None,
+        every: int = 1,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Look the metrics up."""
+        self._group = DataGroup.of(process_group, model, "A Monitor")
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # tags are those of one process
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
         if every < 1:
             raise ValueError(f"every is 1 (write in each step) or more, but not {every}.")
-        self._metrics: dict[str, Metric] = {}
+        self._metrics: dict[str, Metric | Reduced] = {}
         for metric in metrics:
             tag = metric if isinstance(metric, str) else getattr(metric, "__name__", repr(metric))
             if tag in self._metrics:
                 raise ValueError(f"There are two metrics with the name {tag}.")
             self._metrics[tag] = _parse(metric) if isinstance(metric, str) else metric
+        self._writes = self._group is None or self._group.is_first
+        if writer is None and self._writes:
+            raise ValueError("This process writes the metrics, but its writer is None.")
         self._writer = writer
         self._every = every
         self.steps = 0
@@ -158,41 +193,75 @@ class Monitor:
         return self.steps % self._every == 0
 
     @torch.no_grad()
-    def step(self, **scalars: float | Tensor) -> None:
+    def step(self, **scalars: float | Tensor) -> dict[str, Tensor]:
         """Write the metrics, if it is time. Call it after ``backward()``, in each step.
 
         Args:
-            **scalars: Further numbers to write, such as the loss.
+            **scalars: Further numbers to write, such as the loss. On several processes, their mean:
+                the loss whose gradient is averaged.
+
+        Returns:
+            What belongs to this step by tag, the same on all processes: numbers ``[]`` and the
+            values ``[K]`` of histograms. Nothing if it is not time.
 
         Raises:
             AttributeError: If a parameter has not got what a metric needs.
             TypeError: If an attribute is not a tensor.
+            RuntimeError: If processes do not do the same step, an error has stopped one, or a
+                metric is another one on each.
         """
+        found: dict[str, Tensor] = {}
         if self.due:
-            for tag, value in scalars.items():
-                self._writer.add_scalar(tag, float(value), self.steps)
-            for tag, metric in self._metrics.items():
-                for name, p in self._parameters.items():
-                    try:
-                        self._write(f"{tag}/{name}", metric([p]))
-                    except AttributeError as error:
-                        if error.obj is not p or error.name is None:
-                            raise
-                        lack = f"Parameter {name} does not have"
-                        raise AttributeError(_explain(lack, error.name)) from error
-                self._write(tag, metric(list(self._parameters.values())))
+            with telling(self._group):
+                found = self._found(scalars)
+            if self._writer is not None and self._writes:
+                for tag, value in found.items():
+                    if value.ndim == 0:
+                        self._writer.add_scalar(tag, value.item(), self.steps)
+                    else:
+                        self._writer.add_histogram(tag, value, self.steps)
         self.steps += 1
+        return found
 
-    def _write(self, tag: str, value: Tensor | float) -> None:
-        value = torch.as_tensor(value)
-        if value.ndim == 0:
-            self._writer.add_scalar(tag, value.item(), self.steps)
-        else:
-            self._writer.add_histogram(tag, value, self.steps)
+    def _found(self, scalars: dict[str, float | Tensor]) -> dict[str, Tensor]:
+        """Compute all values of the step at hand, by tag."""
+        params, group = self._parameters, self._group
+        reduced = [metric for metric in self._metrics.values() if isinstance(metric, Reduced)]
+        attributes = dict.fromkeys(metric.attribute for metric in reduced)
+        for attribute in attributes:  # before the others wait for it
+            for name, p in params.items():
+                _explained(name, p, _own, p, attribute)
+        found = {
+            tag: torch.tensor(float(value), dtype=torch.float64) for tag, value in scalars.items()
+        }
+        device = next(iter(params.values())).device
+        if group is not None:
+            what = f"step {self.steps} of a Monitor with {', '.join((*scalars, *self._metrics))}"
+            totals = group.total(what, [value.to(device) for value in found.values()])
+            found = dict(zip(found, (total / group.size for total in totals), strict=True))
+        vectors = {
+            attribute: _vectors(list(params.values()), attribute, group is None)
+            for attribute in attributes
+        }
+        for tag, metric in self._metrics.items():
+            each: list[Tensor | float]
+            together: Tensor | float
+            if isinstance(metric, Reduced):
+                own = vectors[metric.attribute]
+                each = [metric.reduce(vector) for vector in own]
+                together = metric.reduce(torch.cat(own))
+            else:
+                each = [_explained(name, p, metric, [p]) for name, p in params.items()]
+                together = metric(list(params.values()))
+            tags = [*(f"{tag}/{name}" for name in params), tag]
+            values = [whole(torch.as_tensor(value)) for value in (*each, together)]
+            found.update(zip(tags, values, strict=True))
+        return found if group is None else _agreed(group, found, device)
 
     def close(self) -> None:
         """Close the writer."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def __enter__(self) -> Monitor:
         """Return the monitor itself."""
@@ -217,33 +286,98 @@ def _percentile(values: Tensor, percent: float) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], position - low)
 
 
-def _entries(params: Iterable[Parameter], attribute: str) -> Tensor:
-    """Put the entries of an attribute of parameters into one vector ``[K]``."""
-    vectors = []
-    for p in params:
-        value = getattr(p, attribute)
-        if value is None:  # the gradient, before a backward pass
-            raise AttributeError(name=attribute, obj=p)
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{attribute} of a parameter is no tensor, but a {type(value).__name__}. "
-                "Make a function of a list of parameters the metric."
-            )
-        vectors.append(value.detach().flatten())
-    return torch.cat(vectors)
+class Reduced(NamedTuple):
+    """A metric of the entries of an attribute.
+
+    Attributes:
+        attribute: Its name.
+        reduce: Function of the entries ``[K]``.
+    """
+
+    attribute: str
+    reduce: Callable[[Tensor], Tensor]
 
 
-def _parse(metric: str) -> Metric:
-    """Turn ``"grad.norm"`` into a function of parameters."""
+def _parse(metric: str) -> Reduced:
+    """Read ``"grad.norm"``."""
     attribute, _, name = metric.partition(".")
     if not name:
-        return lambda params: _entries(params, attribute)
+        return Reduced(attribute, lambda values: values)
     if name in REDUCTIONS:
-        return lambda params: REDUCTIONS[name](_entries(params, attribute))
+        return Reduced(attribute, REDUCTIONS[name])
     if re.fullmatch(r"q(\d\d?|100)", name):
-        return lambda params: _percentile(_entries(params, attribute), int(name[1:]))
+        return Reduced(attribute, lambda values: _percentile(values, int(name[1:])))
     known = ", ".join(REDUCTIONS)
     raise ValueError(f"{metric}: there is no reduction {name}, but {known}, and q0 to q100.")
+
+
+def _own(p: Parameter, attribute: str) -> Tensor:
+    """Return an attribute of a parameter on this process."""
+    value = getattr(p, attribute)
+    if value is None:  # the gradient, before a backward pass
+        raise AttributeError(name=attribute, obj=p)
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{attribute} of a parameter is no tensor, but a {type(value).__name__}. "
+            "Make a function of a list of parameters the metric."
+        )
+    return value.detach()
+
+
+def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False) -> list[Tensor]:
+    """Return the entries of an attribute for each parameter, ``[K]``.
+
+    Args:
+        params: The parameters.
+        attribute: The attribute.
+        is_alone: Do not ask other processes for their samples.
+    """
+    vectors = [whole(_own(p, attribute)).flatten() for p in params]
+    found = [averaged(p, attribute) for p in params]
+    for of in dict.fromkeys(found):
+        if of is not None and of.is_of_samples and not is_alone:
+            places = [i for i, other in enumerate(found) if other == of]
+            own = [vectors[i] for i in places]
+            gathered = DataGroup(*of.groups).gathered(f"entries of {attribute}", own)
+            for i, vector in zip(places, gathered, strict=True):
+                vectors[i] = vector
+    return vectors
+
+
+def _agreed(group: DataGroup, found: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return the numbers of the first process, if those of the others are the same.
+
+    Raises:
+        RuntimeError: If they are not.
+    """
+    # histograms are compared by the length of their vector
+    values = [torch.linalg.vector_norm(v.double()) if v.ndim else v for v in found.values()]
+    own = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    (each,) = group.gathered("values of metrics", [own.unsqueeze(0)])  # [W, K]
+    differ = ~torch.isclose(each, each[0], rtol=ROUNDING, atol=0, equal_nan=True)
+    for tag, values, is_other in zip(found, each.T, differ.any(0).tolist(), strict=True):
+        if is_other:
+            raise RuntimeError(
+                f"The metric {tag} is another number on each process, {values.tolist()}, so it is "
+                "not that of all samples. Gradients and quantities of one process alone "
+                "(no_sync(), process_group=None) have process_group=None here as well; a function "
+                "has to add up what it computes of the samples of its process."
+            )
+    return {
+        tag: value if value.ndim else number.to(value)
+        for (tag, value), number in zip(found.items(), each[0], strict=True)
+    }
+
+
+def _explained(name: str, p: Parameter, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function; say what to do if that parameter lacks an attribute."""
+    try:
+        return function(*args)
+    except AttributeError as error:
+        if error.obj is not p or error.name is None:
+            raise
+        lack = f"Parameter {name} does not have"
+        raise AttributeError(_explain(lack, error.name)) from error
 
 
 def _explain(lack: str, attribute: str) -> str:
@@ -267,6 +401,9 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
     pass. That of the gradient of the whole batch is ``N`` times as large. Gradients that have
     nothing in common give about :math:`1 / (N - 1)`.
 
+    If gradients are averaged over several processes, it is that of all their samples, for losses
+    that are weighted so that their gradient is the average. All have to call this.
+
     Args:
         params: Parameters with ``grad`` and ``batch_l2``.
 
@@ -275,14 +412,10 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
 
     Raises:
         RuntimeError: If the gradient has accumulated over several backward passes, or changed
-            since the one that has computed ``batch_l2``.
-        NotImplementedError: If the gradient is averaged over several processes.
+            since the one that has computed ``batch_l2``; on several processes, if one of them has
+            an error or does not come.
+        NotImplementedError: If some gradients are averaged over several processes, others are not.
     """
-    if any(num_processes(p, "batch_l2") > 1 for p in params):
-        raise NotImplementedError(
-            "gradient_snr needs the norms of all individual gradients that are in grad, but "
-            "batch_l2 has those of one process alone, and grad is averaged over several."
-        )
     if any(
         getattr(p.batch_l2, "_backpack_accumulated", False)  # type: ignore[attr-defined]
         or has_other_gradient(p, "batch_l2")
@@ -294,13 +427,25 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
             "(another backward pass, clipping, unscaling), and batch_l2 is that of one alone. "
             "Compute it from one backward pass with the whole batch, right after that."
         )
-    signal = _entries(params, "grad").square().sum()  # of the sum over n, in whatever scale
-    squares = torch.stack([p.batch_l2 for p in params])  # type: ignore[attr-defined]
-    return signal / (squares.shape[1] * squares.sum() - signal)
+    groups = {of and of.groups for of in (averaged(p, "batch_l2") for p in params)}
+    if len(groups) > 1:
+        raise NotImplementedError(
+            "gradient_snr needs parameters whose gradients are averaged over the same processes, "
+            "but some are averaged over others, or over none."
+        )
+    signal = torch.cat(_vectors(params, "grad")).square().sum()  # whatever the scale
+    each = torch.stack([p.batch_l2 for p in params])  # type: ignore[attr-defined]
+    squares, count = each.sum(), torch.tensor(each.shape[1], device=each.device)
+    for of in groups:
+        if of is not None:
+            squares, count = DataGroup(*of).total("gradient_snr", [squares, count])
+    return signal / (count * squares - signal)
 
 
 def plot_histograms(model: Module, attribute: str, bins: int = 50, log: bool = False) -> Figure:
     """Draw the distribution of an attribute's entries, a panel for each parameter.
+
+    On several processes whose gradients are averaged, of the entries of all: all have to call this.
 
     Args:
         model: Parameters without the attribute are left out.
@@ -336,7 +481,7 @@ def plot_histograms(model: Module, attribute: str, bins: int = 50, log: bool = F
         sharex=log,
     )
     for axes, (name, p) in zip(grid.flat, named, strict=False):
-        values = _entries([p], attribute).double().cpu()
+        values = _vectors([p], attribute)[0].double().cpu()
         title = name
         if log:
             zeros = (values == 0).double().mean().item()

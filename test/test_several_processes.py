@@ -24,7 +24,6 @@ from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
     FirstOrderModuleExtension,
 )
-from backpack.monitor import gradient_snr
 from backpack.optim import KFAC, DiagGGN
 
 # How long processes of a group wait for each other, in seconds.
@@ -655,9 +654,6 @@ def _optimisers(rank: int, count: int) -> None:
     optimizer = KFAC(model.parameters(), adapt_damping_every=2)
     with pytest.raises(NotImplementedError, match="adapt_damping_every"):
         optimizer.step(lambda: step(wrapped, own))
-    with pytest.raises(NotImplementedError, match="all individual gradients"):
-        step(wrapped, own, e.BatchL2Grad())
-        gradient_snr(list(model.parameters()))
 
 
 def test_optimisers(tmp_path: Path) -> None:

@@ -15,6 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import distributed_c10d
 
+
+class NotAgreedError(RuntimeError):
+    """The processes do not agree, or one does not come: all who have come know of it."""
+
+
 AGREED = "yes"
 STOPPED = "stopped by "
 # Number of the next agreement, by group.
@@ -34,7 +39,7 @@ def agree(group: Any, plan: str, summary: str, may_differ: bool = False) -> bool
         Whether all have the same.
 
     Raises:
-        RuntimeError: If plans differ (on all processes), or a process does not come.
+        NotAgreedError: If plans differ (on all processes), or a process does not come.
     """
     store = distributed_c10d._get_process_group_store(group)
     number = _next.get(group, 0)
@@ -57,16 +62,16 @@ def agree(group: Any, plan: str, summary: str, may_differ: bool = False) -> bool
         store.wait(others, _timeout(group))
         plans = [store.get(key).decode() for key in others]
     except RuntimeError as error:
-        raise RuntimeError(
+        raise NotAgreedError(
             f"Process {rank} of {size} has waited for the others, to reduce the quantities of a "
-            f"backward pass: {summary}. All have to come there: enter backpack(...) with the same "
-            "extensions on each, or use backpack(..., process_group=None) for the quantities of "
-            f"the process alone. ({error})"
+            f"backward pass, or to do together: {summary}. All have to come there: enter "
+            "backpack(...) with the same extensions on each, call what is done together on each, "
+            f"or use process_group=None for what belongs to the process alone. ({error})"
         ) from error
     if may_differ and not any(text.startswith(STOPPED) for text in plans):
         return False
     listed = "; ".join(f"process {i}: {text}" for i, text in enumerate(plans))
-    raise RuntimeError(
+    raise NotAgreedError(
         f"The processes do not have the same quantities to reduce, or an error has stopped one. "
         f"{listed}."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack.core.engine.checks import check_one_process
 from backpack.core.record.averaging import Processes
+from backpack.distributed.agreement import NotAgreedError
 from backpack.distributed.reduction import agree, check_group, tell
+from backpack.distributed.shards import is_sharded
 
 # Over which processes sums over the data are: those of the DistributedDataParallel around the
-# model, or of a group; None: each process has all data.
+# model, or of its DTensors, or of a group; None: each process has all data.
 ProcessGroupChoice = ProcessGroup | Literal["module"] | None
 ADVICE = (
     "Give process_group=torch.distributed.group.WORLD to add up what the processes compute of "
@@ -32,10 +34,9 @@ class DataGroup:
     a step. Who does not come is an error as soon as the time is over that the group was given.
     """
 
-    def __init__(self, group: ProcessGroup):
-        """Store the group."""
-        self.group = group
-        self._processes = Processes((group,))
+    def __init__(self, *groups: ProcessGroup):
+        """Store the groups that have all processes as their product: usually one."""
+        self._processes = Processes(groups)
 
     @classmethod
     def of(cls, choice: Any, model: Module | None, what: str) -> DataGroup | None:
@@ -52,22 +53,40 @@ class DataGroup:
         """
         check_group(choice)
         if isinstance(choice, str):
-            if not isinstance(model, DistributedDataParallel):
+            if isinstance(model, DistributedDataParallel):
+                choice = model.process_group
+            elif model is not None and (groups := _of_shards(model)):
+                return cls(*groups)
+            else:
                 check_one_process(what, ADVICE)
                 return None
-            choice = model.process_group
         return None if choice is None or choice.size() == 1 else cls(choice)
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self._processes.number
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        rank = 0
+        for group in reversed(self._processes.groups):
+            rank = rank * group.size() + group.rank()
+        return rank
 
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that does what is done once."""
-        return self.group.rank() == 0
+        return self.rank == 0
 
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Tell the others of an error here, so that they do not wait."""
         try:
             yield
+        except NotAgreedError:  # they know
+            raise
         except Exception as error:
             tell(self._processes, error)
             raise
@@ -92,11 +111,31 @@ class DataGroup:
         for dtype in dict.fromkeys(value.dtype for value in values):
             places = [i for i, value in enumerate(values) if value.dtype == dtype]
             flat = torch.cat([values[i].reshape(-1) for i in places])
-            distributed.all_reduce(flat, group=self.group)
+            for group in self._processes.groups:
+                distributed.all_reduce(flat, group=group)
             pieces = flat.split([values[i].numel() for i in places])
             for i, piece in zip(places, pieces, strict=True):
                 sums[i] = piece.view(values[i].shape)
         return [value for value in sums if value is not None]
+
+    def gathered(self, what: str, values: Sequence[Tensor]) -> list[Tensor]:
+        """Concatenate tensors of all processes along their first axis.
+
+        Args:
+            what: What they are: has to be the same on all processes, as their other axes have.
+            values: Of this process. ``[n, *]`` each; sizes n may differ between processes.
+
+        Returns:
+            In the order of the processes, the same on all. ``[N, *]`` each
+
+        Raises:
+            RuntimeError: As for :meth:`total`.
+        """
+        shapes = [(list(value.shape[1:]), value.dtype) for value in values]
+        agree(self._processes, f"{what}: {shapes}", may_differ=False)
+        for group in self._processes.groups:
+            values = _gathered(group, values)
+        return list(values)
 
     def __deepcopy__(self, memo: Any) -> DataGroup:
         """Return itself: a copy of what sums over processes does so over the same ones."""
@@ -106,8 +145,38 @@ class DataGroup:
         """Return the tensors that the first process has; they have the same shapes on all."""
         found = [value.contiguous() for value in values]
         for value in found:
-            distributed.broadcast(value, group=self.group, group_src=0)
+            for group in self._processes.groups:
+                distributed.broadcast(value, group=group, group_src=0)
         return found
+
+
+def telling(group: DataGroup | None) -> AbstractContextManager[Any]:
+    """Tell the other processes, if there are some, of an error here."""
+    return nullcontext() if group is None else group.telling()
+
+
+def _of_shards(model: Module) -> tuple[Any, ...]:
+    """Return the groups of the processes that have parts of the parameters, in one mesh."""
+    parameters: Iterator[Any] = model.parameters()
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_sharded(p))
+    return tuple(next(iter(meshes)).get_all_groups()) if len(meshes) == 1 else ()
+
+
+def _gathered(group: ProcessGroup, values: Sequence[Tensor]) -> list[Tensor]:
+    """Concatenate tensors ``[n, *]`` of the processes of one group, which agree."""
+    if not values:
+        return []
+    sizes = torch.zeros(group.size(), len(values), dtype=torch.int64, device=values[0].device)
+    sizes[group.rank()] = sizes.new_tensor([len(value) for value in values])
+    distributed.all_reduce(sizes, group=group)
+    found = []
+    for value, counts in zip(values, sizes.T.tolist(), strict=True):
+        padded = value.new_zeros(max(counts), *value.shape[1:])  # operations need equal sizes
+        padded[: len(value)] = value
+        parts = [torch.empty_like(padded) for _ in counts]
+        distributed.all_gather(parts, padded, group=group)
+        found.append(torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]))
+    return found
 
 
 def digest(tensor: Tensor) -> str:

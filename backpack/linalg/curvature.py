@@ -344,7 +344,7 @@ class FisherMC(JacobianOperator):
         devices = [prediction.device] if prediction.is_cuda else []
         with torch.random.fork_rng(devices), torch.no_grad():
             group = self._objective.group
-            rank, size = (0, 1) if group is None else (group.group.rank(), group.group.size())
+            rank, size = (0, 1) if group is None else (group.rank, group.size)
             torch.manual_seed((1_000_003 * self._seed + self._number) * size + rank)
             drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
         self._number += 1

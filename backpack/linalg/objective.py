@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
-from backpack.distributed.data_group import DataGroup
+from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
 from backpack.utils.progress import with_bar
 
@@ -144,7 +144,7 @@ class Objective:
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Let an error of this process be one on all that sum with it."""
-        with self.group.telling() if self.group is not None else nullcontext():
+        with telling(self.group):
             yield
 
     def total(self, what: str, values: Sequence[Tensor], weight: float) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import exp
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Sampler
 
 from backpack.distributed import check_group
-from backpack.distributed.data_group import DataGroup
+from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
 from backpack.optim.base import Closure, ExtensionOptimizer
 
@@ -220,12 +219,8 @@ class DPOptimizer(ExtensionOptimizer):
         return p.grad is not None and (used is None or used() is not value)
 
     def _run(self, closure: Closure) -> Any:
-        with self._telling():
+        with telling(self._group):
             return super()._run(closure)
-
-    def _telling(self) -> AbstractContextManager[Any]:
-        """Tell other processes of an error here."""
-        return nullcontext() if self._group is None else self._group.telling()
 
     def _take_sums(self, members: Sequence[Tensor]) -> tuple[dict[Tensor, Tensor], float]:
         """Return the clipped sums of the batch, and the count; an error drops the batch.
@@ -233,7 +228,7 @@ class DPOptimizer(ExtensionOptimizer):
         Raises:
             RuntimeError: If there are other processes, and nothing is new here.
         """
-        with self._telling():
+        with telling(self._group):
             if not self._is_empty and (not self._sums or any(map(self._is_new, members))):
                 self.accumulate()
             if not (self._sums or self._is_empty or self._group is None):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.engine.checks import check_one_process
-from backpack.core.engine.results import num_processes
+from backpack.core.engine.results import averaged
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group
@@ -175,7 +175,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             check_one_process(f"{what} with adapt_damping_every", "Use a fixed damping.")
         for group, p, _ in self._trained():
             new = self._is_due(group, self.state.get(p, {})) and hasattr(p, name)
-            if new and num_processes(p, name) == 1:
+            if new and averaged(p, name) is None:
                 check_one_process(
                     what, "Put the model into a DistributedDataParallel, or use fully_shard()."
                 )

@@ -376,7 +376,8 @@ class Combining:
                 if self.accumulates:
                     results.accumulate(part.parameter, ext.savefield, state)
                 if processes is not None:
-                    results.note_processes(part.parameter, ext.savefield, processes.number)
+                    averaged = results.Averaged(processes.groups, "N" in (ext.shape or ()))
+                    results.note_processes(part.parameter, ext.savefield, averaged)
 
     def continues(self, p: Parameter) -> bool:
         """Whether results of a parameter are added to those of earlier passes, as its gradient."""

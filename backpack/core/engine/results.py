@@ -32,6 +32,18 @@ class Beside(NamedTuple):
     version: int
 
 
+class Averaged(NamedTuple):
+    """The processes that a result is of, if its gradient is averaged over several.
+
+    Attributes:
+        groups: Groups that have all of them as their product: usually one.
+        is_of_samples: Whether the result has an axis of the samples of this process alone.
+    """
+
+    groups: tuple[Any, ...]
+    is_of_samples: bool
+
+
 class Attributes(dict[str, Any]):
     """The attributes of a parameter (its ``__dict__``), with a note of which are results.
 
@@ -41,7 +53,7 @@ class Attributes(dict[str, Any]):
         results: Names of results, in the order in which they were saved first, each with the
             gradient that it belongs to, if that was noted.
         accumulated: What the results are made of that accumulate over backward passes.
-        processes: For how many processes the results were averaged, if for several.
+        processes: The processes of results that belong to several.
     """
 
     __slots__ = ("accumulated", "processes", "results")
@@ -51,7 +63,7 @@ class Attributes(dict[str, Any]):
         super().__init__(attributes)
         self.results: dict[str, Beside | None] = {}
         self.accumulated: dict[str, Any] = {}
-        self.processes: dict[str, int] = {}
+        self.processes: dict[str, Averaged] = {}
 
     def others(self) -> dict[str, Any]:
         """Return the attributes that are no results."""
@@ -155,17 +167,17 @@ class Writer:
             delattr(p, name)
 
 
-def note_processes(p: Parameter, name: str, count: int) -> None:
+def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
     """Note that a result belongs to a gradient that is averaged over several processes."""
     own = vars(p)
     if isinstance(own, Attributes) and name in own.results:
-        own.processes[name] = count
+        own.processes[name] = averaged
 
 
-def num_processes(p: Tensor, name: str) -> int:
-    """Return for how many processes a result was averaged."""
+def averaged(p: Tensor, name: str) -> Averaged | None:
+    """Return the processes that a result is of; None if it is that of one alone."""
     own = vars(p)
-    return own.processes.get(name, 1) if isinstance(own, Attributes) else 1
+    return own.processes.get(name) if isinstance(own, Attributes) else None
 
 
 def accumulate(p: Parameter, name: str, state: Any) -> None:
