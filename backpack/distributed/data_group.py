@@ -91,6 +91,14 @@ class DataGroup:
             tell(self._processes, error)
             raise
 
+    def agree(self, what: str) -> None:
+        """Wait until all are about to do the same.
+
+        Raises:
+            RuntimeError: As for :meth:`total`.
+        """
+        agree(self._processes, what, may_differ=False)
+
     def total(self, what: str, values: Sequence[Tensor]) -> list[Tensor]:
         """Add up tensors, in one operation for each precision.
 
@@ -106,7 +114,7 @@ class DataGroup:
                 not come.
         """
         shapes = [(list(value.shape), value.dtype) for value in values]
-        agree(self._processes, f"{what}: {shapes}", may_differ=False)
+        self.agree(f"{what}: {shapes}")
         sums: list[Tensor | None] = [None] * len(values)
         for dtype in dict.fromkeys(value.dtype for value in values):
             places = [i for i, value in enumerate(values) if value.dtype == dtype]
@@ -132,7 +140,7 @@ class DataGroup:
             RuntimeError: As for :meth:`total`.
         """
         shapes = [(list(value.shape[1:]), value.dtype) for value in values]
-        agree(self._processes, f"{what}: {shapes}", may_differ=False)
+        self.agree(f"{what}: {shapes}")
         for group in self._processes.groups:
             values = _gathered(group, values)
         return list(values)

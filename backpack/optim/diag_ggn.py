@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from backpack.extensions import DiagGGNExact, DiagGGNMC
 from backpack.optim.base import Group
-from backpack.optim.preconditioned import PreconditionedOptimizer
+from backpack.optim.preconditioned import PreconditionedOptimizer, Trained
 
 
 class DiagGGN(PreconditionedOptimizer):
@@ -66,6 +67,10 @@ class DiagGGN(PreconditionedOptimizer):
         }
         super().__init__(params, defaults, extension, kl_clip, adapt_damping_every)
 
-    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
-        (curvature,) = state["curvature"]
-        return state["gradient"] / (curvature + shift)
+    def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
+        return [_solution(group, state) for group, _, state, _ in trained]
+
+
+def _solution(group: Group, state: dict[str, Any]) -> Tensor:
+    (curvature,) = state["curvature"]
+    return state["gradient"] / (curvature + group["damping"] + group["weight_decay"])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from backpack import extensions
 from backpack.context import CTX
@@ -21,13 +22,16 @@ from backpack.core.engine.products import (
 )
 from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.core.record.registry import derivatives_of
+from backpack.distributed import check_group
+from backpack.distributed.data_group import telling
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions import HBP
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import MAX_FACTOR_SIZE
-from backpack.optim.base import Group
+from backpack.optim.base import Closure, Group
 from backpack.optim.preconditioned import PreconditionedOptimizer, Trained
+from backpack.optim.spreading import Spread
 from backpack.utils.kroneckers import (
     apply_kfac_mat_prod,
     eigh_semidefinite,
@@ -125,6 +129,8 @@ class KFAC(PreconditionedOptimizer):
         kl_clip: float | None = 0.03,
         adapt_damping_every: int | None = None,
         ekfac: bool = False,
+        process_group: ProcessGroup | None = None,
+        worker_fraction: float = 1.0,
     ):
         """Store the options. Those up to ``factored`` may differ between groups.
 
@@ -151,11 +157,24 @@ class KFAC(PreconditionedOptimizer):
             ekfac: Average the second moments along the eigenvectors, instead of multiplying the
                 eigenvalues of the factors. The damping is then added to them, whatever
                 ``factored`` says.
+            process_group: Processes over which the gradients are averaged, to spread the
+                decompositions over. Default: each does all. Steps are the same.
+            worker_fraction: The part of these that holds the eigenvectors of a parameter and solves
+                with them. 1: all do, and eigenvectors are sent when they change. 1 / (number of
+                processes): one does, and its result is sent in each step, which takes the least
+                memory. In between, the one within a team and the other between teams.
 
         Raises:
             ValueError: If an option is out of range, or the extension has nothing to take second
-                moments of.
+                moments of, or ``ekfac`` is to be spread over processes.
         """
+        check_group(process_group)
+        if isinstance(process_group, str) or (process_group is not None and ekfac):
+            raise ValueError(
+                "process_group is a group of torch.distributed, such as group.WORLD, or None; with "
+                f"ekfac=True, whose moments need all eigenvectors, it is None. Got {process_group}."
+            )
+        self._spread = None if process_group is None else Spread(process_group, worker_fraction)
         extension = extensions.KFAC() if extension is None else extension
         if not isinstance(extension, HBP):
             raise ValueError(
@@ -185,7 +204,31 @@ class KFAC(PreconditionedOptimizer):
         of_all = {p: bases for p, bases in known.items() if bases is not None}
         return (self.extension.along(of_all),)
 
+    def _update(self, closure: Closure | None, loss: Any) -> None:
+        with telling(None if self._spread is None else self._spread.group):
+            super()._update(closure, loss)
+
     def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
+        systems, spread = self._systems(trained), self._spread
+        due = [one for one in systems if one.is_decomposed]
+        if spread is None:
+            for one in due:
+                self._decompose(one.state)
+        else:
+            self._decompose_together(spread, systems, due)
+        found: dict[Tensor, Tensor] = {}
+        for one in systems:
+            gradient, solution = one.gradient(), None
+            if spread is None or spread.solves(one.p):
+                solution = self._solution(one, gradient)
+            if spread is not None:
+                solution = spread.spread(one.p, solution, gradient)
+            assert solution is not None
+            found |= one.directions(solution)
+        return [found[one.p] for one in trained]
+
+    def _systems(self, trained: Sequence[Trained]) -> list[System]:
+        """List what is solved for: a weight together with its bias, if they are joined."""
         joined = {one.p: one for one in trained if not one.state["curvature"]}
         bias_of: dict[Any, Trained] = {}
         for weight, bias in _weights_of(joined):
@@ -198,60 +241,56 @@ class KFAC(PreconditionedOptimizer):
                 "no gradient or is not in the same group. Put both in one group, or use "
                 "joint_bias=False."
             )
-        found: dict[Any, Tensor] = {}
-        for group, p, state, _ in trained:
-            shift = group["damping"] + group["weight_decay"]
-            if p in bias_of:
-                other = bias_of[p]
-                found[p], found[other.p] = self._solve_joint(group, state, other.state, shift)
-            elif p not in joined:
-                found[p] = self._solve(group, p, state, shift)
-        return [found[one.p] for one in trained]
+        found = []
+        for one in trained:
+            if one.p in bias_of:
+                bias_of[one.p].state["eigenvectors"] = []  # it has none itself
+                found.append(System(one.group, one.p, one.state, bias_of[one.p]))
+            elif one.p not in joined:
+                found.append(System(one.group, one.p, one.state))
+        return found
 
-    def _solve_joint(
-        self, group: Group, state: dict[str, Any], of_bias: dict[str, Any], shift: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the directions of a weight and its bias, ``[O, *]`` and ``[O]``."""
-        weight, bias = whole(state["gradient"]), whole(of_bias["gradient"])
-        axis = int(len(state["curvature"][0]) == len(weight))  # else the input's factor is first
-        rows = weight.flatten(1)
-        gradient = torch.cat([rows, bias.unsqueeze(axis)], axis)
-        direction = self._solved(group, state, shift, gradient)
-        of_bias["eigenvectors"] = []
-        own, last = direction.split([rows.shape[axis], 1], axis)
-        of_weight = own_part(own.reshape(weight.shape), state["gradient"])
-        return of_weight, own_part(last.reshape(bias.shape), of_bias["gradient"])
+    def _decompose_together(
+        self, spread: Spread, systems: Sequence[System], due: Sequence[System]
+    ) -> None:
+        """Decompose what is this process's, and take the rest that it solves with from others."""
+        spread.place([p for group in self.param_groups for p in group["params"]])
+        for one in due:
+            if spread.decomposes(one.p):
+                self._decompose(one.state)
+        for one in systems:
+            known = "eigenvectors" in one.state or one.is_decomposed
+            if spread.solves(one.p) and not known:
+                raise RuntimeError(
+                    f"KFAC has no eigenvectors of {self._describe(one.p)}: its state is that of a "
+                    "process that was no worker of it. Save and load states of several processes "
+                    "with torch.distributed.checkpoint, see backpack.optim.load_checkpoint."
+                )
+        if due or spread.sends_results:
+            shapes = [list(one.p.shape) for one in systems]
+            spread.group.agree(f"step of KFAC: {len(due)} decompositions, directions of {shapes}")
+        for one in due:
+            if spread.solves(one.p):
+                _share(spread, one.p, one.state)
 
-    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
-        gradient = whole(state["gradient"])
-        if "swaps_axes" not in state:
-            state["swaps_axes"] = _swaps_axes(p)
-        if state["swaps_axes"]:
-            gradient = gradient.transpose(0, 1)
-        direction = self._solved(group, state, shift, gradient)
-        if state["swaps_axes"]:
-            direction = direction.transpose(0, 1).contiguous()
-        return own_part(direction, state["gradient"])
-
-    def _solved(
-        self, group: Group, state: dict[str, Any], shift: float, gradient: Tensor
-    ) -> Tensor:
-        """Solve for a gradient with its axes in the order of the factors."""
-        age, interval = state["step"] - 1, group["inverse_every"]
+    def _decompose(self, state: dict[str, Any]) -> None:
+        """Replace the eigenvectors of a parameter by those of its averaged factors."""
         factors = state["curvature"][:-1] if self.ekfac else state["curvature"]
-        if age < interval or age % interval == 0:  # at the start, the averages change fast
-            before = state.get("eigenvectors")
-            decompositions = [eigh_semidefinite(factor) for factor in factors]
-            state["eigenvalues"] = [values for values, _ in decompositions]
-            state["eigenvectors"] = [vectors for _, vectors in decompositions]
-            if self.ekfac and before is not None:
-                turns = zip(state["eigenvectors"], before, strict=True)
-                squares = [(new.T @ old).square() for new, old in turns]
-                moments = state["curvature"][-1]
-                turned = apply_kfac_mat_prod(squares, moments.flatten()).view_as(moments)
-                state["curvature"] = [*factors, turned]
+        before = state.get("eigenvectors")
+        decompositions = [eigh_semidefinite(factor) for factor in factors]
+        state["eigenvalues"] = [values for values, _ in decompositions]
+        state["eigenvectors"] = [vectors for _, vectors in decompositions]
+        if self.ekfac and before is not None:
+            turns = zip(state["eigenvectors"], before, strict=True)
+            squares = [(new.T @ old).square() for new, old in turns]
+            moments = state["curvature"][-1]
+            turned = apply_kfac_mat_prod(squares, moments.flatten()).view_as(moments)
+            state["curvature"] = [*factors, turned]
 
-        eigenvalues = state["eigenvalues"]
+    def _solution(self, system: System, gradient: Tensor) -> Tensor:
+        """Solve for the average of the gradient."""
+        group, state = system.group, system.state
+        shift, eigenvalues = group["damping"] + group["weight_decay"], state["eigenvalues"]
         if self.ekfac:
             damped = state["curvature"][-1].flatten() + shift
         elif group["factored"]:
@@ -263,6 +302,58 @@ class KFAC(PreconditionedOptimizer):
         rotated = apply_kfac_mat_prod(turned_back, gradient.flatten())
         direction = apply_kfac_mat_prod(state["eigenvectors"], rotated / damped)
         return direction.reshape(gradient.shape)
+
+
+class System:
+    """What is solved for together: a parameter, or a weight and its bias.
+
+    Attributes:
+        is_decomposed: Whether the step at hand decomposes factors: at the start, averages change
+            fast.
+    """
+
+    def __init__(self, group: Group, p: Tensor, state: dict[str, Any], bias: Trained | None = None):
+        """Note what belongs together."""
+        self.group, self.p, self.state, self.bias = group, p, state, bias
+        age, interval = state["step"] - 1, group["inverse_every"]
+        self.is_decomposed = age < interval or age % interval == 0
+        # if the first factor is the input's, the bias is a row
+        self._axis = int(len(state["curvature"][0]) == len(p)) if bias is not None else 0
+        if bias is None and "swaps_axes" not in state:
+            state["swaps_axes"] = _swaps_axes(p)
+
+    def gradient(self) -> Tensor:
+        """Return the average of the gradient, with its axes in the order of the factors."""
+        own = whole(self.state["gradient"])
+        if self.bias is not None:
+            of_bias = whole(self.bias.state["gradient"]).unsqueeze(self._axis)
+            return torch.cat([own.flatten(1), of_bias], self._axis)
+        return own.transpose(0, 1) if self.state["swaps_axes"] else own
+
+    def directions(self, solution: Tensor) -> dict[Tensor, Tensor]:
+        """Return what belongs to each parameter, with its shape and placed like it."""
+        like = self.state["gradient"]
+        if self.bias is None:
+            if self.state["swaps_axes"]:
+                solution = solution.transpose(0, 1).contiguous()
+            return {self.p: own_part(solution, like)}
+        of_bias = self.bias.state["gradient"]
+        own, last = solution.split([solution.shape[self._axis] - 1, 1], self._axis)
+        return {
+            self.p: own_part(own.reshape(like.shape), like),
+            self.bias.p: own_part(last.reshape(of_bias.shape), of_bias),
+        }
+
+
+def _share(spread: Spread, p: Tensor, state: dict[str, Any]) -> None:
+    """Give the eigenvalues and eigenvectors of a parameter to all that solve with them."""
+    factors = state["curvature"]
+    like = [*(factor.diagonal() if factor.dim() == 2 else factor for factor in factors), *factors]
+    own = None
+    if spread.decomposes(p):
+        own = [*state["eigenvalues"], *state["eigenvectors"]]
+    found = spread.share(p, own, like)
+    state["eigenvalues"], state["eigenvectors"] = found[: len(factors)], found[len(factors) :]
 
 
 def _weights_of(biases: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

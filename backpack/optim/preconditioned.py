@@ -39,12 +39,12 @@ def updated_average(average: Tensor | None, value: Tensor, beta: float, count: i
 
 
 class Trained(NamedTuple):
-    """A parameter in a step, with its group, its averages, and the gradient of the objective."""
+    """A parameter in a step, with its group, its averages, and the gradient of the loss."""
 
     group: Group
     p: Tensor
     state: dict[str, Any]
-    gradient: Tensor
+    grad: Tensor
 
 
 def _product(one: Tensor, other: Tensor) -> float:
@@ -135,14 +135,14 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         try:
             for group, p, grad in self._trained():
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
-                gradient = grad.add(p, alpha=group["weight_decay"])
-                self._average(group, p, state, gradient)
-                trained.append(Trained(group, p, state, gradient))
+                self._average(group, p, state, grad.add(p, alpha=group["weight_decay"]))
+                trained.append(Trained(group, p, state, grad))
             directions = self._directions(trained)
             if interval is not None or self.kl_clip is not None:
-                for (group, _, state, gradient), direction in zip(trained, directions, strict=True):
+                for (group, p, state, grad), direction in zip(trained, directions, strict=True):
                     # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its
                     # length δᵀ(C + (λ + η) I)δ = α² mᵀ(C + (λ + η) I)⁻¹ m
+                    gradient = grad.add(p, alpha=group["weight_decay"])
                     slope -= group["lr"] * _product(gradient, direction)
                     square += group["lr"] ** 2 * _product(state["gradient"], direction)
         except BaseException:
@@ -199,13 +199,6 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
         """Return ``(C + (λ + η) I)⁻¹ m`` for each parameter, ``[*p]``."""
-        return [
-            self._solve(group, p, state, group["damping"] + group["weight_decay"])
-            for group, p, state, _ in trained
-        ]
-
-    def _solve(self, group: Group, p: Tensor, state: dict[str, Any], shift: float) -> Tensor:
-        """Return ``(C + shift I)⁻¹ m``, of shape ``[*p]``."""
         raise NotImplementedError
 
     def _count(self) -> int:
