@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from backpack.optim.checkpoints import load_checkpoint
 from backpack.optim.diag_ggn import DiagGGN
 from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
 from backpack.optim.kfac import KFAC
@@ -28,6 +29,7 @@ __all__ = [
     "DPOptimizer",
     "DiagGGN",
     "PoissonBatches",
+    "load_checkpoint",
     "privacy_spent",
     "renyi_divergence",
 ]

@@ -35,12 +35,14 @@ class ExtensionOptimizer(Optimizer):
         more_than: The same, for those that must be larger than it.
         on_processes: What to do on several where they are not.
         averaged_over: The ``process_group`` of the context that ``step`` enters.
+        like_parameters: Lists in the state of a parameter whose tensors are sharded as it is.
     """
 
     at_least: ClassVar[dict[str, float]] = {"lr": 0, "weight_decay": 0}
     more_than: ClassVar[dict[str, float]] = {}
     on_processes: ClassVar[str] = "Run it in one process."
     averaged_over: Any = "module"
+    like_parameters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
         """Store the options; those that a subclass has set before belong to the whole optimiser."""
@@ -53,6 +55,10 @@ class ExtensionOptimizer(Optimizer):
     def works_on_processes(self) -> bool:
         """Whether steps on several processes are those of one with all samples."""
         return False
+
+    def needs_state(self, p: Tensor, attribute: str) -> bool:
+        """Whether this process needs a part of a parameter's state."""
+        return True
 
     @property
     def extensions(self) -> tuple[BackpropExtension, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ class DiagGGN(PreconditionedOptimizer):
     gradient and c of the diagonal, both without the bias from their start.
     Source: Dangel, Kunstner, Hennig, BackPACK (ICLR 2020), section 4 and appendix C.
     """
+
+    like_parameters: ClassVar = ("curvature",)
 
     def __init__(
         self,

@@ -204,6 +204,13 @@ class KFAC(PreconditionedOptimizer):
         of_all = {p: bases for p, bases in known.items() if bases is not None}
         return (self.extension.along(of_all),)
 
+    def needs_state(self, p: Tensor, attribute: str) -> bool:
+        """Whether this process needs a part of a parameter's state: eigenvectors for workers."""
+        if self._spread is None or attribute not in ("eigenvalues", "eigenvectors"):
+            return True
+        self._spread.place([q for group in self.param_groups for q in group["params"]])
+        return self._spread.solves(p)
+
     def _update(self, closure: Closure | None, loss: Any) -> None:
         with telling(None if self._spread is None else self._spread.group):
             super()._update(closure, loss)
