@@ -119,7 +119,7 @@ class backpack(ShowsOptions):
             See :mod:`backpack.core.engine.elided_gradients` for what takes part.
         gradients: Whether ``p.grad`` is wanted. False: that of the parameters of extended modules
             stays as it is, and autograd does not compute it where it can do without. Not for
-            ``backward(inputs=...)`` or ``create_graph=True``, which ask for gradients.
+            ``backward(create_graph=True)``.
         process_group: Over which processes quantities are averaged, as ``p.grad`` is: see
             :doc:`/several_processes`. ``"module"``: those of the ``DistributedDataParallel`` that
             the model is in, if it averages gradients. A group of ``torch.distributed``: that one.

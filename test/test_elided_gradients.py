@@ -928,4 +928,31 @@ def test_gradients_that_autograd_computes_all_the_same(chosen: list[set[Any]]) -
     with library.backpack(BatchGrad(), gradients=False):
         output = model(X)
         loss(output, torch.zeros_like(output)).backward(inputs=[model[0].weight])
-    torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+    assert all(p.grad is None for p in model.parameters())
+    assert chosen[-1] == {model[0].weight}
+
+
+@pytest.mark.parametrize("exts", [(BatchGrad(),), (KFAC(),)], ids=str)
+def test_some_gradients_that_nobody_wants(exts: Any, chosen: list[set[Any]]) -> None:
+    """backward(inputs=...) has quantities of these alone; data may ask for their gradient."""
+    (ext,), (X, y), loss = exts, data(), extend(nn.CrossEntropyLoss())
+    X.requires_grad_()
+    model = extend(network())
+    everything = values(ext, X=X, y=y, model=model)
+    of_data, X.grad = X.grad, None
+    model.zero_grad()
+    for inputs in ([model[2].weight, model[6].bias], [X, model[0].weight]):
+        for p in model.parameters():
+            vars(p).pop(ext.savefield)
+        torch.manual_seed(3)
+        with library.backpack(ext, gradients=False):
+            loss(model(X), y).backward(inputs=inputs)
+        assert all(p.grad is None for p in model.parameters())
+        for p, value in zip(model.parameters(), everything, strict=True):
+            assert hasattr(p, ext.savefield) == any(p is x for x in inputs)
+            if hasattr(p, ext.savefield):
+                torch.testing.assert_close(getattr(p, ext.savefield), value)
+            else:
+                setattr(p, ext.savefield, None)
+    torch.testing.assert_close(X.grad, of_data)
+    assert chosen

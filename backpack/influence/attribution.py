@@ -136,7 +136,7 @@ class Attribution:
             torch.enable_grad(),
         ):
             try:
-                with backpack(ext):
+                with backpack(ext, gradients=False):
                     output = model(X)
                     if is_query and self._measure is not None:
                         weight, loss = 1.0, self._measure(output, *targets)

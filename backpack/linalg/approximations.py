@@ -457,7 +457,7 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
         extended(objective.loss_function, False) as loss_of,
     ):
         for X, targets in objective:
-            with torch.inference_mode(False), torch.enable_grad(), backpack(ext):
+            with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
                 output = model(X)
                 loss = loss_of(output, *targets)
                 weight = objective.weight(output, targets)

@@ -151,7 +151,9 @@ class Elided(NamedTuple):
 NOTHING = Elided(set(), [], [])
 
 
-def elide(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> Elided:
+def elide(
+    roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]], only: Sequence[Any] | None
+) -> Elided:
     """Choose the parameters whose gradients autograd need not compute.
 
     All functions of the graph have to run all the same: calls are reached, and what autograd has
@@ -161,6 +163,7 @@ def elide(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> El
     Args:
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
+        only: The leaves that ``backward(inputs=...)`` is asked for. None: all.
 
     Returns:
         :data:`NOTHING` if none are elided.
@@ -171,6 +174,13 @@ def elide(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> El
     if any(isinstance(node, BackwardCFunction) and not is_output(node) for node in order):
         return NOTHING  # may run a backward pass of its own, which knows nothing of this one
     leaves = {node: node.variable for node in order if hasattr(node, "variable")}
+    if only is not None:
+        asked_for = set(map(id, only))
+        if not asked_for <= set(map(id, leaves.values())):
+            return NOTHING  # places in the graph
+        candidates = {
+            call: {p for p in own if id(p) in asked_for} for call, own in candidates.items()
+        }
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves.values()):
         return NOTHING  # may look at the gradients of others
     calls = {mark: call for call in candidates for mark in call.origins_out}
@@ -209,7 +219,7 @@ def elide(roots: Sequence[Tensor], candidates: dict[Call, set[Parameter]]) -> El
             leaf = leaves[node]
             if leaf in elided:
                 bare.add(node)
-            elif leaf.requires_grad:
+            elif leaf.requires_grad and (only is None or id(leaf) in asked_for):
                 asked.append(leaf)
                 running.add(node)
         elif not running.isdisjoint(parents):

@@ -127,7 +127,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if configuration.gradients and not candidates:
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
-        if call.arguments.get("inputs") is not None or call.arguments.get("create_graph"):
+        inputs = call.arguments.get("inputs")
+        if call.arguments.get("create_graph") or (configuration.gradients and inputs is not None):
             return func(*args, **kwargs)
         if configuration.gradients:
             return self._elided(func, entry, call, candidates)
@@ -142,7 +143,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
         candidates: dict[Call, set[Parameter]],
     ) -> Any:
         roots, args, kwargs = entry.roots, call.args, call.kwargs
-        elided, asked, instead = elided_gradients.elide(roots, candidates)
+        inputs = call.arguments.get("inputs")
+        only = (inputs,) if isinstance(inputs, Tensor) else inputs
+        elided, asked, instead = elided_gradients.elide(roots, candidates, only)
         if not elided:
             return func(*args, **kwargs)
         call.arguments["inputs"] = asked
