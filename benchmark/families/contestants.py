@@ -102,10 +102,9 @@ def clipped_here(problem: Problem, work: Work) -> Step:
     ext, parameters = ClippedGrad(max_norm(problem)), [*named(model, problem).values()]
 
     def step() -> dict:
-        with backpack(ext):
+        with backpack(ext, gradients=False):
             (len(X) * loss(model(X), y)).backward()
         sums = [p.grad_clipped for p in parameters]
-        model.zero_grad()
         return {"sums": sums}
 
     return step
@@ -215,10 +214,9 @@ def kept_here(problem: Problem, work: Work) -> Step:
     parameters, ext, name = named(model, problem), BatchGrad(factored=True), work.name
 
     def step() -> dict:
-        with backpack(ext):
+        with backpack(ext, gradients=False):
             (len(X) * loss(model(X), y)).backward()
         kept = {n: p.grad_batch for n, p in parameters.items()}
-        model.zero_grad()
         if name == "square-norms":
             return {name: sum(g.square_norms() for g in kept.values())}
         if name == "gram":
@@ -492,9 +490,8 @@ def eigenvalues_here(problem: Problem, work: Work) -> Step:
     (model, loss), (X, y), ext = extended(problem), problem.data(), GradGram()
 
     def step() -> dict:
-        with backpack(ext):
+        with backpack(ext, gradients=False):
             (len(X) * loss(model(X), y)).backward()
-        model.zero_grad()
         return {"eigenvalues": torch.linalg.eigvalsh(total_gram(model))}
 
     return step
