@@ -181,6 +181,15 @@ class ChannelBiasDerivatives(BaseDerivatives):
         """Sum over the positions."""
         return sum_positions(v)
 
+    @fast.body("A bias has fewer entries than what arrives.", "bias_vjp")
+    def reduced(
+        self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Reduce the individual products, see the base class."""
+        if name == "bias":
+            return reductions.of_products(sum_positions(v), wanted, weights)
+        return super().reduced(c, name, v, wanted, weights)
+
 
 @register(Conv1d, Conv2d, Conv3d)
 class ConvNDDerivatives(ChannelBiasDerivatives):

@@ -35,6 +35,7 @@ from backpack.core.engine.products import (
     GRAMS,
     IN_BASES,
     KRONECKER,
+    OF_COLUMNS,
     REDUCTIONS,
     UNSLICED,
     Bases,
@@ -418,9 +419,7 @@ class Backpropagation:
         if is_unsliced:  # what does not come in one piece is made of the products themselves
             self.gathered = self.gathered - UNSLICED | {"individual"}
         # whether somebody wants the columns themselves, not just the matrix they stand for
-        self.shows_columns = is_unsliced or any(
-            REDUCTIONS[name].degree == 1 for name in self.wanted
-        )
+        self.shows_columns = is_unsliced or not OF_COLUMNS.isdisjoint(self.wanted)
         self.savefields = ", ".join(map(_SAVEFIELD, exts))
         self.progress = STATE.get().configuration.progress
         # user-written rules see the whole batch at once

@@ -204,6 +204,8 @@ REDUCTIONS = {
     "gram": Reduction(is_symmetric=True),
     "gram_expand": Reduction(is_symmetric=True),  # the same, with every position a row of its own
 }
+# What depends on the columns themselves, and not just on the matrix that they stand for.
+OF_COLUMNS = frozenset(name for name, of in REDUCTIONS.items() if of.degree == 1)
 # [N, T]  sum_v whether something arrives at a position: where the loss ignores targets
 ARRIVED = "arrived"
 REDUCTIONS[ARRIVED] = Reduction(sample_axis=0, degree=0)
