@@ -33,7 +33,7 @@ class BackpropExtension(ShowsOptions):
 
     Attributes:
         propagation: What travels back; extensions with equal ones share it.
-        needs: Names of the extracted quantities, see ``backpack.core.engine.products.REDUCTIONS``.
+        needs: Names of the extracted quantities, see ``backpack.core.engine.extracted.REDUCTIONS``.
         savefield: Attribute of the parameter that holds the result.
         shape: Shape of the result, with ``"*p"`` for that of the parameter and letters for sizes
             (``"N"`` for the number of samples); None if it is no tensor, or any will do.

@@ -12,13 +12,8 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack import backpack, extensions
-from backpack.core.engine.products import (
-    IDENTITY,
-    Bases,
-    Products,
-    add,
-    axis_factors,
-)
+from backpack.core.engine.extracted import IDENTITY, Bases, add
+from backpack.core.engine.products import Products, axis_factors
 from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice
 from backpack.extensions import DiagGGNExact, DiagGGNMC, DiagHessian

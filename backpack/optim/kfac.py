@@ -13,13 +13,8 @@ from torch.distributed import ProcessGroup
 
 from backpack import extensions
 from backpack.context import CTX
-from backpack.core.engine.products import (
-    EIGEN_SQUARES,
-    GRAMS,
-    JOINT_EIGEN_SQUARES,
-    Bases,
-    Products,
-)
+from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Bases
+from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
 from backpack.core.record.registry import derivatives_of
 from backpack.distributed import check_group

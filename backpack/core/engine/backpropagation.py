@@ -27,10 +27,7 @@ from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
 from backpack.core.engine import call_products
-from backpack.core.engine.factors import Factor
-from backpack.core.engine.lazy import lazy
-from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import (
+from backpack.core.engine.extracted import (
     ARRIVED,
     GRAMS,
     IN_BASES,
@@ -39,12 +36,14 @@ from backpack.core.engine.products import (
     REDUCTIONS,
     UNSLICED,
     Bases,
-    Products,
     Reduction,
-    Use,
     add,
     max_factor_size,
 )
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.lazy import lazy
+from backpack.core.engine.plan import Plan, Producer
+from backpack.core.engine.products import Products, Use
 from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.weights import IS_SOMETHING

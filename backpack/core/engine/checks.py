@@ -13,7 +13,7 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
-from backpack.core.engine.products import REDUCTIONS, UNSLICED
+from backpack.core.engine.extracted import REDUCTIONS, UNSLICED
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import calls
 from backpack.core.types import Extension

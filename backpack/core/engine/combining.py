@@ -16,7 +16,8 @@ from torch.nn import Parameter
 
 from backpack.context import Configuration
 from backpack.core.engine import results
-from backpack.core.engine.products import IN_BASES, OVER_PARTS, UNSLICED, Products
+from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED
+from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import OfProducts, Statistics, of_value
 from backpack.core.record import shards

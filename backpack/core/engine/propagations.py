@@ -33,17 +33,10 @@ from backpack.core.engine.backpropagation import (
 )
 from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
+from backpack.core.engine.extracted import IDENTITY, REDUCTIONS, UNSLICED, Bases, max_factor_size
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import (
-    IDENTITY,
-    REDUCTIONS,
-    UNSLICED,
-    Bases,
-    Products,
-    Use,
-    max_factor_size,
-)
+from backpack.core.engine.products import Products, Use
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.rows import Rows, row_numbers

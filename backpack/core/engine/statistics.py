@@ -1,7 +1,7 @@
 """What results are made of, where a batch comes in parts: over processes, or backward passes.
 
 Every quantity is a function of few statistics of the batch. How those of two parts combine follows
-from :data:`~.products.OVER_PARTS`: they add up, are averages over samples, or have an axis of
+from :data:`~.extracted.OVER_PARTS`: they add up, are averages over samples, or have an axis of
 samples. The result for the whole batch is then made of them as it is made for one part.
 """
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.engine.products import OVER_PARTS, Products, Reduction
+from backpack.core.engine.extracted import OVER_PARTS, Reduction
+from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Save
 
 # Sums a tensor over processes.

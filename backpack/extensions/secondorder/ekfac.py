@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Size, Tensor
 
-from backpack.core.engine.products import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Products
+from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES
+from backpack.core.engine.products import Products
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import (

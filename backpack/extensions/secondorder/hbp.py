@@ -8,13 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from backpack.core.engine.products import (
-    GRAMS,
-    IDENTITY,
-    INPUT_FACTORS,
-    JOINT_FACTORS,
-    Products,
-)
+from backpack.core.engine.extracted import GRAMS, IDENTITY, INPUT_FACTORS, JOINT_FACTORS
+from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import (
     BatchAveraged,
     EmpiricalFactor,

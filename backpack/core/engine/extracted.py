@@ -1,0 +1,137 @@
+"""What can be extracted of a parameter, by name, and how its values are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack.core.types import Extension
+
+
+def add(one: Any, other: Any) -> Any:
+    """Add two tensors, or two lists of tensors."""
+    if isinstance(one, list):
+        return [a + b for a, b in zip(one, other, strict=True)]
+    return one + other
+
+
+def max_factor_size(exts: Iterable[Extension]) -> float:
+    """Return the size up to which some extension wants whole Kronecker factors."""
+    largest: float = -1
+    for ext in exts:
+        if ext.max_factor_size is not None:
+            largest = max(largest, ext.max_factor_size)
+        elif not KRONECKER.isdisjoint(ext.reads):
+            return inf
+    return inf if largest < 0 else largest
+
+
+def merge_groups(value: Tensor, axis: int, groups: int, adds_up: bool) -> Tensor:
+    """Merge groups of samples along an axis: add them up, or give each its own columns (axis 0)."""
+    value = value.unflatten(axis, (groups, -1))
+    return value.sum(axis + 1) if adds_up else value.transpose(1, 2).flatten(0, 1)
+
+
+class Reduction(NamedTuple):
+    """How values are put together: those of slices of columns and of samples, and of sources.
+
+    Attributes:
+        sample_axis: Where the samples are, None if they are summed.
+        column_axis: Where the columns are, None if they are summed. Else, samples that merge get
+            columns of their own.
+        degree: Power of the columns that the values carry.
+        is_average: Whether they are averages over samples, and no sums.
+        is_symmetric: Whether they are symmetric matrices (or, if a list of values, all of them).
+    """
+
+    sample_axis: int | None = None
+    column_axis: int | None = None
+    degree: int = 2
+    is_average: bool = False
+    is_symmetric: bool = False
+
+    def joined(self, one: Any, other: Any) -> Any:
+        """Join the values of two sources of columns.
+
+        If one has more samples (positions) than the other, they are merged.
+
+        Raises:
+            ValueError: If the numbers of samples are not multiples.
+        """
+        axis = self.sample_axis
+        if axis is not None:
+            counts = [one.shape[axis], other.shape[axis]]
+            if any(count % min(counts) for count in counts):
+                raise ValueError(f"Losses with different numbers of samples: {counts}.")
+            adds_up = self.column_axis is None
+            one, other = (merge_groups(v, axis, min(counts), adds_up) for v in (one, other))
+        if self.column_axis is None:
+            return add(one, other)
+        return torch.cat([one, other], self.column_axis)
+
+
+# Everything that can be extracted. Letters: V columns, N samples, *p the parameter's shape.
+REDUCTIONS = {
+    "individual": Reduction(sample_axis=1, column_axis=0, degree=1),  # [V, N, *p]  Jᵀ s
+    "gradient": Reduction(degree=1),  # [*p]  sum_vn Jᵀ s
+    "batch_square": Reduction(sample_axis=0),  # [N, *p]  sum_v (Jᵀ s)²
+    "square": Reduction(),  # [*p]  sum_vn (Jᵀ s)²
+    "square_norm": Reduction(sample_axis=0),  # [N]  sum_v |Jᵀ s|²
+    # [O, O]  sum_vn of the outer products of Kronecker rows
+    "gram": Reduction(is_symmetric=True),
+    "gram_expand": Reduction(is_symmetric=True),  # the same, with every position a row of its own
+}
+# What depends on the columns themselves, and not just on the matrix that they stand for.
+OF_COLUMNS = frozenset(name for name, of in REDUCTIONS.items() if of.degree == 1)
+# [N, T]  sum_v whether something arrives at a position: where the loss ignores targets
+ARRIVED = "arrived"
+REDUCTIONS[ARRIVED] = Reduction(sample_axis=0, degree=0)
+GRAMS = {None: "gram", "expand": "gram_expand", "reduce": "gram"}
+# What comes with a Gram matrix: the Kronecker factors of the inputs, by approximation.
+INPUT_FACTORS = {
+    None: "input_factors",
+    "expand": "input_factors_expand",
+    "reduce": "input_factors_reduce",
+}
+# The same of weights that are joined with their bias.
+JOINT_FACTORS = {
+    None: "joint_factors",
+    "expand": "joint_factors_expand",
+    "reduce": "joint_factors_reduce",
+}
+# Sums of squares in the eigenbasis of these factors.
+EIGEN_SQUARES = {
+    None: "eigen_square",
+    "expand": "eigen_square_expand",
+    "reduce": "eigen_square_reduce",
+}
+# The same of weights that are joined with their bias.
+JOINT_EIGEN_SQUARES = {
+    None: "joint_eigen_square",
+    "expand": "joint_eigen_square_expand",
+    "reduce": "joint_eigen_square_reduce",
+}
+# What factors the eigenbases are of.
+IN_BASES = {
+    names[approximation]: (gram, inputs[approximation])
+    for names, inputs in [(EIGEN_SQUARES, INPUT_FACTORS), (JOINT_EIGEN_SQUARES, JOINT_FACTORS)]
+    for approximation, gram in GRAMS.items()
+}
+# Bases of a parameter, by the name of the squares in them.
+Bases = Mapping[str, Sequence[Tensor]]
+REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Qᵀ Jᵀ s)²
+# The identity in place of a Gram matrix: what arrives does not matter.
+IDENTITY = "identity"
+# How values are put together for parts of a batch.
+OVER_PARTS = REDUCTIONS | dict.fromkeys(
+    [*INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY],
+    Reduction(degree=0, is_average=True, is_symmetric=True),
+)
+# What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
+UNSLICED = frozenset({"factored"})
+# What Kronecker factors are made of.
+KRONECKER = frozenset({*GRAMS.values(), *INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY})
