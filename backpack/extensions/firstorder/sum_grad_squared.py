@@ -14,8 +14,8 @@ class SumGradSquared(FirstOrderBackpropExtension):
 
     :Shape: ``[*p]``
     :Scale: With a mean it carries 1/N².
-    :Cost: The products of the gradient, squared in slices: the individual gradients are never held
-        all at once.
+    :Cost: The products of the gradient, squared in slices: the individual gradients are not held
+        all at once, unless the parameter is used several times.
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
