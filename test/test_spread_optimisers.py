@@ -28,6 +28,13 @@ def net() -> nn.Module:
     return extend(Net(), use_converter="record")
 
 
+def plain() -> nn.Module:
+    """A network whose weights can be joined with their biases."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
+    return extend(nn.Sequential(*layers))
+
+
 def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
 
@@ -48,9 +55,9 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [whole(p.detach()).clone() for p in model.parameters()]
 
 
-def one_process(sizes: list[int], **options: Any) -> list[Tensor]:
+def one_process(sizes: list[int], make: Callable[[], nn.Module], **options: Any) -> list[Tensor]:
     """The weights after some steps with all samples."""
-    model = net()
+    model = make()
     opt = optimiser(model, **options)
     for seed in range(STEPS):
         backward(model, opt, batch(sizes, seed=seed))
@@ -68,18 +75,23 @@ def check_equal_on_all(found: list[Tensor]) -> None:
 
 
 def compare(
-    wrap: Callable[[nn.Module], nn.Module], fraction: float, rank: int, count: int, **options: Any
+    wrap: Callable[[nn.Module], nn.Module],
+    fraction: float,
+    rank: int,
+    count: int,
+    make: Callable[[], nn.Module] = net,
+    **options: Any,
 ) -> KFAC:
     """Train spread over all processes; return the optimiser."""
     sizes = [2] * count
-    model = wrap(net())
+    model = wrap(make())
     opt = optimiser(
         model, process_group=distributed.group.WORLD, worker_fraction=fraction, **options
     )
     for seed in range(STEPS):
         backward(model, opt, batch(sizes, rank, seed))
         opt.step()
-    check_same(weights(model), one_process(sizes, **options), (wrap, fraction, options))
+    check_same(weights(model), one_process(sizes, make, **options), (wrap, fraction, options))
     check_equal_on_all(weights(model))
     return opt
 
@@ -94,6 +106,8 @@ def _steps(rank: int, count: int) -> None:
         assert (holds == fraction * count).all()
     compare(DistributedDataParallel, 1 / count, rank, count, factored=False, curvature_every=2)
     compare(DistributedDataParallel, 1.0, rank, count, extension=KFLR(max_factor_size=4))
+    for wrap in (DistributedDataParallel, sharded):
+        compare(wrap, 1 / count, rank, count, plain, extension=KFLR(joint_bias=True))
     for fraction in (1 / count, 1.0):
         compare(sharded, fraction, rank, count)
 
