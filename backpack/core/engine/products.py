@@ -191,7 +191,6 @@ class Products:
             and terms is None
             and use.factor.groups == mat.shape[1]
             and not (call.is_unbatched and call.is_of_copies)
-            and OWN_REDUCTIONS.is_on
         )
         self.input_first = call.derivatives is not None and call.derivatives.kronecker_input_first
         if "factored" in self.wanted:
@@ -229,7 +228,8 @@ class Products:
                 f"An extension reads {name!r}, which is not among its 'needs' (or 'reads'). Name "
                 "all that 'extract' reads there."
             )
-        if self._reduces and name in reductions.NAMES and "individual" not in values:
+        is_alone = self._reduces and "individual" not in values
+        if is_alone and name in reductions.NAMES and OWN_REDUCTIONS.is_on:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
             values |= use.apply("reduced", wanted, use.factor.weights)
@@ -334,7 +334,7 @@ class Products:
             columns, count = self["individual"].shape[:2]
             values = [factored.Dense(self["individual"].flatten(0, 1))]
         is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
-        reduces = self._reduces and "individual" not in self._values
+        reduces = self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
         known = is_precise and columns == 1 and (reduces or not sources)
         norms = self["square_norm"] if known else None
         label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
@@ -461,7 +461,7 @@ class Products:
         if joint and self._is_joined_bias:
             return self.parameter.new_zeros(0)
         bases, use = self.eigenbases(name), self.uses[0]
-        if self._reduces and "individual" not in self._values:
+        if self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on:
             return use.apply("square_in_bases", bases, use.factor.weights, joint)
         products = self["individual"]
         if joint:
