@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend, extensions
 from backpack.core.engine.combining import Combining
+from backpack.distributed import reduced_in
 from benchmark.measure import commit, processor
 from benchmark.report import table
 
@@ -48,6 +49,7 @@ QUANTITIES: dict[str, Callable[[], Sequence[Any]]] = {
 }
 WIDTHS = (256, 512, 512, 10)
 WEAK, STRONG = "weak", "strong"
+AS_THEY_ARE, BFLOAT16 = "float32", "bfloat16"
 
 
 def network() -> nn.Module:
@@ -66,11 +68,13 @@ class Figure:
     Attributes:
         quantity: Its name.
         processes: Number W of processes.
+        precision: In which sums are sent.
         scaling: ``"weak"`` if each has as many samples as a single one, ``"strong"`` if these are
             divided among them.
         seconds: Of each round, a step.
         reducing: Of each round, what quantities add to the communication: waiting included.
-        bytes: What one process gives to collective operations in a step, without ``p.grad``.
+        bytes: What one process gives to collective operations in a step, without ``p.grad``; for
+            the two halves of an ``all_reduce`` in low precision, half of what each moves.
         collectives: Number of these operations.
         gradient_bytes: The same for ``p.grad``.
     """
@@ -78,6 +82,7 @@ class Figure:
     quantity: str
     processes: int
     scaling: str
+    precision: str = AS_THEY_ARE
     seconds: list[float] = field(default_factory=list)
     reducing: list[float] = field(default_factory=list)
     bytes: int = 0
@@ -137,12 +142,17 @@ class Counter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count inside."""
-        all_reduce, reduce = distributed.all_reduce, Combining.reduce
+        reduce = Combining.reduce
 
-        def counted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self.bytes += tensor.numel() * tensor.element_size()
-            self.collectives += 1
-            return all_reduce(tensor, *args, **options)
+        def counted(name: str, share: int) -> Any:
+            function = getattr(distributed, name)
+
+            def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+                self.bytes += tensor.nbytes // share
+                self.collectives += 1
+                return function(tensor, *args, **options)
+
+            return patch.object(distributed, name, counting)
 
         def timed(*args: Any) -> None:
             start = time.perf_counter()
@@ -150,7 +160,9 @@ class Counter:
             self.seconds += time.perf_counter() - start
 
         with (
-            patch.object(distributed, "all_reduce", counted),
+            counted("all_reduce", 1),
+            counted("all_to_all_single", 2),  # moves half of what an all_reduce does
+            counted("all_gather_into_tensor", 2),
             patch.object(Combining, "reduce", timed),
         ):
             yield
@@ -166,8 +178,12 @@ def _measure(rank: int, count: int, folder: str, args: argparse.Namespace) -> No
         wrapped = DistributedDataParallel(model)
         lossfunc = extend(nn.CrossEntropyLoss())
         found = [
-            _steps(wrapped, lossfunc, Figure(name, count, scaling), args)
-            for scaling in (WEAK, STRONG)
+            _steps(wrapped, lossfunc, Figure(name, count, scaling, precision), args)
+            for scaling, precision in (
+                (WEAK, AS_THEY_ARE),
+                (STRONG, AS_THEY_ARE),
+                (WEAK, BFLOAT16),
+            )
             for name in args.quantities
         ]
         if rank == 0:
@@ -189,7 +205,9 @@ def _steps(
         counter = Counter()
         distributed.barrier()
         start = time.perf_counter()
-        with counter.counting(), backpack(*QUANTITIES[figure.quantity]()):
+        low = figure.precision == BFLOAT16
+        sending = reduced_in(torch.bfloat16) if low else nullcontext()
+        with counter.counting(), sending, backpack(*QUANTITIES[figure.quantity]()):
             lossfunc(wrapped(x), y).backward()
         figure.seconds.append(time.perf_counter() - start)
         figure.reducing.append(counter.seconds)
@@ -217,21 +235,28 @@ def run(args: argparse.Namespace) -> list[Figure]:
 def sent(figures: Iterable[Figure]) -> str:
     """Return the table of what is sent."""
     most = max(one.processes for one in figures)
+    own = [one for one in figures if one.processes == most and one.scaling == WEAK]
+    low = {one.quantity: one for one in own if one.precision == BFLOAT16}
     lines = [
         [
             one.quantity,
             str(one.bytes),
             f"{one.bytes / one.gradient_bytes:.3f}",
             str(one.collectives),
+            str(low[one.quantity].bytes),
+            f"{low[one.quantity].bytes / one.gradient_bytes:.3f}",
+            str(low[one.quantity].collectives),
         ]
-        for one in figures
-        if one.processes == most and one.scaling == WEAK
+        for one in own
+        if one.precision == AS_THEY_ARE
     ]
-    return table(["quantity", "bytes beyond p.grad's", "÷ p.grad's", "operations"], lines)
+    head = ["quantity", "bytes beyond p.grad's", "÷ p.grad's", "operations"]
+    return table([*head, "bytes in bfloat16", "÷ p.grad's", "operations"], lines)
 
 
 def scaling(figures: Sequence[Figure], kind: str) -> str:
     """Return the table of times, and of the share of communication."""
+    figures = [one for one in figures if one.precision == AS_THEY_ARE]
     counts = sorted({one.processes for one in figures})
     lines = []
     for name in dict.fromkeys(one.quantity for one in figures):
@@ -246,7 +271,11 @@ def scaling(figures: Sequence[Figure], kind: str) -> str:
 def extrapolated(figures: Sequence[Figure], network: Network, devices: Sequence[int]) -> str:
     """Return the table of seconds on many devices that follow from the model."""
     most = max(one.processes for one in figures)
-    own = [one for one in figures if one.processes == most and one.scaling == WEAK]
+    own = [
+        one
+        for one in figures
+        if one.processes == most and one.scaling == WEAK and one.precision == AS_THEY_ARE
+    ]
     gradient = [network.all_reduce(n, own[0].gradient_bytes) for n in devices]
     lines = [["p.grad itself", *(f"{1e3 * seconds:.2f}" for seconds in gradient)]]
     for one in own:
@@ -267,7 +296,8 @@ machine.
 ## What is sent
 
 What one process gives to collective operations in a step, on {most} processes. `p.grad` has
-{gradient} bytes.
+{gradient} bytes. In `bfloat16`, inside of `backpack.distributed.reduced_in`, an `all_reduce` is an
+`all_to_all` and an `all_gather`, which move half of what it does each: that half is counted.
 
 {sent}
 ## Share of communication

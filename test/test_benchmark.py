@@ -304,15 +304,19 @@ def test_processes(tmp_path: Path) -> None:
     chosen = ["--quantities", processes.NONE, "BatchGrad", "Variance", "KFAC", "--samples", "4"]
     assert processes.main([*chosen, "--processes", "2", "--rounds", "1", "--out", str(out)]) == 0
     figures = contents(out)["figures"]
-    assert len(figures) == 2 * 4
-    sizes = {one["quantity"]: one["bytes"] for one in figures}
+    assert len(figures) == 3 * 4
+    whole, low = (
+        {one["quantity"]: one["bytes"] for one in figures if one["precision"] == precision}
+        for precision in (processes.AS_THEY_ARE, processes.BFLOAT16)
+    )
     layers = [*pairwise(processes.WIDTHS)]
     gradient = 4 * sum((i + 1) * o for i, o in layers)
     triangles = 4 * sum(o * (o + 1) + i * (i + 1) // 2 for i, o in layers)  # a bias has B, too
     assert {one["gradient_bytes"] for one in figures} == {gradient}
-    assert sizes[processes.NONE] == sizes["BatchGrad"] == 0
-    for name, size in (("Variance", 2 * gradient), ("KFAC", triangles)):
-        assert size < sizes[name] < size + 1000  # numbers of samples
+    for sizes, share in ((whole, 1), (low, 2)):
+        assert sizes[processes.NONE] == sizes["BatchGrad"] == 0
+        for name, size in (("Variance", 2 * gradient), ("KFAC", triangles)):
+            assert size < share * sizes[name] < size + 1000  # numbers of samples
     assert out.with_suffix(".md").read_text().count("| KFAC |") == 4
 
 

@@ -724,14 +724,14 @@ def _sent(rank: int, count: int) -> None:
             sent.append(("all", value.numel()))
             return all_reduce(value, **options)
 
-        scatter = top.distributed.shards.REDUCE_SCATTER
+        scatter = top.distributed.sums.REDUCE_SCATTER
 
         def scattered(own: Tensor, value: Tensor, **options: Any) -> Any:
             sent.append(("scatter", value.numel()))
             return scatter(own, value, **options)
 
         patch.setattr(distributed, "all_reduce", counted)
-        patch.setattr(top.distributed.shards, "REDUCE_SCATTER", scattered)
+        patch.setattr(top.distributed.sums, "REDUCE_SCATTER", scattered)
         # the layers from the last to the first, with what fills up three rows to four
         padded = [4 * 4 + 4, 4 * 12 + 4, 4 * 2 * 2 + 4]
         for ext, factor in ((e.SumGradSquared(), 1), (e.Variance(), 2), (e.DiagGGNExact(), 1)):

@@ -13,6 +13,7 @@ from backpack.core.engine.statistics import Statistics
 from backpack.core.record.averaging import Processes
 from backpack.distributed import agreement
 from backpack.distributed.shards import Piece, scattered
+from backpack.distributed.sums import all_reduced, precision
 
 
 def check_group(group: Any) -> None:
@@ -50,7 +51,7 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
             process does not come.
     """
     plan, summary = _plan(parts, error)
-    _agree(processes, plan, summary)
+    _agree(processes, plan + precision(), summary + precision())
     for part in parts:
         part.scale(1 / processes.divisor)
 
@@ -60,11 +61,16 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
             distributed.all_reduce(value, group=group)
         return value
 
+    def total_of_sums(value: Tensor) -> Tensor:
+        for group in processes.groups:
+            value = all_reduced(value, group)
+        return value
+
     sums = [[_as_in(part, value) for value in part.sums()] for part in parts]
     numbers = [part.counts() for part in parts]
     devices = [value.device for part in parts for value in (*part.sums(), *part.like_parameter())]
     _scatter(processes, parts)
-    totals = iter(_totals([value for own in sums for value in own], total))
+    totals = iter(_totals([value for own in sums for value in own], total_of_sums))
     counts = iter(_counts([count for own in numbers for count in own], devices, total))
     for part in parts:
         part.set_totals(totals, counts, total)

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-# It has another name from PyTorch 2.14 on.
-REDUCE_SCATTER: Any = getattr(
-    distributed, "reduce_scatter_single", getattr(distributed, "reduce_scatter_tensor", None)
-)
+from backpack.distributed.sums import all_reduced, reduce_scattered
 
 
 class Piece(NamedTuple):
@@ -48,10 +45,9 @@ def scattered(pieces: Sequence[Piece], groups: Sequence[Any]) -> list[Tensor]:
     for r, row in enumerate(rows):
         for own, place in zip(chunks, row.split(sizes), strict=True):
             place[: own[r].numel()] = own[r].reshape(-1)
-    total = first.new_empty(sum(sizes))
-    REDUCE_SCATTER(total, rows.flatten(), group=shards)
+    total = reduce_scattered(rows, shards)
     for group in replicas:
-        distributed.all_reduce(total, group=group)
+        total = all_reduced(total, group)
     return [
         placed(own[shards.rank()].numel(), flat, piece.like)
         for own, flat, piece in zip(chunks, total.split(sizes), pieces, strict=True)
