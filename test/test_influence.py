@@ -638,6 +638,17 @@ def test_projected_influence_of_many_directions() -> None:
     assert (found - expected).norm() < 0.2 * expected.norm()
 
 
+def test_gradients_of_the_caller_stay() -> None:
+    model, loss, X, y = problem("mlp")
+    loss(model(X), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    influence = Influence(model, loss, batches(X, y))
+    influence.scores((X[N:], y[N:]))
+    influence.self_scores()
+    ProjectedInfluence(model, loss, batches(X, y)).scores((X[N:], y[N:]))
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
 def test_wrong_arguments() -> None:
     model, loss, X, y = problem("mlp")
     data = batches(X, y)

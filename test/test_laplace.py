@@ -324,6 +324,14 @@ def test_uncertainty_grows_away_from_data() -> None:
     assert far.diagonal(dim1=1, dim2=2).mean() > near.diagonal(dim1=1, dim2=2).mean()
 
 
+def test_gradients_of_the_caller_stay() -> None:
+    model, loss, X, y = problem("mlp", "mean")
+    loss(model(X), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    Laplace(model, loss, batches(X, y)).outputs(X)
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
 def test_wrong_arguments() -> None:
     model, loss, X, y = problem("mlp")
     data = batches(X, y)

@@ -127,7 +127,6 @@ class Attribution:
     ) -> tuple[float, list[Any]]:
         """Return a batch's weight, and for each parameter what an extension makes of ``∇ℓ_n``."""
         objective = self._objective
-        gradients = [p.grad for p in objective.params]
         ext.savefield = "_backpack_influence"
         with (
             extended(objective.model, self._use_converter or "record") as model,
@@ -148,8 +147,6 @@ class Attribution:
                     loss.backward(inputs=list(objective.params))
             finally:
                 values = [vars(p).pop(ext.savefield, None) for p in objective.params]
-                for p, gradient in zip(objective.params, gradients, strict=True):
-                    p.grad = gradient
         unused = [n for n, value in zip(self.names, values, strict=True) if value is None]
         if unused:
             raise ValueError(

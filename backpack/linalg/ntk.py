@@ -128,29 +128,25 @@ def factored_jacobian(
     Raises:
         ValueError: If the output does not depend on one of them.
     """
-    found, gradients = [], [p.grad for p in params]
+    found = []
     ext = BatchGrad(factored=True)
     ext.savefield = "_backpack_linalg"
     with torch.inference_mode(False), torch.enable_grad():
         output = model(X)
         outputs = output.reshape(len(output), -1).unbind(1)
-    try:
-        for output in outputs:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                backpack(ext, retain_graph=True),
-            ):
-                output.sum().backward(inputs=list(params), retain_graph=True)
-            values = [vars(p).pop(ext.savefield, None) for p in params]
-            unused = [list(p.shape) for p, v in zip(params, values, strict=True) if v is None]
-            if unused:
-                raise ValueError(
-                    f"The output does not depend on the parameters of shapes {unused} through an "
-                    "extended module. Leave them out (params=...)."
-                )
-            found.append([FactoredGrad.of(value) for value in values])
-    finally:
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
+    for output in outputs:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            backpack(ext, retain_graph=True, gradients=False),
+        ):
+            output.sum().backward(inputs=list(params), retain_graph=True)
+        values = [vars(p).pop(ext.savefield, None) for p in params]
+        unused = [list(p.shape) for p, v in zip(params, values, strict=True) if v is None]
+        if unused:
+            raise ValueError(
+                f"The output does not depend on the parameters of shapes {unused} through an "
+                "extended module. Leave them out (params=...)."
+            )
+        found.append([FactoredGrad.of(value) for value in values])
     return found

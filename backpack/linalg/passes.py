@@ -14,7 +14,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 def values_of(
     params: Sequence[Parameter], exts: Sequence[BackpropExtension], loss: Tensor
 ) -> list[list[Any]]:
-    """Run a backward pass in the context of extensions, and return what they save.
+    """Run a backward pass, in a context of extensions that wants no gradients; return their values.
 
     Args:
         params: The parameters.
@@ -27,17 +27,12 @@ def values_of(
     Raises:
         ValueError: If the loss does not depend on a parameter.
     """
-    gradients = [p.grad for p in params]
     for i, ext in enumerate(exts):
         ext.savefield = f"_backpack_linalg_{i}"
-    for p in params:  # backward() would add to the tensors of the caller, in place
-        p.grad = None
     try:
         loss.backward(inputs=list(params))
     finally:
         values = [[vars(p).pop(ext.savefield, None) for p in params] for ext in exts]
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient
     of_first, *_ = values
     unused = [list(p.shape) for p, v in zip(params, of_first, strict=True) if v is None]
     if unused:

@@ -178,7 +178,7 @@ class GGNSpectrum(LinearOperator):
             extended(loss_function, False) as loss_of,
             torch.inference_mode(False),
             torch.enable_grad(),
-            backpack(*exts),
+            backpack(*exts, gradients=False),
         ):
             loss = loss_of(ready(X), *targets)
             roots, gradients = values_of(self.params, exts, loss)
