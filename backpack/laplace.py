@@ -29,6 +29,7 @@ from torch.func import functional_call
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Parameter
 
 from backpack import disable
+from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
 from backpack.linalg.ntk import output_covariances
@@ -62,6 +63,7 @@ class Laplace:
         noise: float = 1.0,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute loss and curvature, in two passes over the data.
 
@@ -81,6 +83,9 @@ class Laplace:
             noise: Standard deviation of the targets of ``MSELoss``.
             use_converter: As for :class:`~backpack.linalg.KroneckerGGN`.
             progress: The same.
+            process_group: As for :class:`~backpack.linalg.GGN`: processes with a part of the data
+                each. The posterior is that of all data, the same on all processes; predictions need
+                no other process.
 
         Raises:
             ValueError: If a number is not positive, the curvature is not structured or does not
@@ -88,12 +93,14 @@ class Laplace:
         """
         check_read_again("Laplace", data)
         chosen = chosen_parameters(model, data, params)
-        self._objective = Objective(model, loss_function, data, chosen, progress)
+        objective = Objective(model, loss_function, data, chosen, progress, process_group)
+        self._objective = objective
         self._use_converter, self._noise = use_converter, positive(noise, "noise")
         self._is_normal = isinstance(loss_function, MSELoss)
-        own = self._objective.params
+        own = objective.params
         self.mean = parameter_list_to_vector(own).detach()
-        given = built(curvature, model, loss_function, data, own, use_converter, progress)
+        options = (own, use_converter, progress, objective.process_group)
+        given = built(curvature, objective.model, loss_function, data, *options)
         if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
             raise ValueError(
                 f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
@@ -101,7 +108,9 @@ class Laplace:
             )
         self.loss, scale = self._summed_loss()
         self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)
-        self._names = self._objective.names
+        if objective.group is not None:
+            check_same(objective.group, "curvature of Laplace", self.curvature.trace())
+        self._names = objective.names
         self.prior_precision = prior_precision
 
     @property
@@ -130,16 +139,20 @@ class Laplace:
 
     def _summed_loss(self) -> tuple[float, float]:
         """Return the negative log likelihood, and its ratio to the loss as it is reduced."""
-        objective, total, weights = self._objective, 0.0, 0.0
-        self._num_targets = 0
-        with torch.no_grad(), disable():
+        objective, total, weights, count = self._objective, 0.0, 0.0, 0
+        with torch.no_grad(), disable(), objective.telling():
             for X, targets in objective:
                 output = objective.model(X)
                 self._is_one = output.dim() == 2  # prediction for each sample
                 if weight := objective.weight(output, targets):
                     loss = objective.loss_function(output, *targets)
                     total, weights = total + weight * float(loss), weights + weight
-                    self._num_targets += output.numel()
+                    count += output.numel()
+        if objective.group is not None:
+            own = torch.tensor([total, count], dtype=torch.float64, device=self.mean.device)
+            sums, weights = objective.total("loss of Laplace", [own], weights)
+            total, count = float(sums[0]), int(sums[1])
+        self._num_targets = count
         scale = 1 / (2 * self._noise**2) if self._is_normal else 1.0
         return scale * total, scale * objective.norm(weights)
 

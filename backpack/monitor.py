@@ -58,9 +58,6 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Functions of the entries ``[K]`` of a quantity, by name."""
 
-# Processes compute the same of the same numbers; not to the last bit on machines of several kinds.
-ROUNDING = 1e-4
-
 
 class Writer(Protocol):
     """Where a :class:`Monitor` writes to, :class:`CSVWriter` or TensorBoard's ``SummaryWriter``."""
@@ -353,9 +350,8 @@ def _agreed(group: DataGroup, found: dict[str, Tensor], device: torch.device) ->
     # histograms are compared by the length of their vector
     values = [torch.linalg.vector_norm(v.double()) if v.ndim else v for v in found.values()]
     own = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
-    (each,) = group.gathered("values of metrics", [own.unsqueeze(0)])  # [W, K]
-    differ = ~torch.isclose(each, each[0], rtol=ROUNDING, atol=0, equal_nan=True)
-    for tag, values, is_other in zip(found, each.T, differ.any(0).tolist(), strict=True):
+    each, differ = group.compared("values of metrics", own)
+    for tag, values, is_other in zip(found, each.T, differ.tolist(), strict=True):
         if is_other:
             raise RuntimeError(
                 f"The metric {tag} is another number on each process, {values.tolist()}, so it is "

@@ -21,6 +21,8 @@ from backpack.distributed.shards import is_sharded
 # Over which processes sums over the data are: those of the DistributedDataParallel around the
 # model, or of its DTensors, or of a group; None: each process has all data.
 ProcessGroupChoice = ProcessGroup | Literal["module"] | None
+# Processes compute the same of the same numbers; not to the last bit on machines of several kinds.
+ROUNDING = 1e-4
 ADVICE = (
     "Give process_group=torch.distributed.group.WORLD to add up what the processes compute of "
     "their own data, or process_group=None if each has all data."
@@ -63,6 +65,11 @@ class DataGroup:
         return None if choice is None or choice.size() == 1 else cls(choice)
 
     @property
+    def groups(self) -> tuple[Any, ...]:
+        """The groups that have all processes as their product."""
+        return self._processes.groups
+
+    @property
     def size(self) -> int:
         """Number of processes."""
         return self._processes.number
@@ -71,7 +78,7 @@ class DataGroup:
     def rank(self) -> int:
         """The number of this process."""
         rank = 0
-        for group in reversed(self._processes.groups):
+        for group in reversed(self.groups):
             rank = rank * group.size() + group.rank()
         return rank
 
@@ -88,7 +95,10 @@ class DataGroup:
         except NotAgreedError:  # they know
             raise
         except Exception as error:
-            tell(self._processes, error)
+            told = vars(error).setdefault("_backpack_told", [])  # by a block inside of this one
+            if self._processes not in told:
+                told.append(self._processes)
+                tell(self._processes, error)
             raise
 
     def agree(self, what: str) -> None:
@@ -119,7 +129,7 @@ class DataGroup:
         for dtype in dict.fromkeys(value.dtype for value in values):
             places = [i for i, value in enumerate(values) if value.dtype == dtype]
             flat = torch.cat([values[i].reshape(-1) for i in places])
-            for group in self._processes.groups:
+            for group in self.groups:
                 distributed.all_reduce(flat, group=group)
             pieces = flat.split([values[i].numel() for i in places])
             for i, piece in zip(places, pieces, strict=True):
@@ -141,9 +151,26 @@ class DataGroup:
         """
         shapes = [(list(value.shape[1:]), value.dtype) for value in values]
         self.agree(f"{what}: {shapes}")
-        for group in self._processes.groups:
+        for group in self.groups:
             values = _gathered(group, values)
         return list(values)
+
+    def compared(self, what: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare what all processes should have computed alike.
+
+        Args:
+            what: What it is: has to be the same on all processes.
+            numbers: Of this process. ``[K]``
+
+        Returns:
+            Those of all, ``[W, K]``, and which are others on some process. ``[K]``
+
+        Raises:
+            RuntimeError: As for :meth:`total`.
+        """
+        (each,) = self.gathered(what, [numbers.unsqueeze(0)])
+        same = torch.isclose(each, each[0], rtol=ROUNDING, atol=0, equal_nan=True)
+        return each, ~same.all(0)
 
     def __deepcopy__(self, memo: Any) -> DataGroup:
         """Return itself: a copy of what sums over processes does so over the same ones."""
@@ -153,9 +180,30 @@ class DataGroup:
         """Return the tensors that the first process has; they have the same shapes on all."""
         found = [value.contiguous() for value in values]
         for value in found:
-            for group in self._processes.groups:
+            for group in self.groups:
                 distributed.broadcast(value, group=group, group_src=0)
         return found
+
+
+def check_same(group: DataGroup, what: str, numbers: Tensor) -> None:
+    """Refuse what should be the same on all processes, and is not.
+
+    Args:
+        group: The processes.
+        what: What it is.
+        numbers: ``[K]``, or one.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    each, differ = group.compared(what, numbers.detach().reshape(-1))
+    if differ.any():
+        k = int(differ.nonzero()[0])
+        raise RuntimeError(
+            f"The {what} is another one on each process: entry {k} of {len(differ)} is "
+            f"{each[:, k].tolist()}. Give all processes the same; what sums over data needs the "
+            "process_group."
+        )
 
 
 def telling(group: DataGroup | None) -> AbstractContextManager[Any]:

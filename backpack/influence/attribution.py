@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
+from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.linalg.extended import UseConverter, extended
@@ -35,10 +36,12 @@ class Attribution:
         measure: Measure | None,
         use_converter: UseConverter,
         progress: bool,
+        process_group: ProcessGroupChoice,
     ):
         """Store what is given."""
         check_read_again(type(self).__name__, train_data)
-        self._objective = Objective(model, loss_function, train_data, params, progress)
+        options = (params, progress, process_group)
+        self._objective = Objective(model, loss_function, train_data, *options)
         self._measure = measure
         self._use_converter = use_converter
         self.names = self._objective.names
@@ -53,10 +56,13 @@ class Attribution:
                 instead of computed: an interrupted program goes on where it was.
 
         Returns:
-            ``[Q, N]``, samples in the order of the data; or a dictionary of these, by name.
+            ``[Q, N]``, samples in the order of the data, those of the first process first; or a
+            dictionary of these, by name.
 
         Raises:
             ValueError: If the folder belongs to other queries, data or options.
+            RuntimeError: If queries differ between processes, an error has stopped one, or one does
+                not come.
         """
         return self._joined(self._each_batch(queries, folder), by)
 
@@ -64,12 +70,16 @@ class Attribution:
         """Put the scores of batches together, by groups of parameters."""
         parts: dict[str, list[Tensor]] = {}
         weights = 0.0
-        for weight, found in batches:
-            weights += weight
-            for name, values in grouped(found, by).items():
-                parts.setdefault(name, []).append(values)
+        with self._objective.telling():
+            for weight, found in batches:
+                weights += weight
+                for name, values in grouped(found, by).items():
+                    parts.setdefault(name, []).append(values)
+            whole = {name: torch.cat(_padded(values), 1) for name, values in parts.items()}
         norm = self._norm(weights)
-        scores = {name: torch.cat(_padded(values), 1) / norm for name, values in parts.items()}
+        rows = self._gathered([values.transpose(0, 1) for values in whole.values()])
+        each = zip(whole, rows, strict=True)
+        scores = {name: values.transpose(0, 1) / norm for name, values in each}
         return scores[""] if by == "model" else scores
 
     def top(
@@ -93,27 +103,55 @@ class Attribution:
         sign = -1.0 if harmful else 1.0
         best: tuple[Tensor, Tensor] | None = None
         norm, start, weights = 1.0, 0, 0.0
-        if isinstance(queries, Tensor):
-            batches: Iterable[tuple[float, dict[str, Tensor]]] = [(0.0, {"": queries})]
-        else:
-            batches = self._each_batch(queries, folder)
-        for weight, found in batches:
-            weights += weight
-            values = sign * grouped(found, "model")[""]
-            numbers = torch.arange(start, start + values.shape[1], device=values.device)
-            start += values.shape[1]
-            numbers = numbers.expand_as(values)
-            if best is not None:
-                values, numbers = torch.cat([best[0], values], 1), torch.cat([best[1], numbers], 1)
-            values, places = values.topk(min(k, values.shape[1]), dim=1)
-            best = values, numbers.gather(1, places)
+        is_given = isinstance(queries, Tensor)
+        with self._objective.telling():
+            batches = [(0.0, {"": queries})] if is_given else self._each_batch(queries, folder)
+            for weight, found in batches:
+                weights += weight
+                values = sign * grouped(found, "model")[""]
+                numbers = torch.arange(start, start + values.shape[1], device=values.device)
+                start += values.shape[1]
+                best = _largest(k, best, values, numbers.expand_as(values))
+        if best is not None and not is_given:
+            norm = self._norm(weights)
+            counts = self._gathered([best[1].new_tensor([start])])[0].tolist()
+            first = sum(counts[: self._objective.rank])
+            values, numbers = self._gathered([best[0].T, best[1].T + first])
+            best, start = _largest(k, None, values.T, numbers.T), sum(counts)
         if best is None or best[0].shape[1] < k:
             raise ValueError(f"There are less than {k} samples: {start}.")
-        norm = 1.0 if isinstance(queries, Tensor) else self._norm(weights)
         return sign * best[0] / norm, best[1]
 
+    def _gathered(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Concatenate rows ``[n, *]`` that belong to the samples of each process."""
+        group, what = self._objective.group, type(self).__name__
+        if group is None:
+            return [*rows]
+        if rows[0].dim() > 2:  # [n, Q, T], where processes have batches of other lengths
+            lengths = torch.tensor([[each.shape[2] for each in rows]], device=rows[0].device)
+            (lengths,) = group.gathered(f"positions of {what}", [lengths])
+            longest = lengths.amax(0).tolist()
+            rows = [
+                pad(each, (0, T - each.shape[2])) for each, T in zip(rows, longest, strict=True)
+            ]
+        return group.gathered(what, rows)
+
+    def _of_process(self, folder: str | Path | None) -> Path | None:
+        """Return the part of a folder that belongs to this process."""
+        if folder is None or self._objective.group is None:
+            return None if folder is None else Path(folder)
+        return Path(folder) / f"process{self._objective.rank:03d}"
+
+    def _check_queries(self, flat: Tensor) -> None:
+        """Refuse queries ``[Q, P]`` that are others on other processes."""
+        group = self._objective.group
+        if group is not None:
+            what = f"lengths of {len(flat)} queries of {type(self).__name__}"
+            check_same(group, what, flat.norm(dim=1))
+
     def _norm(self, weights: float) -> float:
-        """Return what sums over terms are divided by."""
+        """Return what sums over terms are divided by, given the weights of this process."""
+        (weights,) = self._objective.total(f"weights of {type(self).__name__}", [], weights)
         return self._objective.norm(weights)
 
     def _each_batch(
@@ -174,7 +212,7 @@ class Attribution:
         is_one = isinstance(queries, tuple) and not isinstance(queries[0], (tuple, list))
         batches = [queries] if is_one else queries
         own = self._objective
-        yield from Objective(own.model, own.loss_function, batches, own.params, False)
+        yield from Objective(own.model, own.loss_function, batches, own.params, False, None)
 
 
 class Directions:
@@ -223,6 +261,16 @@ def grouped(found: Mapping[str, Tensor], by: By) -> dict[str, Tensor]:
             )
         groups[group] = values if known is None else known + values
     return groups
+
+
+def _largest(
+    k: int, best: tuple[Tensor, Tensor] | None, values: Tensor, numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the largest of some values ``[Q, n]`` and the best so far, with their numbers."""
+    if best is not None:
+        values, numbers = torch.cat([best[0], values], 1), torch.cat([best[1], numbers], 1)
+    values, places = values.topk(min(k, values.shape[1]), dim=1)
+    return values, numbers.gather(1, places)
 
 
 def _padded(values: list[Tensor]) -> list[Tensor]:

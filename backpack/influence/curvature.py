@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.influence.attribution import Attribution, By, Directions, Measure
 from backpack.influence.positions import PositionProducts
 from backpack.influence.shards import Shards
@@ -53,6 +54,7 @@ class Influence(Attribution):
         tolerance: float = 1e-6,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute the curvature, in a pass over the data.
 
@@ -76,20 +78,25 @@ class Influence(Attribution):
             use_converter: How functions in the forward are seen: recorded while it runs (default),
                 or ``"trace"``, see :func:`backpack.extend`.
             progress: Show a bar in a terminal for passes of more than a second (needs ``tqdm``).
+            process_group: As for :class:`~backpack.linalg.GGN`: processes with a part of the
+                training data each. All have to call methods together, with the same queries;
+                results are those of all data, the same on all.
 
         Raises:
             ValueError: If damping is missing or negative, the operator has another size, or as for
                 :class:`~backpack.linalg.MatrixFreeOperator`.
         """
-        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        options = (params, measure, use_converter, progress, process_group)
+        super().__init__(model, loss_function, train_data, *options)
         if query_rank is not None and query_rank < 1:
             raise ValueError(f"query_rank has to be at least 1, got {query_rank}.")
         self._query_rank, self._tolerance = query_rank, tolerance
         own = self._objective.params
         self.curvature: LinearOperator | None = None
         if isinstance(curvature, LinearOperator) or curvature != "identity":
-            options = (own, use_converter, progress)
-            self.curvature = built(curvature, model, loss_function, train_data, *options)
+            inner, choice = self._objective.model, self._objective.process_group
+            how = (own, use_converter, progress, choice)
+            self.curvature = built(curvature, inner, loss_function, train_data, *how)
         size = sum(p.numel() for p in own)
         if self.curvature is not None and self.curvature.shape != (size, size):
             raise ValueError(
@@ -151,9 +158,12 @@ class Influence(Attribution):
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         gradients = self._of_queries(queries)
         flat = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
+        self._check_queries(flat)
         directions = self.precondition(flat.T).T  # [Q, P]
+        self._check_queries(directions)  # which an operator of one process would make others
         options = f"damping {self.damping}, rank {self._query_rank}"
-        shards = Shards(folder, directions, options + ", by token" * by_token)
+        own_folder = self._of_process(folder)
+        shards = Shards(own_folder, directions, options + ", by token" * by_token)
         own = self._objective.params
         pieces = directions.split([p.numel() for p in own], 1)
         along = [
@@ -178,21 +188,35 @@ class Influence(Attribution):
         """Compute the influence of each training sample on its own loss, ``[N]``.
 
         High where a sample is learned by heart: an outlier, or a wrong label.
+
+        Raises:
+            NotImplementedError: On several processes with a matrix-free curvature.
         """
+        known = self.curvature is None or isinstance(self.curvature, SpectralOperator)
+        if self._objective.group is not None and not known:
+            raise NotImplementedError(
+                f"self_scores() on several processes needs a curvature with an inverse: with "
+                f"{self.curvature!r}, all would have to solve for the same vectors at the same "
+                "time, but each has samples of its own. Use KroneckerGGN."
+            )
         found, weights = [], 0.0
         step = max(1, BLOCK_ENTRIES // sum(p.numel() for p in self._objective.params))
-        for X, targets in self._objective:
-            weight, gradients = self._gradients(X, targets)
-            weights += weight
-            for start in range(0, len(gradients[0]), step):
-                some = slice(start, start + step)
-                dense = [gradient[some].dense() for gradient in gradients]
-                g = torch.cat([part.reshape(len(part), -1) for part in dense], 1)
-                found.append((g * self.precondition(g.T).T).sum(1))
-        return torch.cat(found) / self._norm(weights)
+        with self._objective.telling():
+            for X, targets in self._objective:
+                weight, gradients = self._gradients(X, targets)
+                weights += weight
+                for start in range(0, len(gradients[0]), step):
+                    some = slice(start, start + step)
+                    dense = [gradient[some].dense() for gradient in gradients]
+                    g = torch.cat([part.reshape(len(part), -1) for part in dense], 1)
+                    found.append((g * self.precondition(g.T).T).sum(1))
+        norm = self._norm(weights)
+        return self._gathered([torch.cat(found)])[0] / norm
 
     def save(self, path: str | Path) -> None:
         """Write curvature and damping to a file: of ``safetensors``, if that is installed.
+
+        Of several processes, the first one writes.
 
         Raises:
             ValueError: If the curvature is matrix-free.
@@ -207,7 +231,8 @@ class Influence(Attribution):
                 tensors.update({f"bases.{i}.{j}": basis for j, basis in enumerate(block)})
         elif self.curvature is not None:
             raise ValueError(f"{self.curvature!r} is matrix-free: there are no factors to save.")
-        save_tensors(path, tensors, {"damping": repr(self.damping), **self._shapes()})
+        if not self._objective.rank:
+            save_tensors(path, tensors, {"damping": repr(self.damping), **self._shapes()})
 
     def _shapes(self) -> dict[str, str]:
         own = self._objective.params

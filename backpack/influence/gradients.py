@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure
 from backpack.influence.shards import Shards
@@ -39,6 +40,7 @@ class TracIn(Attribution):
         measure: Measure | None = None,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Store what is given; nothing is computed.
 
@@ -53,11 +55,13 @@ class TracIn(Attribution):
             measure: As for :class:`~backpack.influence.Influence`.
             use_converter: The same.
             progress: The same.
+            process_group: The same.
 
         Raises:
             ValueError: If there is no checkpoint, or not one learning rate for each.
         """
-        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        options = (params, measure, use_converter, progress, process_group)
+        super().__init__(model, loss_function, train_data, *options)
         self._checkpoints = list(checkpoints)
         self._rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
         if not checkpoints or len(self._rates) != len(self._checkpoints):
@@ -76,7 +80,8 @@ class TracIn(Attribution):
         totals: list[tuple[float, dict[str, Tensor]]] = []
         for c, (checkpoint, rate) in enumerate(zip(self._checkpoints, self._rates, strict=True)):
             with self._at(checkpoint):
-                below = None if folder is None else Path(folder) / f"checkpoint{c:03d}"
+                own = self._of_process(folder)
+                below = None if own is None else own / f"checkpoint{c:03d}"
                 for i, (weight, found) in enumerate(self._at_checkpoint(queries, below)):
                     scaled = {name: rate * values for name, values in found.items()}
                     if not c:
@@ -91,6 +96,7 @@ class TracIn(Attribution):
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         of_queries = self._of_queries(queries)
         flat = torch.cat([g.reshape(len(g), -1) for g in of_queries], 1)
+        self._check_queries(flat)
         shards = Shards(folder, flat, f"projection {self._projection}")
         along = [Directions(gradient, None) for gradient in of_queries]
         if self._projection is not None:
@@ -136,7 +142,7 @@ class ProjectedInfluence(Attribution):
     2023), for one model and without its weights of the samples.
 
     Attributes:
-        features: ``[N, D]``.
+        features: Those of the samples of this process. ``[N, D]``
         damping: λ.
     """
 
@@ -151,6 +157,7 @@ class ProjectedInfluence(Attribution):
         measure: Measure | None = None,
         use_converter: UseConverter = False,
         progress: bool = True,
+        process_group: ProcessGroupChoice = "module",
     ):
         """Compute the features, in a pass over the data.
 
@@ -164,23 +171,29 @@ class ProjectedInfluence(Attribution):
             measure: As for :class:`~backpack.influence.Influence`.
             use_converter: The same.
             progress: The same.
+            process_group: The same.
 
         Raises:
             ValueError: If the damping is not positive.
         """
-        super().__init__(model, loss_function, train_data, params, measure, use_converter, progress)
+        options = (params, measure, use_converter, progress, process_group)
+        super().__init__(model, loss_function, train_data, *options)
         if not damping > 0:
             raise ValueError(f"The damping has to be positive, got {damping}.")
         self._projection = ProjectedGrad(256) if projection is None else projection
         self.damping = damping
-        rows, weights = [], []
-        for X, targets in self._objective:
-            weight, found = self._values(self._projection, X, targets, False)
-            weights.append(weight)
-            rows.append(torch.stack(found).sum(0))
+        rows, self._weight = [], 0.0
+        with self._objective.telling():
+            for X, targets in self._objective:
+                weight, found = self._values(self._projection, X, targets, False)
+                self._weight += weight
+                rows.append(torch.stack(found).sum(0))
         self.features = torch.cat(rows)
-        self._weight = self._norm(sum(weights))
-        F = self.features.T @ self.features / self._weight
+        F, weight = self._objective.total(
+            "features of ProjectedInfluence", [self.features.T @ self.features], self._weight
+        )
+        self._number_of_terms = self._objective.norm(weight)
+        F = F / self._number_of_terms
         eye = torch.eye(len(F), dtype=F.dtype, device=F.device)
         self._root = torch.linalg.cholesky(F + damping * eye)
 
@@ -191,6 +204,7 @@ class ProjectedInfluence(Attribution):
             raise ValueError("Features are kept: there is nothing to write to a folder.")
         found = [self._values(self._projection, *batch, True)[1] for batch in self._read(queries)]
         of_queries = torch.cat([torch.stack(values).sum(0) for values in found])
+        self._check_queries(of_queries)
         yield self._weight, {"": of_queries @ self._solved(self.features).T}
 
     def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
@@ -204,4 +218,5 @@ class ProjectedInfluence(Attribution):
 
     def self_scores(self) -> Tensor:
         """Compute the influence of each training sample on its own loss, ``[N]``."""
-        return (self.features * self._solved(self.features)).sum(1) / self._weight
+        own = (self.features * self._solved(self.features)).sum(1)
+        return self._gathered([own])[0] / self._number_of_terms

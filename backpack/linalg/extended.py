@@ -59,6 +59,7 @@ def built(
     params: Iterable[Parameter],
     use_converter: UseConverter,
     progress: bool,
+    process_group: Any,
 ) -> Any:
     """Build an operator of a class; those that do not extend the model need no converter.
 
@@ -70,9 +71,11 @@ def built(
         params: Parameters.
         use_converter: For the class, if it has that argument and something was chosen.
         progress: For the class.
+        process_group: For the class, which has to have that argument if it is not None.
 
     Raises:
         TypeError: If it is neither.
+        ValueError: If it does not sum over processes, and there are several.
     """
     if isinstance(curvature, LinearOperator):
         return curvature
@@ -82,7 +85,14 @@ def built(
         )
     # False is the default of those who call; it leaves what partial(...) has chosen
     takes = use_converter and "use_converter" in signature(curvature).parameters
-    options = {"use_converter": use_converter} if takes else {}
+    options: dict[str, Any] = {"use_converter": use_converter} if takes else {}
+    if "process_group" in signature(curvature).parameters:
+        options["process_group"] = process_group
+    elif process_group is not None:
+        raise ValueError(
+            f"{curvature!r} does not take a process_group, so that it would be the curvature of "
+            "the data of one process. Give an operator that sums over the processes."
+        )
     return curvature(model, loss_function, data, params=params, progress=progress, **options)
 
 

@@ -141,6 +141,16 @@ class Objective:
         if is_empty:
             raise ValueError("The data has no batches.")
 
+    @property
+    def process_group(self) -> Any:
+        """The choice of processes for others who sum over the same ones; None for this alone."""
+        return None if self.group is None else self.group.groups[0]
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those."""
+        return 0 if self.group is None else self.group.rank
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Let an error of this process be one on all that sum with it."""
@@ -233,6 +243,8 @@ def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
         if own:
             called.append(own)
 
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     X, *_ = next(iter(data))
     device = next(model.parameters()).device
     handles = [module.register_forward_hook(note) for module in model.modules()]
