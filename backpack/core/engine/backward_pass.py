@@ -97,6 +97,13 @@ NESTED_IN_THREADS = (
 )
 
 
+NOT_LEFT_ALONE = (
+    "gradients=False: a backward pass inside of another one, or in a thread that has taken "
+    "over the context, would accumulate into p.grad. If it is that of torch.utils.checkpoint, use "
+    "use_reentrant=False; else enter the context where backward() is called."
+)
+
+
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
 LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
@@ -244,6 +251,8 @@ class BackwardPass:
         is_nested = bool(outer) and any(
             other.configuration.scope is configuration.scope for other in outer
         )
+        if entry is None and not configuration.gradients:
+            raise NotImplementedError(NOT_LEFT_ALONE)
         new = cls(configuration, entry, is_nested)
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
         if current is new:

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.context import Configuration, disable
 from backpack.core import fast
-from backpack.core.record import calls
+from backpack.core.record import calls, shards
 from backpack.core.record.calls import Call, Origin, is_output
 from backpack.core.record.kernels import KernelOverride
 
@@ -170,7 +170,7 @@ def elide(
     """
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own
-    order, users = _upstream_first(roots)
+    order, users = _upstream_first([root.grad_fn for root in roots])
     if any(isinstance(node, BackwardCFunction) and not is_output(node) for node in order):
         return NOTHING  # may run a backward pass of its own, which knows nothing of this one
     leaves = {node: node.variable for node in order if hasattr(node, "variable")}
@@ -233,18 +233,18 @@ def elide(
     return Elided(elided, asked, overrides) if elided else NOTHING
 
 
-def _upstream_first(roots: Sequence[Tensor]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """List the nodes of a graph, each behind the nodes above it, and the nodes below each.
+def _upstream_first(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """List the nodes above some, each behind the nodes above it, and the nodes below each.
 
-    Nobody (None) leads to the roots.
+    Nobody (None) leads to the first ones.
     """
     order: list[Any] = []
     users: dict[Any, list[Any]] = defaultdict(list)
     seen: set[Any] = set()
     stack: list[tuple[Any, bool]] = []
     for root in roots:
-        users[root.grad_fn].append(None)
-        stack.append((root.grad_fn, False))
+        users[root].append(None)
+        stack.append((root, False))
     while stack:
         node, is_done = stack.pop()
         if is_done:
@@ -286,16 +286,29 @@ def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Let the gradients of all recorded parameters be what they were, whatever is accumulated."""
-    params = {p for call in calls.all_live_calls() for p in call.params.values() if p.is_leaf}
+def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
+    """Let gradients of recorded parameters be what they were, whatever a backward pass accumulates.
+
+    Args:
+        nodes: Where it starts in the graph: what is not above belongs to others.
+    """
+    order, _ = _upstream_first(nodes)
+    leaves = {id(node.variable) for node in order if hasattr(node, "variable")}
+    own = (p for call in calls.all_live_calls() for p in call.params.values())
+    params = [shards.home(p) for p in dict.fromkeys(own) if id(p) in leaves]
     before = [(p, p.grad) for p in params]
+    copies: list[Tensor | None] = [None] * len(before)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # what is in buckets is written over
+        copies = [None if grad is None else grad.clone() for _, grad in before]
     try:
         for p in params:
             p.grad = None
         yield
     finally:
-        for p, gradient in before:
+        for (p, gradient), copy in zip(before, copies, strict=True):
+            if gradient is not None and copy is not None:
+                gradient.detach().copy_(copy)
             p.grad = gradient
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from backpack.context import CTX, STATE, disable, update
@@ -127,12 +128,20 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if configuration.gradients and not candidates:
             return func(*args, **kwargs)
         call = signature(func).bind(*args, **kwargs)
-        inputs = call.arguments.get("inputs")
-        if call.arguments.get("create_graph") or (configuration.gradients and inputs is not None):
+        inputs, differentiable = map(call.arguments.get, ("inputs", "create_graph"))
+        if differentiable and not configuration.gradients:
+            raise ValueError(
+                "gradients=False: backward(create_graph=True) asks for gradients. Leave one of "
+                "them out."
+            )
+        if differentiable or (configuration.gradients and inputs is not None):
             return func(*args, **kwargs)
         if configuration.gradients:
             return self._elided(func, entry, call, candidates)
-        with elided_gradients.left_alone():
+        if inputs is not None:  # perhaps a generator
+            inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+            call.arguments["inputs"] = inputs
+        with elided_gradients.left_alone(entry.nodes):
             return self._elided(func, entry, call, candidates)
 
     def _elided(
@@ -142,12 +151,10 @@ class InterceptBackward(overrides.TorchFunctionMode):
         call: BoundArguments,
         candidates: dict[Call, set[Parameter]],
     ) -> Any:
-        roots, args, kwargs = entry.roots, call.args, call.kwargs
-        inputs = call.arguments.get("inputs")
-        only = (inputs,) if isinstance(inputs, Tensor) else inputs
+        roots, only = entry.roots, call.arguments.get("inputs")
         elided, asked, instead = elided_gradients.elide(roots, candidates, only)
         if not elided:
-            return func(*args, **kwargs)
+            return func(*call.args, **call.kwargs)
         call.arguments["inputs"] = asked
         entry.elided = elided
         with kernels.in_use(instead, roots, self.completed):
