@@ -8,18 +8,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from backpack.core.features import set_variable, variable_of_caller
 from backpack.core.types import Extension
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
 
 ExtensionHook = Callable[[Module], Any]
 
@@ -210,6 +207,19 @@ class CTX:
             return
         known = cls._extended.get(module, [])
         cls._extended[module] = [*(one for one in known if _is_there(one)), handle]
+
+    @classmethod
+    def adopt(cls, module: Module, hook: Any) -> None:
+        """Take note of a copy of an extended module, which has come with a hook."""
+        own = vars(module)
+        own["_backpack_identity"] = id(module)
+        for key, other in module._forward_hooks.items():
+            if other is hook and module not in cls._extended:
+                handle = RemovableHandle(
+                    module._forward_hooks, extra_dict=module._forward_hooks_with_kwargs
+                )
+                handle.id = key
+                cls.add_hook_handle(handle, module)
 
     @classmethod
     def extended(cls) -> list[Module]:

@@ -208,20 +208,21 @@ class Monitor:
                 metric is another one on each.
         """
         found: dict[str, Tensor] = {}
-        if self.due:
+        step, due = self.steps, self.due
+        self.steps += 1  # also if it cannot be written
+        if due:
             with telling(self._group):
-                found = self._found(scalars)
+                found = self._found(scalars, step)
             if self._writer is not None and self._writes:
                 for tag, value in found.items():
                     if value.ndim == 0:
-                        self._writer.add_scalar(tag, value.item(), self.steps)
+                        self._writer.add_scalar(tag, value.item(), step)
                     else:
-                        self._writer.add_histogram(tag, value, self.steps)
-        self.steps += 1
+                        self._writer.add_histogram(tag, value, step)
         return found
 
-    def _found(self, scalars: dict[str, float | Tensor]) -> dict[str, Tensor]:
-        """Compute all values of the step at hand, by tag."""
+    def _found(self, scalars: dict[str, float | Tensor], step: int) -> dict[str, Tensor]:
+        """Compute all values of a step, by tag."""
         params, group = self._parameters, self._group
         reduced = [metric for metric in self._metrics.values() if isinstance(metric, Reduced)]
         attributes = dict.fromkeys(metric.attribute for metric in reduced)
@@ -233,7 +234,7 @@ class Monitor:
         }
         device = next(iter(params.values())).device
         if group is not None:
-            what = f"step {self.steps} of a Monitor with {', '.join((*scalars, *self._metrics))}"
+            what = f"step {step} of a Monitor with {', '.join((*scalars, *self._metrics))}"
             totals = group.total(what, [value.to(device) for value in found.values()])
             found = dict(zip(found, (total / group.size for total in totals), strict=True))
         vectors = {
@@ -251,7 +252,8 @@ class Monitor:
                 each = [_explained(name, p, metric, [p]) for name, p in params.items()]
                 together = metric(list(params.values()))
             tags = [*(f"{tag}/{name}" for name in params), tag]
-            values = [whole(torch.as_tensor(value)) for value in (*each, together)]
+            # copies: a histogram may be the memory of the attribute
+            values = [whole(torch.as_tensor(value)).clone() for value in (*each, together)]
             found.update(zip(tags, values, strict=True))
         return found if group is None else _agreed(group, found, device)
 

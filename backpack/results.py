@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.engine.results import Attributes, saved
+from backpack.core.engine.results import Attributes, put_in_place, saved
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.utils.kroneckers import EigenKronecker
 
@@ -104,7 +104,7 @@ class MoveResults:
         read = [module.parameter] if isinstance(module, ParameterModule) else []
         for p in (*read, *module.parameters()):
             for name, value in saved(p).items():
-                setattr(p, name, self._moved(value))
+                put_in_place(p, name, self._moved(value))
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -956,3 +956,37 @@ def test_some_gradients_that_nobody_wants(exts: Any, chosen: list[set[Any]]) -> 
                 setattr(p, ext.savefield, None)
     torch.testing.assert_close(X.grad, of_data)
     assert chosen
+
+
+def test_gradients_of_others_are_not_touched() -> None:
+    """Another model's stay where they are while a pass leaves its own alone."""
+    mine, other = extend(network()), extend(network())
+    (X, y), loss = data(), extend(nn.CrossEntropyLoss())
+    losses = loss(mine(X), y), extend(nn.CrossEntropyLoss())(other(X), y)
+    kept = [torch.ones_like(p) for p in other.parameters()]
+    for p, grad in zip(other.parameters(), kept, strict=True):
+        p.grad = grad
+    seen: list[Any] = []
+    losses[0].register_hook(lambda _: seen.extend(p.grad for p in other.parameters()))
+    with library.backpack(BatchGrad(), gradients=False):
+        losses[0].backward(inputs=(p for p in mine.parameters()))
+    assert all(a is b for a, b in zip(seen, kept, strict=True)) and len(seen) == len(kept)
+    assert all(p.grad is None and hasattr(p, "grad_batch") for p in mine.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_cannot_be_left_alone() -> None:
+    (X, y), loss = data(), extend(nn.CrossEntropyLoss())
+    model = extend(network())
+    with (
+        library.backpack(BatchGrad(), gradients=False),
+        pytest.raises(ValueError, match=r"gradients=False.*create_graph"),
+    ):
+        loss(model(X), y).backward(create_graph=True)
+    h = checkpoint(model, X.requires_grad_(), use_reentrant=True)
+    with (
+        library.backpack(BatchGrad(), gradients=False),
+        pytest.raises(NotImplementedError, match=r"gradients=False.*use_reentrant=False"),
+    ):
+        loss(h, y).backward()
+    assert all(p.grad is None for p in model.parameters())

@@ -5,6 +5,7 @@ What each quantity is for networks of them is tested in test_quantities.py, too.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from test_quantities import TOLERANCE, products, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import extensions
+from backpack import backpack, extend, extensions
 from backpack.core.derivatives import by_autograd
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
@@ -361,3 +362,27 @@ def test_samples_are_treated_in_chunks(case: Case, monkeypatch: pytest.MonkeyPat
     """One at a time or all at once: the same."""
     monkeypatch.setattr(by_autograd, "CHUNK_ENTRIES", 1)
     agrees(case)
+
+
+def test_powers_by_integers_are_told_apart() -> None:
+    """A power of 1 is affine, one of 3 is not, though both tensors look alike."""
+
+    class Powers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            one, three = torch.ones(3, dtype=torch.long), torch.full((3,), 3)
+            return torch.pow(h, one) + torch.pow(h, three)
+
+    torch.manual_seed(0)
+    model, loss = Powers(), nn.MSELoss()
+    batch = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    expected = oracle.hessian_diag(copy.deepcopy(model), loss, *batch)
+    recorded = extend(model, use_converter="record")
+    with backpack(extensions.DiagHessian()):
+        extend(loss)(recorded(batch[0]), batch[1]).backward()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, value)

@@ -285,3 +285,28 @@ def test_batch_average_has_none() -> None:
                 "BOTEV_MARTENS",
                 approximation=approximation,  # type: ignore[arg-type]
             )
+
+
+def test_losses_that_ignore_different_targets() -> None:
+    """Which positions of a layer count is not known, then."""
+    layer, X = extend(nn.Linear(4, 3).double()), torch.rand(N, 5, 4, dtype=torch.float64)
+    loss = extend(nn.CrossEntropyLoss(ignore_index=-1))
+    targets = torch.arange(N * 5) % 3
+    others = targets.where(torch.arange(N * 5) % 4 > 0, torch.tensor(-1))
+    h = layer(X).flatten(0, 1)
+    with (
+        backpack(KFLR(approximation="expand")),
+        pytest.raises(ValueError, match=r"kflr: approximation='expand'.*losses ignore different"),
+    ):
+        (loss(h, targets) + loss(h, others)).backward()
+
+
+def test_a_part_of_the_batch_whose_targets_are_all_ignored() -> None:
+    layer, X = extend(nn.Linear(4, 3).double()), torch.rand(N, 5, 4, dtype=torch.float64)
+    loss = extend(nn.CrossEntropyLoss(ignore_index=-1, reduction="sum"))
+    ignored, targets = torch.full((N * 5,), -1), torch.arange(N * 5) % 3
+    for y in (ignored, targets):
+        with backpack(KFLR(approximation="expand"), accumulate=True):
+            loss(layer(X).flatten(0, 1), y).backward()
+    rows = X.flatten(0, 1)
+    close(layer.weight.kflr[1], rows.T @ rows / len(rows))

@@ -207,3 +207,41 @@ def test_plot_histograms(model: Any, log: bool) -> None:
     counts = [sum(bar.get_height() for bar in axes.patches) for axes in panels]
     assert counts == [12, 3 if log else 4, 8]
     plt.close(figure)
+
+
+class Collected:
+    """A writer that keeps nothing."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def add_scalar(self, *_: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+    add_histogram = add_scalar
+
+    def close(self) -> None:
+        pass
+
+
+def test_histograms_are_copies(model: Any) -> None:
+    def entries(params: Any) -> Tensor:
+        return params[0].grad.flatten()
+
+    monitor = Monitor(model, [entries], Collected())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    found = monitor.step()
+    model.zero_grad(set_to_none=False)
+    assert found and all((value == 1).all() for value in found.values())
+
+
+def test_a_step_that_cannot_be_written_counts(model: Any) -> None:
+    def norm(params: Any) -> Tensor:
+        return params[0].norm()
+
+    monitor = Monitor(model, [norm], Collected(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        monitor.step()
+    assert monitor.steps == 1

@@ -1143,3 +1143,26 @@ def test_kfac_of_a_weight_that_a_convolution_and_a_transposed_one_share() -> Non
     step = torch.linalg.solve(block + 0.1 * torch.eye(36, dtype=torch.float64), gradient)
     optimizer.step()
     assert_close(up.weight.detach(), before - step.reshape(3, 4, 3))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_copies_of_extended_models_take_the_same_steps(joint: bool) -> None:
+    """Also with factors of swapped axes, and with biases that are joined."""
+    torch.manual_seed(0)
+    convolution = nn.Conv1d(2, 3, 2) if joint else nn.ConvTranspose1d(2, 3, 2)
+    layers = convolution, nn.Flatten(), nn.LazyLinear(2)
+    model = nn.Sequential(*layers).double()
+    data, y = torch.rand(5, 2, 4, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    model(data)
+    extend(model)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    copies = copy.deepcopy(model), torch.load(stored, weights_only=False)
+    for each in (model, *copies):
+        optimiser = KFAC(each.parameters(), extension=extensions.KFLR(joint_bias=joint))
+        with backpack(*optimiser.extensions):
+            extend(nn.MSELoss())(each(data), y).backward()
+        optimiser.step()
+    for each in copies:
+        assert_close(list(each.parameters()), list(model.parameters()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack import backpack, clear, extend, extensions, results
-from backpack.core.engine.results import saved
+from backpack.core.engine.results import has_other_gradient, saved
 
 N = 6
 
@@ -130,3 +130,23 @@ def test_results_of_every_kind_move(device: str) -> None:
         if device == "cpu":
             torch.testing.assert_close(after["kflr"], before["kflr"])
             torch.testing.assert_close(kron.dense(), before["ekfac"].dense())
+
+
+def test_what_belongs_to_a_result_moves_with_it() -> None:
+    """Whether samples were mixed, and which gradient it belongs to."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    lossfunc, X, y = extend(nn.MSELoss()), torch.rand(5, 3), torch.rand(5, 2)
+    marks = []
+    for hook in (None, results.MoveResults("meta")):
+        with (
+            pytest.warns(UserWarning, match="mixes the samples"),
+            backpack(extensions.BatchL2Grad(), extension_hook=hook),
+        ):
+            lossfunc(model(X), y).backward()
+        p = model[0].weight
+        marks.append((vars(p.batch_l2), has_other_gradient(p, "batch_l2")))
+        p.grad = torch.zeros_like(p)
+        marks.append(has_other_gradient(p, "batch_l2"))
+        model.zero_grad()
+    assert marks[0] == marks[2] and marks[1] is marks[3] is True

@@ -392,10 +392,11 @@ class _KroneckerSums(HBP):
 
     def factors(self, p: Parameter, sums: Sequence[Tensor], norm: float) -> list[Tensor]:
         """Return the Kronecker factors of a parameter, for a loss that is divided by a norm."""
+        count = max(1, self.num_samples[p])
         if self.scaled[p] is None:
-            norm = norm if self._has_scale else self.num_samples[p]
+            norm = norm if self._has_scale else count
             return axis_factors([marginal / norm for marginal in sums])
-        norms = [norm if i == self.scaled[p] else self.num_samples[p] for i in range(len(sums))]
+        norms = [norm if i == self.scaled[p] else count for i in range(len(sums))]
         return [factor / n for factor, n in zip(sums, norms, strict=True)]
 
 

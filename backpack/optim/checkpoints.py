@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
 
 
+# What optimisers of torch keep with the shape of a parameter.
+LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+
+
 def load_checkpoint(
     optimizer: Optimizer,
     checkpoint_id: str | PathLike[str] | None = None,
@@ -94,9 +98,9 @@ def _place(
     p = params[number]
     if not getattr(optimizer, "needs_state", _needs_all)(p, attribute):
         return None
-    is_like = attribute in getattr(optimizer, "like_parameters", ()) or len(way) == 3
+    is_like = attribute in (*getattr(optimizer, "like_parameters", ()), *LIKE_PARAMETERS)
     size = getattr(entry, "size", ())
-    if is_like and len(size):
+    if len(size) and (is_like or (len(way) == 3 and size == p.shape)):
         if size != p.shape:
             raise ValueError(
                 f"The checkpoint has {name} of shape {list(size)}, but the parameter has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from functools import reduce
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +54,7 @@ class AveragedEKFAC(SecondOrderBackpropExtension):
                 f"KFAC with ekfac=True needs second moments of what travels back, but "
                 f"{factors!r} has none. Use KFAC() or KFLR() of backpack.extensions."
             )
-        if isinstance(factors.max_factor_size, int) and factors.max_factor_size < MAX_FACTOR_SIZE:
+        if factors.max_factor_size not in (None, MAX_FACTOR_SIZE):
             raise ValueError(
                 f"KFAC with ekfac=True has whole factors, but {factors!r} has diagonals of those "
                 f"with more than {factors.max_factor_size} rows. Leave max_factor_size out."
@@ -249,8 +250,20 @@ class KFAC(PreconditionedOptimizer):
                 bias_of[one.p].state["eigenvectors"] = []  # it has none itself
                 found.append(System(one.group, one.p, one.state, bias_of[one.p]))
             elif one.p not in joined:
+                self._check_alone(one)
                 found.append(System(one.group, one.p, one.state))
         return found
+
+    def _check_alone(self, one: Trained) -> None:
+        """Refuse a weight without the bias that it has its Kronecker factors with."""
+        factors = one.state["curvature"][:-1] if self.ekfac else one.state["curvature"]
+        if prod(map(len, factors)) != one.p.numel():
+            sizes = [len(factor) for factor in factors]
+            raise ValueError(
+                f"{self._describe(one.p)}, {list(one.p.shape)}, has Kronecker factors of sizes "
+                f"{sizes} together with a bias (joint_bias=True) that has no gradient, or is not "
+                "in the optimiser. Train both, or use joint_bias=False."
+            )
 
     def _decompose_together(
         self, spread: Spread, systems: Sequence[System], due: Sequence[System]

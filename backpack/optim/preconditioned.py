@@ -35,6 +35,12 @@ def updated_average(average: Tensor | None, value: Tensor, beta: float, count: i
     """
     if average is None:
         return value.clone()
+    if average.shape != value.shape:
+        raise ValueError(
+            f"An average of shape {list(average.shape)} gets a value of shape {list(value.shape)}: "
+            "other parameters are trained than before (joint_bias=True joins a weight with its "
+            "bias while both are). Make a new optimiser."
+        )
     return average.lerp(value, (1 - beta) / (1 - beta**count))
 
 

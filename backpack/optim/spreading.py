@@ -51,8 +51,9 @@ class Spread:
         self._workers, self._rank = workers, rank
         ranks = distributed.get_process_group_ranks(group)
         first = rank - rank % workers
-        self._team = _subgroup(ranks[first : first + workers])
-        self._peers = _subgroup(ranks[rank % workers :: workers])
+        backend = distributed.get_backend(group)
+        self._team = _subgroup(ranks[first : first + workers], backend)
+        self._peers = _subgroup(ranks[rank % workers :: workers], backend)
         self._owners: dict[Tensor, int] = {}
         self._loads = [0.0] * size
 
@@ -123,8 +124,8 @@ def _cost(p: Any) -> float:
     return sum(d**3 for d in (p.shape[0], prod(p.shape[1:])) if p.dim())
 
 
-def _subgroup(ranks: Sequence[int]) -> Any:
+def _subgroup(ranks: Sequence[int], backend: str) -> Any:
     """Make a group of some processes, which call this at the same time; None for one alone."""
     if len(ranks) == 1:
         return None
-    return distributed.new_group(list(ranks), use_local_synchronization=True)
+    return distributed.new_group(list(ranks), backend=backend, use_local_synchronization=True)

@@ -78,6 +78,9 @@ class Following:
         if self.treatment in (MOVES, RESHAPES):
             values = self._value_inputs()
             return any(isinstance(x, Tensor) and i not in values for i, x in enumerate(inputs))
+        if self.treatment == ENTRIES:  # a power of 1 is affine, one of 2 is not
+            numbers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()]
+            return any(x.dtype is not torch.bool for x in numbers)
         return self.treatment is None and any(
             isinstance(x, Tensor) and i not in self._varied for i, x in enumerate(inputs)
         )

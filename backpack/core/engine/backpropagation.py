@@ -403,6 +403,7 @@ class Backpropagation:
         self.subsampling = subsampling
         self.save = save
         self.left_out = left_out
+        self.savefields = ", ".join(map(_SAVEFIELD, exts))
         self.wanted = frozenset().union(*map(_NEEDS, exts))
         counted = self._counted() if GRAMS["expand"] in self.wanted else None
         if counted is not None:
@@ -419,7 +420,6 @@ class Backpropagation:
             self.gathered = self.gathered - UNSLICED | {"individual"}
         # whether somebody wants the columns themselves, not just the matrix they stand for
         self.shows_columns = is_unsliced or not OF_COLUMNS.isdisjoint(self.wanted)
-        self.savefields = ", ".join(map(_SAVEFIELD, exts))
         self.progress = STATE.get().configuration.progress
         # user-written rules see the whole batch at once
         self.sliced = not any(map(_RULES, exts))
@@ -442,13 +442,27 @@ class Backpropagation:
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
 
     def _counted(self) -> Tensor | None:
-        """Return at which rows of the loss a target counts; None if it does everywhere."""
+        """Return at which rows of the loss a target counts; None if it does everywhere.
+
+        Raises:
+            ValueError: If several losses ignore different targets.
+        """
         rows = [self.plan.rows(call, self.subsampling) for call in self.plan.losses]
         masks = list(map(LossHessian.counted, map(LossHessian, self.plan.losses, rows)))
         known = [mask for mask in masks if mask is not None]
-        if len(known) < len(masks) or len({mask.shape for mask in known}) != 1:
+        if not known:
             return None
-        return torch.stack([mask.to(known[0].device) for mask in known]).any(0)
+        count = len(row_numbers(self.plan.base, self.subsampling)) if self.plan.base else 1
+        first, *others = [mask.reshape(count, -1).to(known[0].device) for mask in known]
+        alike = all(mask.shape == first.shape and torch.equal(mask, first) for mask in others)
+        if len(known) < len(masks) or not alike:
+            names = ", ".join(repr(call) for call in self.plan.losses)
+            raise ValueError(
+                f"{self.savefields}: approximation='expand' leaves out positions whose targets the "
+                f"loss ignores, but the losses ignore different ones: {names}. Use one backward "
+                "pass for each loss, or approximation=None."
+            )
+        return known[0]
 
     def run(self, sources: Sequence[Source]) -> None:
         """Backpropagate from every source, put the slices together, and save."""

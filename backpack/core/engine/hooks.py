@@ -28,7 +28,8 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
         name: What messages call it.
         debug: Print what is done.
     """
-    vars(module)["_backpack_name"] = name
+    own = vars(module)
+    own["_backpack_name"], own["_backpack_identity"] = name, id(module)
     if isinstance(module, torch.jit.ScriptModule):
         warn(
             f"{describe(module)} was made by torch.jit and cannot be extended: its "
@@ -60,6 +61,8 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
         return None
     compiler = set_compiler(None)  # by a function of C: others would be compiled
     try:
+        if vars(module).get("_backpack_identity") != id(module):
+            CTX.adopt(module, _record)
         altered, is_first = None, next(iter(module._forward_hooks.values())) is _record
         if _global_forward_hooks or not is_first:
             altered, is_first = alteration(module, args, kwargs, output), False

@@ -297,7 +297,8 @@ class Products:
         Or, where positions cannot be told apart, of how many samples these are positions.
         """
         if approximation == "expand" and self._has_positions_apart:
-            return sum(map(len, self._rows_that_count())) or self.num_samples
+            rows = self._rows_that_count()
+            return sum(map(len, rows)) if rows else self.num_samples
         return self.num_samples
 
     @lazy
@@ -617,6 +618,13 @@ class Products:
                 rows.append(x.reshape(-1, x.shape[-1]))
         if rows and self.counted is not None:
             counts = [len(x) // len(self[ARRIVED]) for x in rows]
+            if sum(counts) != self[ARRIVED].shape[1]:  # losses that reach some of the uses each
+                raise NotImplementedError(
+                    f"approximation='expand': '{self.uses[0].name}' of "
+                    f"{describe(self.uses[0].call.module)} is used {len(self.uses)} times, for "
+                    "several losses that ignore targets. Use one loss for all of them, or "
+                    "approximation=None."
+                )
             masks = self[ARRIVED].split(counts, 1)
             rows = [x[self._counts(mask > 0)] for x, mask in zip(rows, masks, strict=True)]
         return rows

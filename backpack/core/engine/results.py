@@ -53,16 +53,18 @@ class Attributes(dict[str, Any]):
         results: Names of results, in the order in which they were saved first, each with the
             gradient that it belongs to, if that was noted.
         accumulated: What the results are made of that accumulate over backward passes.
+        moved: Identities of values in whose places others are, by :func:`put_in_place`.
         processes: The processes of results that belong to several.
     """
 
-    __slots__ = ("accumulated", "processes", "results")
+    __slots__ = ("accumulated", "moved", "processes", "results")
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
         self.results: dict[str, Beside | None] = {}
         self.accumulated: dict[str, Any] = {}
+        self.moved: dict[str, int] = {}
         self.processes: dict[str, Averaged] = {}
 
     def others(self) -> dict[str, Any]:
@@ -140,6 +142,7 @@ class Writer:
             own = p.__dict__ = Attributes(own)
         own.results[name] = None
         own.accumulated.pop(name, None)
+        own.moved.pop(name, None)
         own.processes.pop(name, None)
         setattr(p, name, value)
 
@@ -157,14 +160,31 @@ class Writer:
     def __iter__(self) -> Iterator[tuple[Parameter, str, Any]]:
         """List the parameters, the savefields and the results that are still there."""
         for p, name, identity in self._written:
-            value = getattr(p, name, None)
-            if id(value) == identity:
+            value, own = getattr(p, name, None), vars(p)
+            moved = own.moved.get(name) if isinstance(own, Attributes) else None
+            if identity in (id(value), moved) and value is not None:
                 yield p, name, value
 
     def undo(self) -> None:
         """Take back what was written."""
         for p, name, _ in self:
             delattr(p, name)
+
+
+def put_in_place(p: Tensor, name: str, value: Any) -> None:
+    """Put another value in the place of a result, such as the same on another device."""
+    own: Any = vars(p)
+    before = own.get(name)
+    if value is before:
+        return
+    if isinstance(own, Attributes) and name in own.results:
+        own.moved.setdefault(name, id(before))
+        beside = own.results[name]
+        if beside is not None and beside.value() is before and isinstance(value, Tensor):
+            own.results[name] = beside._replace(value=ref(value))
+    if isinstance(before, Tensor) and isinstance(value, Tensor):
+        vars(value).update(vars(before))
+    setattr(p, name, value)
 
 
 def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:

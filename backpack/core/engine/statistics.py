@@ -179,7 +179,7 @@ class OfProducts(Statistics):
         """Make the results, and drop the statistics."""
         for name, count in self.numbers.items():
             if name:
-                self.values[name] = _multiplied(self.values[name], 1 / count)
+                self.values[name] = _multiplied(self.values[name], 1 / max(1, count))
         self.products.resume(self.values, self.numbers[""])
         self.values = {}
         self.products.extract(self.exts, save)
