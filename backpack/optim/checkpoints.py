@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
 
 
-# What optimisers of torch keep with the shape of a parameter.
-LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+# What optimisers, those of torch included, keep with the shape of a parameter.
+LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+)
 
 
 def load_checkpoint(
@@ -33,7 +35,7 @@ def load_checkpoint(
     that is there already, and a new optimiser has none.
 
     Args:
-        optimizer: One with the same parameters, in the same groups: of :mod:`backpack.optim`, or of
+        optimizer: One with the same parameters, in the same groups: of ``backpack.optim``, or of
             ``torch.optim``.
         checkpoint_id: The folder.
         key: Under which the state was saved.

@@ -21,11 +21,13 @@ INTERNAL = (
     "backpack.convert",
     "backpack.core",
     "backpack.distributed",
-    "backpack.linalg.",  # what the packages export is public
+    "backpack.influence.",  # what the packages export is public
+    "backpack.linalg.",
     "backpack.optim.",
     "backpack.utils.by_name",
     "backpack.utils.files",
     "backpack.utils.options",
+    "backpack.utils.progress",
     "backpack.__main__",
     *(f"backpack.custom_module.{name}" for name in ("converted_module", "recurrent_pass")),
 )
