@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -343,6 +344,10 @@ def test_mat_without_v(kind: str, options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- reductions
 
 
+def _individual(rule: Any, name: str, c: Any, mats: Any) -> Tensor:
+    return rule.param_vjp(c, name, mats)
+
+
 @somewhere
 @pytest.mark.parametrize("slice_entries", [1, 2**20])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
@@ -358,15 +363,16 @@ def test_reductions(
     mats = probe.argument(probe.at_rows(probe.mats_out(), rows))
     count = len(torch.arange(N)[rows if rows is not None else slice(None)])
     weights = torch.randn(V, count, dtype=torch.float64)
-    generic: Any = BaseDerivatives
     c = seen(probe.module, rows)
     for name in probe.params:
         for wanted, given in itertools.product(
             ({"square_norm"}, reductions.NAMES), (None, weights)
         ):
-            arguments = (c, name, mats, wanted, given)
-            found = probe.rule.reduced(*arguments)
-            expected = generic._reduced_in_slices(probe.rule, *arguments)
+            found = probe.rule.reduced(c, name, mats, wanted, given)
+            p, rule = probe.rule.parameter(c, name), probe.rule
+            products = partial(_individual, rule, name)
+            generic = c, mats, products, p.shape, p.numel(), wanted, given
+            expected = BaseDerivatives._reduced_in_slices(rule, *generic)
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
