@@ -16,7 +16,7 @@
 ...         loss = loss_function(model(torch.rand(8, 3)), torch.randint(2, (8,)))
 ...         with backpack(Variance(), BatchL2Grad()):
 ...             loss.backward()
-...         monitor.step(loss=loss)
+...         _ = monitor.step(loss=loss)
 >>> [line.rsplit(",", 1)[0] for line in path.read_text().splitlines()[:5]]
 ['step,tag', '0,loss', '0,grad.norm/weight', '0,grad.norm/bias', '0,grad.norm']
 """

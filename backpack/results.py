@@ -79,6 +79,7 @@ class MoveResults:
     other processes or passes, and samples need not be told apart first (parameters that several
     modules use, or functions read). All others are there when the hook runs for the first time.
 
+    >>> import torch
     >>> from backpack import backpack, extend, results
     >>> from backpack.extensions import BatchGrad
     >>> model, lossfunc = extend(torch.nn.Linear(3, 2)), extend(torch.nn.MSELoss())
