@@ -89,7 +89,8 @@ class MoveResults:
     device(type='cpu')
 
     Tensors move, in lists, too, and :class:`~backpack.utils.kroneckers.EigenKronecker`; functions
-    stay. An error later in the backward pass leaves what has been moved.
+    stay. What belongs to a result (its gradient, that samples were mixed) stays with it, and an
+    error later in the backward pass takes it back wherever it is.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):

@@ -288,17 +288,23 @@ def test_batch_average_has_none() -> None:
 
 
 def test_losses_that_ignore_different_targets() -> None:
-    """Which positions of a layer count is not known, then."""
+    """Of one prediction, a position counts for any of them; of several, it is not known."""
     layer, X = extend(nn.Linear(4, 3).double()), torch.rand(N, 5, 4, dtype=torch.float64)
+    head = extend(nn.Linear(3, 3).double())
     loss = extend(nn.CrossEntropyLoss(ignore_index=-1))
     targets = torch.arange(N * 5) % 3
     others = targets.where(torch.arange(N * 5) % 4 > 0, torch.tensor(-1))
-    h = layer(X).flatten(0, 1)
+    some = targets.where(torch.arange(N * 5) % 3 > 0, torch.tensor(-1))
+    h, used = layer(X).flatten(0, 1), torch.arange(N * 5) % 12 > 0
+    for many, rows in ((targets, X.flatten(0, 1)), (some, X.flatten(0, 1)[used])):
+        with backpack(KFLR(approximation="expand"), retain_graph=True):
+            (loss(h, many) + loss(h, others)).backward(retain_graph=True)
+        close(layer.weight.kflr[1], rows.T @ rows / len(rows))
     with (
         backpack(KFLR(approximation="expand")),
         pytest.raises(ValueError, match=r"kflr: approximation='expand'.*losses ignore different"),
     ):
-        (loss(h, targets) + loss(h, others)).backward()
+        (loss(h, targets) + loss(head(h), others)).backward()
 
 
 def test_a_part_of_the_batch_whose_targets_are_all_ignored() -> None:

@@ -150,3 +150,23 @@ def test_what_belongs_to_a_result_moves_with_it() -> None:
         marks.append(has_other_gradient(p, "batch_l2"))
         model.zero_grad()
     assert marks[0] == marks[2] and marks[1] is marks[3] is True
+
+
+def test_an_error_takes_back_what_was_moved() -> None:
+    model, lossfunc, X, y = chain()
+    move, seen = results.MoveResults("meta"), []
+
+    def fails(module: nn.Module) -> None:
+        move(module)
+        for p in module.parameters(recurse=False):
+            seen.extend(value.device.type for value in saved(p).values())
+        if module is model[0]:
+            raise RuntimeError("no space left")
+
+    with (
+        backpack(extensions.BatchGrad(), extension_hook=fails),
+        pytest.raises(RuntimeError, match="no space left"),
+    ):
+        lossfunc(model(X), y).backward()
+    assert set(seen) == {"meta"}
+    assert not any(hasattr(p, "grad_batch") for p in model.parameters())

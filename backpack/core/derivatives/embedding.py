@@ -215,6 +215,7 @@ class EmbeddingDerivatives(BaseDerivatives):
         return self._factor(c, approximation, max_size)
 
     def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        """Return A, ``[W, W]``; of one larger than ``max_size`` the diagonal ``[W]`` alone."""
         if approximation == "reduce":
             looked_up, shape = self._lookups(c), self._out_shape(c)
             factor = self._count_factor(c, looked_up, shape[0], max_size)
@@ -350,17 +351,8 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
             return self.param_vjp(c, name, v).flatten(2).unsqueeze(2)
         return super().kron_rows(c, name, v, approximation)
 
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of the bags, ``[W, W]``: there is one position, so that the factors agree."""
-        return self._factor(c, approximation, inf)
-
-    def kron_inputs_up_to(
-        self, c: Context, name: str, approximation: str | None, max_size: float
-    ) -> list[Tensor]:
-        """Return A of the bags, or its diagonal ``[W]``."""
-        return self._factor(c, approximation, max_size)
-
     def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        """Return A of the bags: there is one position, so that the approximations agree."""
         if c.module.mode == "max":
             return []
         return [self._count_factor(c, self._lookups(c), self._out_shape(c)[0], max_size)]

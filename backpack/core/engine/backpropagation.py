@@ -444,19 +444,25 @@ class Backpropagation:
     def _counted(self) -> Tensor | None:
         """Return at which rows of the loss a target counts; None if it does everywhere.
 
+        Of several losses of one prediction, a target counts if it does for any of them.
+
         Raises:
-            ValueError: If several losses ignore different targets.
+            ValueError: If losses of several predictions ignore different targets.
         """
-        rows = [self.plan.rows(call, self.subsampling) for call in self.plan.losses]
-        masks = list(map(LossHessian.counted, map(LossHessian, self.plan.losses, rows)))
+        losses, predictions = self.plan.losses, self.plan.predictions
+        rows = [self.plan.rows(call, self.subsampling) for call in losses]
+        masks = list(map(LossHessian.counted, map(LossHessian, losses, rows)))
         known = [mask for mask in masks if mask is not None]
         if not known:
             return None
         count = len(row_numbers(self.plan.base, self.subsampling)) if self.plan.base else 1
         first, *others = [mask.reshape(count, -1).to(known[0].device) for mask in known]
-        alike = all(mask.shape == first.shape and torch.equal(mask, first) for mask in others)
-        if len(known) < len(masks) or not alike:
-            names = ", ".join(repr(call) for call in self.plan.losses)
+        of_one = len({tuple(call.origins_in[i] for i in predictions[call]) for call in losses}) == 1
+        alike = all(mask.shape == first.shape for mask in others)
+        if alike and of_one:
+            return torch.stack([first, *others]).any(0) if len(known) == len(masks) else None
+        if len(known) < len(masks) or not (alike and all(torch.equal(m, first) for m in others)):
+            names = ", ".join(map(repr, losses))
             raise ValueError(
                 f"{self.savefields}: approximation='expand' leaves out positions whose targets the "
                 f"loss ignores, but the losses ignore different ones: {names}. Use one backward "

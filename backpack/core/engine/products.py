@@ -239,6 +239,11 @@ class Products:
             values[name] = getattr(self, f"_{name}")()
         return values[name]
 
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the derivatives reduce on their own, as ``__getitem__`` asks without a call."""
+        return self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
+
     def take(self, name: str) -> Any:
         """Return a quantity as a tensor that nobody else holds."""
         value = self[name]
@@ -335,8 +340,7 @@ class Products:
             columns, count = self["individual"].shape[:2]
             values = [factored.Dense(self["individual"].flatten(0, 1))]
         is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
-        reduces = self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on
-        known = is_precise and columns == 1 and (reduces or not sources)
+        known = is_precise and columns == 1 and (self._is_direct or not sources)
         norms = self["square_norm"] if known else None
         label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
         shape = (columns * count, *p.shape)
@@ -462,7 +466,7 @@ class Products:
         if joint and self._is_joined_bias:
             return self.parameter.new_zeros(0)
         bases, use = self.eigenbases(name), self.uses[0]
-        if self._reduces and "individual" not in self._values and OWN_REDUCTIONS.is_on:
+        if self._is_direct:
             return use.apply("square_in_bases", bases, use.factor.weights, joint)
         products = self["individual"]
         if joint:
