@@ -66,7 +66,7 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         inside = Context(c.call, [*c.inputs[:2], *c.inputs[3:]], c.outputs, c.rows)
         inside.module = c.module.loss
         own = {name.partition("."): t for name, t in c.params.items()}
-        inside._params = {name: t for (child, _, name), t in own.items() if child == "loss"}
+        inside.params = {name: t for (child, _, name), t in own.items() if child == "loss"}
         return rule, inside
 
     def _scale(self, c: Context) -> Tensor:

@@ -41,9 +41,9 @@ from backpack.core.engine.extracted import (
     max_factor_size,
 )
 from backpack.core.engine.factors import Factor
-from backpack.core.engine.lazy import lazy
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
+from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.weights import IS_SOMETHING

@@ -467,8 +467,8 @@ def _kept_call(c: Context, reads: bool) -> Context:
     outputs = [placeholder(y) for y in c.outputs]
     call.inputs, call.outputs, call.saved = tuple(inputs), tuple(outputs), dict(call.saved)
     call.g_out, call.g_samples = [], None
-    kept = Context(call, inputs, outputs, c.rows, c.is_folded)
-    kept._params = c.params
+    kept = type(c)(call, inputs, outputs, c.rows, c.is_folded)
+    kept.params = c.params
     kept.module = c.module
     return kept
 

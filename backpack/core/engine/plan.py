@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
-from backpack.core.engine.lazy import lazy
+from backpack.core.lazy import lazy
 from backpack.core.record.calls import (
     RESHAPES,
     Call,

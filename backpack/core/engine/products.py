@@ -31,7 +31,7 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
-from backpack.core.engine.lazy import lazy
+from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.shards import KNOWN, shard_of

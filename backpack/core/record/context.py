@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core import fast
+from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, describe, live_calls, put
 from backpack.core.record.shards import need
+from backpack.core.record.weights import VERSION
 from backpack.core.rows import Rows, row_numbers
 from backpack.utils.subsampling import subsample
 
@@ -21,6 +23,8 @@ SHARED = fast.path(
 )
 # Attributes that modules have while they show a call to code of users.
 SHOWN = "_backpack_context"
+# What a context has in common with that of other rows or inputs, as far as it is known.
+COPIED = ("module", "counts_chosen_rows", "reads_entries", "params", "grad_out")
 
 
 class Context:
@@ -38,20 +42,6 @@ class Context:
         memo: What parameters share of the cotangents at hand; None for nothing.
         reads_entries: Whether entries of parameters are read, and not their shapes alone.
     """
-
-    __slots__ = (
-        "_grad_out",
-        "_params",
-        "call",
-        "counts_chosen_rows",
-        "inputs",
-        "is_folded",
-        "memo",
-        "module",
-        "outputs",
-        "reads_entries",
-        "rows",
-    )
 
     def __init__(
         self,
@@ -71,8 +61,9 @@ class Context:
         self.counts_chosen_rows = False
         self.memo: dict[str, Any] | None = None
         self.reads_entries = True
-        self._grad_out: Sequence[Tensor | None] | None = None
-        self._params: Mapping[str, Any] | None = None
+        if rows is None and inputs and outputs:  # what is read most, without a call
+            self.x = self.input = inputs[0]
+            self.y = self.output = outputs[0]
 
     def at(self, rows: Rows) -> Context:
         """Return the context of other rows."""
@@ -93,10 +84,11 @@ class Context:
         return other
 
     def _copy(self, inputs: Sequence[Any], rows: Rows) -> Context:
-        other = Context(self.call, inputs, self.outputs, rows, self.is_folded)
-        other.counts_chosen_rows = self.counts_chosen_rows
-        other.reads_entries = self.reads_entries
-        other._grad_out, other._params, other.module = self._grad_out, self._params, self.module
+        other = type(self)(self.call, inputs, self.outputs, rows, self.is_folded)
+        own, known = vars(other), vars(self)
+        for name in COPIED:
+            if name in known:
+                own[name] = known[name]
         return other
 
     def inside(self, module: Module, prefix: str, inputs: Sequence[Any]) -> Context:
@@ -104,53 +96,43 @@ class Context:
         other = self._copy(inputs, self.rows)
         names = [name for name in self.params if name.startswith(prefix)]
         other.module = module
-        other._params = {name.removeprefix(prefix): self.params[name] for name in names}
+        other.params = {name.removeprefix(prefix): self.params[name] for name in names}
         return other
 
-    @property
+    @lazy
     def params(self) -> Mapping[str, Any]:
         """Parameters and buffers that the call has read, those of children by qualified names."""
-        if self._params is None:
-            self._params = self.call.tensors(self.reads_entries)
-        elif self.call.shards and self.reads_entries:
-            need(self.call.shards)
-        return self._params
+        return self.call.tensors(self.reads_entries)
 
-    @property
+    @lazy
     def grad_out(self) -> Sequence[Tensor | None]:
         """Gradients of the loss with respect to the outputs: ``[N, *out]``, None for zero."""
-        if self._grad_out is None:
-            self._grad_out = self.call.gradients_seen(self.is_folded)
-        return self._grad_out
-
-    @grad_out.setter
-    def grad_out(self, grads: Sequence[Tensor | None]) -> None:
-        self._grad_out = grads
+        return self.call.gradients_seen(self.is_folded)
 
     @property
     def saved(self) -> dict[str, Any]:
         """What the rule has kept from the forward pass, and what it memoises."""
         return self.call.saved
 
-    @property
-    def input(self) -> Tensor:
+    @lazy
+    def input(self) -> Any:
         """The first input, of all samples."""
         return self.inputs[0]
 
-    @property
+    @lazy
     def output(self) -> Tensor:
         """The first output, of all samples."""
         return self.outputs[0]
 
-    @property
-    def x(self) -> Tensor:
+    @lazy
+    def x(self) -> Any:
         """The first input, of the selected rows: ``[N, *in]``."""
-        return self.inputs[0] if self.rows is None else self.select(self.inputs[0])
+        return self.select(self.inputs[0])
 
-    @property
+    @lazy
     def y(self) -> Tensor:
         """The first output, of the selected rows: ``[N, *out]``."""
-        return self.outputs[0] if self.rows is None else self.select(self.outputs[0])
+        return self.select(self.outputs[0])
 
     def select(self, tensor: Tensor, axis: int = 0) -> Tensor:
         """Return the selected rows of a tensor."""
@@ -168,6 +150,24 @@ class Context:
     def shown(self, now: bool = False) -> Shown:
         """Show the call through its module, to code of users; see :class:`Shown`."""
         return Shown(self, now)
+
+
+class OfShards(Context):
+    """The context of a call whose parameters are sharded: they are gathered when they are read."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """As of others."""
+        own = vars(self)
+        if "params" not in own:
+            own["params"] = self.call.tensors(self.reads_entries)
+        elif self.reads_entries:
+            need(self.call.shards)
+        return own["params"]
+
+    @params.setter
+    def params(self, found: Mapping[str, Any]) -> None:
+        vars(self)["params"] = found
 
 
 def context_of(
@@ -188,14 +188,23 @@ def context_of(
     if not call.outputs:
         call.check_released()
     if check:
-        call.check_unchanged()
+        try:
+            is_unchanged = tuple(map(VERSION, call.inputs + call.outputs)) == call.versions
+        except (AttributeError, RuntimeError):  # not all are tensors
+            is_unchanged = False
+        if not is_unchanged:
+            call.check_unchanged()
     if call.views:
         need(call.views)
+    kind = OfShards if call.shards else Context
     as_stored = call.is_usual and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
-        return Context(call, call.inputs, call.outputs, rows)
+        c = kind(call, call.inputs, call.outputs, rows)
+        if len(call.read) == 2 and not (call.read[1] or call.before or call.shards):
+            c.params = call.read[0]
+        return c
     is_folded = folds and call.is_foldable
-    return Context(call, *call.seen(whole, is_folded), rows, is_folded)
+    return kind(call, *call.seen(whole, is_folded), rows, is_folded)
 
 
 class Shown:
