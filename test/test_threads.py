@@ -6,11 +6,13 @@ import asyncio
 import contextvars
 import copy
 import gc
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -500,6 +502,73 @@ def test_a_backward_pass_inside_another_has_its_own_roots(recwarn: Any) -> None:
     with backpack(DiagGGNExact()):
         loss(output, y).backward()
     assert not [str(w.message) for w in recwarn if "modified" in str(w.message)]
+
+
+CURVATURE = (BatchGrad, DiagGGNExact, DiagHessian, KFLR, Variance)
+
+
+def pass_in_a_hook(retained: Callable[[Tensor, Tensor], None]) -> list[dict[str, Any]]:
+    """Return the results of a pass that starts other work on its graph half-way."""
+    model, (X, y) = network(0), batch(0)
+    X.requires_grad_()
+    features = model[:4](X)
+    loss = extend(nn.CrossEntropyLoss())(model[4:](features), y)
+    inner: list[Tensor] = []
+
+    def once(grad: Tensor) -> None:
+        if not inner:
+            inner.append(grad)
+            retained(loss, X)
+
+    handle = features.register_hook(once)
+    with backpack(*(cls() for cls in CURVATURE), retain_graph=True):
+        loss.backward(retain_graph=True)
+    handle.remove()  # the graph would own itself
+    assert inner
+    return results(model)
+
+
+@pytest.mark.parametrize("is_thread", [False, True], ids=["inside", "thread"])
+@pytest.mark.parametrize("is_active", [False, True], ids=["outer context", "own context"])
+def test_a_hook_starts_another_pass_through_the_same_calls(
+    is_thread: bool, is_active: bool
+) -> None:
+    def again(loss: Tensor, X: Tensor) -> None:
+        extensions = [cls() for cls in CURVATURE[::-1]]
+        with backpack(*extensions, retain_graph=True) if is_active else nullcontext():
+            torch.autograd.grad(loss, X, torch.full_like(loss, 2), retain_graph=True)
+
+    def elsewhere(loss: Tensor, X: Tensor) -> None:
+        side_by_side(partial(again, loss, X))
+
+    expected = pass_in_a_hook(lambda loss, X: None)
+    assert_equal(pass_in_a_hook(elsewhere if is_thread else again), expected)
+    assert not BackwardPass._running
+
+
+def test_threads_share_a_graph() -> None:
+    model, (X, y) = network(0), batch(0)
+    loss_function = extend(nn.CrossEntropyLoss())
+    [expected] = train(copy.deepcopy(model), loss_function, CURVATURE, 1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(STEPS // 2):
+            for p in model.parameters():
+                vars(p).clear()
+            loss = loss_function(model(X), y)
+
+            def work(loss: Tensor = loss) -> None:
+                with backpack(*(cls() for cls in CURVATURE), retain_graph=True):
+                    loss.backward(retain_graph=True)
+
+            side_by_side(work, work)
+            for found, alone in zip(results(model), expected, strict=True):
+                assert found.keys() == alone.keys()  # both threads add to the gradient
+                assert_equal({**found, "grad": None}, {**alone, "grad": None})
+    finally:
+        sys.setswitchinterval(interval)
+    assert not BackwardPass._running
 
 
 def test_errors_in_one_thread_leave_the_others_alone() -> None:

@@ -158,7 +158,7 @@ class BackwardPass:
                     self.notes_accumulation = True
                 if ext.get_subsampling() is not None:
                     self.whole_batch = False
-        self.reached_calls: dict[Call, None] = {}
+        self.reached_calls: dict[Call, Call] = {}  # and what this pass works on in their place
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
         self.results = Writer(configuration.debug)
@@ -374,8 +374,11 @@ class BackwardPass:
                 self.results.originals[was.value] = p
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
-        is_new = call not in self.reached_calls
-        if is_new:
+        known = self.reached_calls.get(call)
+        is_new = known is None
+        if known is not None:
+            call = known
+        else:
             if call.index > self.start:  # such as that of a checkpoint
                 self._keep_parameters([call])
             if not call.outputs:
@@ -389,6 +392,9 @@ class BackwardPass:
                 raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
             if call.module._parameters:
                 call.check_parameters(trained_only=not self.second_order)
+            self.reached_calls[call] = call
+            if len(self._running) > 1:
+                call = self._take(call)
             if call.params:
                 self._find_trained(call)
                 self.combining.note(call, self.is_nested)
@@ -399,7 +405,6 @@ class BackwardPass:
                 self.above = () if self.has_parameters else self.above or call.inputs
             if self.second_order and call.shards:
                 self.combining.note_gathering(call)
-            self.reached_calls[call] = None
             self.calls.append(call)
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else placeholder(grad)
         if self.first_order:
@@ -416,7 +421,18 @@ class BackwardPass:
             if call.shards and call.reads_parameters(travels=False, is_shown=False):
                 self.combining.note_gathering(call)
 
+    def _take(self, call: Call) -> Call:
+        """Return what this pass works on: a copy where another one that runs has the call, too."""
+        others = [other for other in [*self._running.values()] if other is not self]
+        if not any(call in other.reached_calls for other in others):
+            return call
+        mine = self.reached_calls[call] = call.for_another_pass()
+        if call in self.keeping:
+            self.keeping[mine] = self.keeping.pop(call)
+        return mine
+
     def _complete(self, call: Call) -> None:
+        call = self.reached_calls.get(call, call)
         if call in self.deferred and self._is_independent(call):
             # it is there once for each output that was reached
             self.deferred = [other for other in self.deferred if other is not call]
@@ -634,7 +650,7 @@ class BackwardPass:
             self._see_parameters_before(self.calls)
             self.kept = None
         if self.deferred:
-            self._run_first_order(Plan(self.reached_calls, dict.fromkeys(self.deferred)))
+            self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
         self.results.finish_extensions()

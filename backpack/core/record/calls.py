@@ -719,15 +719,26 @@ class Call:
         Args:
             create_graph: Keep the inputs attached to the autograd graph.
         """
-        clone: Call = object.__new__(Call)
-        for name in _FACTS:
-            setattr(clone, name, getattr(self, name))
-        # products read what our derivatives read, or (create_graph) everything
-        clone.is_live, clone.makers = False, {}
+        clone = self._copy()
+        clone.makers = {}  # products read what our derivatives read, or (create_graph) everything
         if create_graph:
             clone.inputs = self.whole_inputs()
         else:
             clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
+        return clone
+
+    def for_another_pass(self) -> Call:
+        """Return a copy for a backward pass that runs while another one works on this call."""
+        clone = self._copy()
+        clone.precision, clone.copies, clone.trained = None, 1, clone.params
+        clone.clear()
+        return clone
+
+    def _copy(self) -> Call:
+        clone: Call = object.__new__(Call)
+        for name in _FACTS:
+            setattr(clone, name, getattr(self, name))
+        clone.is_live = False
         return clone
 
     def forward(self, leaves: Sequence[Any]) -> Any:
@@ -965,7 +976,8 @@ class Call:
 
     def clear_results(self) -> None:
         """Drop what rules have kept beyond the forward pass."""
-        self.saved = {name: value for name, value in self.saved.items() if name in self.kept}
+        saved = [*self.saved.items()]  # at once: another thread may add to it
+        self.saved = {name: value for name, value in saved if name in self.kept}
 
     def find_places(self) -> None:
         """Find out where the samples are, from the layouts as they are now."""
