@@ -42,7 +42,7 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import Products, Use
+from backpack.core.engine.products import Products, Use, extract_each, products_of
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
 from backpack.core.record.context import Context, context_of
@@ -338,7 +338,7 @@ class Diagonal(NamedTuple):
     samples: range
 
 
-Receive = Callable[[Products, Part], None]
+Receive = Callable[[list[Products], Part], None]
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
 _IS_UNBATCHED = attrgetter("is_unbatched")
@@ -509,23 +509,15 @@ class Backpropagation:
         for source in self._with_bar("sources", sources) if self.progress else sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
-            def gather(products: Products, part: Part, into: Any = of_source) -> None:
-                p = products.parameter
+            def gather(found: list[Products], part: Part, into: Any = of_source) -> None:
                 again = bool(self.later) and self.gathered is self.later
-                if p in self.left_out or (again and p not in self.bases):
-                    return
                 if part.is_whole and len(sources) == 1 and not self.plan.mixing and not again:
-                    products.extract(self.exts, self.save)
+                    extract_each(found, self.exts, self.save)
                     return
-                if p not in into:
-                    if p in totals and _are_per_sample(self.gathered):
-                        self.plan.check_one_batch(p)
-                    before = totals.get(p, {})
-                    into[p] = {
-                        name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.gathered
-                    }
-                for name, gathered in into[p].items():
-                    gathered.add(products[name], part)
+                while found:  # what they hold is freed one by one
+                    products = found.pop(0)
+                    if not again or products.parameter in self.bases:
+                        self._put_together(products, part, into, totals)
 
             self._backpropagation(source, gather)
             for p, whole in of_source.items():
@@ -533,6 +525,23 @@ class Backpropagation:
         for call in self.diagonals:
             self._add_squares(call, totals)
         return totals
+
+    def _put_together(
+        self,
+        products: Products,
+        part: Part,
+        into: dict[Parameter, dict[str, Gathered]],
+        totals: Mapping[Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Add the products of a slice to those of a source, or of the sources before."""
+        p = products.parameter
+        if p not in into:
+            if p in totals and _are_per_sample(self.gathered):
+                self.plan.check_one_batch(p)
+            before = totals.get(p, {})
+            into[p] = {name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.gathered}
+        for name, gathered in into[p].items():
+            gathered.add(products[name], part)
 
     def _whole_uses(self, p: Parameter) -> list[Use]:
         """List the uses of a parameter with columns that have a shape but take no memory."""
@@ -752,10 +761,13 @@ class Backpropagation:
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
             self._through(state, call, receive)
-        for p, uses in state.pending.items():
-            bases = self.bases.get(p)
-            products = Products(p, uses, self.wanted, state.terms, bases, *self.of_factors)
-            receive(products, state.part)
+        self._send(state, state.pending, receive)
+
+    def _send(self, state: State, uses_of: Mapping[Parameter, list[Use]], receive: Receive) -> None:
+        """Hand over the products of parameters with the columns at their uses."""
+        if uses_of:
+            wanted, terms = self.wanted, state.terms
+            receive(products_of(uses_of, wanted, terms, self.bases, *self.of_factors), state.part)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
         """Hand over the products of a call's parameters, and carry columns to its inputs."""
@@ -800,15 +812,17 @@ class Backpropagation:
     ) -> None:
         """Hand over the products of a call's parameters; keep those with other uses to come."""
         c.share()
+        alone = {}
         for name, p in c.call.trained.items():
             use = Use(c.call, name, factor, c.rows, mats)
+            if p in self.left_out:
+                continue
             if len(self.plan.uses[p]) == 1:
                 use.c = c
-                bases = self.bases.get(p)
-                products = Products(p, [use], self.wanted, state.terms, bases, *self.of_factors)
-                receive(products, state.part)
+                alone[p] = [use]
             else:  # what the rule sees is made again when the others have come
                 state.pending.setdefault(p, []).append(use)
+        self._send(state, alone, receive)
         c.memo = None
 
     def _reduced(self, state: State, factor: Factor) -> Factor:

@@ -37,7 +37,7 @@ from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.plan import Plan, set_apart
-from backpack.core.engine.products import Products, Use
+from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
@@ -719,9 +719,7 @@ class BackwardPass:
         if self.has_rules or unsupported_reason(call, call.trained) is not None:
             self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
         elif call.trained:
-            gradient = _gradient_use(call, None, folds=True)
-            for name, p in call.trained.items():
-                self._extract(p, [gradient.of(name)], exts)
+            self._extract(_gradient_use(call, None, folds=True).of_all, exts)
 
     def _run_first_order(self, plan: Plan) -> None:
         if not self.first_order:
@@ -762,7 +760,7 @@ class BackwardPass:
                 for other, _ in uses:
                     if other not in gradients:
                         gradients[other] = _gradient_use(other, rows.get(other))
-                self._extract(p, [gradients[other].of(name) for other, name in uses], known)
+                self._extract({p: [gradients[other].of(name) for other, name in uses]}, known)
             if call is not None and len(exts) == len(self.exts):  # nobody else will ask
                 call.clear_results()
 
@@ -797,17 +795,12 @@ class BackwardPass:
                 return False
         return True
 
-    def _extract(self, p: Parameter, uses: list[Use], exts: Sequence[Extension]) -> None:
-        is_holding = not self.combining.accumulates and memory.reuse((p,), exts)
+    def _extract(self, uses_of: Mapping[Parameter, list[Use]], exts: Sequence[Extension]) -> None:
+        is_holding = not self.combining.accumulates and memory.reuse(uses_of, exts)
         wanted = self.wanted
         if exts is not self.first_order:
             wanted = {name for ext in exts for name in ext.needs}
-        if self.owed and p in self.owed:
-            products = Products(p, uses, wanted | {"gradient"})
-            self.gradients[p] = products["gradient"]
-        else:
-            products = Products(p, uses, wanted)
-        products.extract(exts, self.combining)
+        extract(uses_of, exts, wanted, self.combining, self.gradients, self.owed)
         if is_holding:
             memory.clear()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import inf, prod
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -90,9 +89,20 @@ class Use:
             return False
         return self.derivatives.has_kronecker_factors(self.c, self.name)
 
+    @property
+    def of_all(self) -> dict[Parameter, list[Use]]:
+        """The uses of all trained parameters of the call, with the same columns."""
+        uses = {}
+        for name, p in self.call.trained.items():
+            uses[p] = [self.of(name)]
+        return uses
+
     def apply(self, method: str, *arguments: Any) -> Any:
         """Call a method of the derivatives for this use."""
-        mats = self.mats or [self.factor.mat]
+        call, mats = self.call, self.mats or [self.factor.mat]
+        if call.is_direct and not call.views:  # nothing to move, as a rule: see call_products.param
+            at_outputs = mats[0] if len(mats) == 1 else [*mats]
+            return getattr(call.derivatives, method)(self.c, self.name, at_outputs, *arguments)
         return call_products.param(self.c, method, self.name, mats, *arguments)
 
     def input_factors(
@@ -263,7 +273,9 @@ class Products:
         """
         if save.is_waiting and save.holds(self, exts):
             return
-        values = list(map(methodcaller("extract", self), exts))
+        values = [
+            ext.extract(self) if ext.overrides_extract else self.take(ext.needs[0]) for ext in exts
+        ]
         self._values.clear()
         write = save.write
         for ext in exts:
@@ -690,3 +702,50 @@ class Products:
             rows = self.uses[0].factor.mat.shape[1]
             each = [[f / rows for f in factors] for factors in each]
         return [reduce(add, factors) for factors in zip(*each, strict=True)]
+
+
+def extract(
+    uses_of: Mapping[Parameter, list[Use]],
+    exts: Sequence[Extension],
+    wanted: Collection[str],
+    save: Save,
+    gradients: dict[Parameter, Tensor],
+    owed: Collection[Parameter],
+) -> None:
+    """Save what extensions make of the columns at uses of parameters.
+
+    Args:
+        uses_of: The uses of each parameter.
+        exts: The extensions.
+        wanted: What they want of the parameters.
+        save: Called with each parameter, extension and value.
+        gradients: Where the gradients go of parameters in ``owed``.
+        owed: Parameters whose gradients somebody else wants.
+    """
+    for p, uses in uses_of.items():
+        if p in owed:
+            products = Products(p, uses, {*wanted, "gradient"})
+            gradients[p] = products["gradient"]
+        else:
+            products = Products(p, uses, wanted)
+        products.extract(exts, save)
+
+
+def products_of(
+    uses_of: Mapping[Parameter, list[Use]],
+    wanted: Collection[str],
+    terms: int | None,
+    bases: Mapping[Parameter, Bases],
+    *of_factors: Any,
+) -> list[Products]:
+    """Return the products of each parameter with the columns at its uses."""
+    found = []
+    for p, uses in uses_of.items():
+        found.append(Products(p, uses, wanted, terms, bases.get(p), *of_factors))
+    return found
+
+
+def extract_each(found: Sequence[Products], exts: Sequence[Extension], save: Save) -> None:
+    """Save what extensions make of the products of several parameters, one after the other."""
+    for products in found:
+        products.extract(exts, save)
