@@ -113,7 +113,8 @@ class backpack(ShowsOptions):
         extension_hook: Called with each module after all extensions have run for a call of it,
             before what the call stored is released: on leaves and losses, not on pure containers.
         debug: Print what is recorded and computed.
-        retain_graph: Keep what the forward pass stored, for further backward passes.
+        retain_graph: Keep what the forward pass stored, for further backward passes. It is kept
+            as well in ``backward(retain_graph=True)``, unless that has ``create_graph=True``.
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
             See :mod:`backpack.core.engine.elided_gradients` for what takes part.

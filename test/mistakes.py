@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from backpack import backpack, extend, quantities, results_of
+from backpack import backpack, extend, memory_cleanup, quantities, results_of
 from backpack.extensions import KFAC, BatchGrad, DiagGGNExact, DiagGGNMC
 from backpack.linalg import GGN
 from backpack.optim import DiagGGN
@@ -206,12 +206,13 @@ def backward_outside() -> None:
     print(results_of(model[0].weight).grad_batch)
 
 
-@mistake("A second backward pass", RuntimeError, "CrossEntropyLoss", "retain_graph=True")
+@mistake("Cleaned up before the last backward pass", RuntimeError, "Linear", "memory_cleanup")
 def second_backward() -> None:
     model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
     loss = loss_function(model(X), y)
     with backpack(BatchGrad()):
         loss.backward(retain_graph=True)
+    memory_cleanup(model)
     with backpack(DiagGGNExact()):
         loss.backward()
 

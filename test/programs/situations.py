@@ -19,6 +19,7 @@ import torch
 from networks import NETWORKS, Network
 from program import Program
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -593,6 +594,66 @@ def gradient_of_the_data(p: Program) -> None:
     p.step()
     if p.sample is None:
         p.see("gradient of the data", p.X.grad)
+
+
+@situation()
+def another_pass_in_a_hook(p: Program) -> None:
+    """Through the layers that the outer pass has yet to reach, and those behind it."""
+    p.extend()
+    p.X.requires_grad_()
+    loss, inner = p.forward(), list[Tensor]()
+
+    def again(grad: Tensor) -> None:
+        if not inner:
+            inner.extend(torch.autograd.grad(loss, p.X, retain_graph=True))
+
+    weight = p.layers[-1].weight
+    handle = weight.register_hook(again)
+    p.backward(loss, retain_graph=True)
+    handle.remove()  # the graph would own itself
+    if p.sample is None:
+        p.see("gradient of the data", inner[0])
+
+
+@situation(without=("lstm",))
+def gradients_of_all_outputs_at_once(p: Program) -> None:
+    p.extend()
+    p.X.requires_grad_()
+    output = p.model(p.X)
+    rows = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
+    loss = p.loss(output)
+    with p.context():
+        (jacobian,) = torch.autograd.grad(
+            output, p.X, rows, is_grads_batched=True, retain_graph=True
+        )
+        loss.backward()
+    p.measure()
+    p.see("Jacobian", jacobian)
+
+
+@situation()
+def jacobian_inside_of_a_context(p: Program) -> None:
+    p.extend()
+    loss = p.forward()
+    with p.context():
+        jacobian = torch.autograd.functional.jacobian(p.model, p.X)
+        loss.backward()
+    p.measure()
+    p.see("Jacobian", jacobian)
+
+
+@situation(only=("convolutions", "tied"))
+def tangents_of_the_data(p: Program) -> None:
+    p.extend()
+    with forward_ad.dual_level():
+        loss = p.loss(p.model(forward_ad.make_dual(p.X, torch.ones_like(p.X))))
+        with p.context():
+            loss.backward()
+        for weight in p.parameters:
+            primal, tangent = forward_ad.unpack_dual(weight.grad)
+            p.see("tangent of a gradient", tangent)
+            weight.grad = primal.clone()
+    p.measure()
 
 
 @situation()

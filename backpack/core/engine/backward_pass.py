@@ -14,6 +14,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
@@ -185,6 +186,11 @@ class BackwardPass:
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
+        # What autograd keeps for further backward passes is kept. Results that have a graph keep
+        # that of the forward pass, too, as long as they are there.
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_retained = keeps_graph and not torch.is_grad_enabled()
+        self.retains = configuration.retain_graph or is_retained
         self.start = weights.now()
         self._keep_parameters(calls.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
@@ -203,6 +209,9 @@ class BackwardPass:
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
         if current is None and (cls._running or OUTSIDE.task != task):
+            if _of_transform(grad):  # neither are calls inside of one recorded
+                OUTSIDE.task = task
+                return
             current = cls._current(task)
         if current is not None:
             current._undone_on_error(task, current._reach, call, slot, grad)
@@ -212,6 +221,8 @@ class BackwardPass:
     @classmethod
     def entered(cls, given: Given, grad: Tensor | None) -> None:
         """Take note that a backward pass comes to what a model has returned."""
+        if grad is not None and _of_transform(grad):
+            return
         current = cls._current(torch._C._current_graph_task_id())
         if current is not None:
             current.sample_flow.enter(given)
@@ -316,8 +327,9 @@ class BackwardPass:
         try:
             if is_elsewhere:
                 configure(self.configuration)
-            if torch._C._is_any_autocast_enabled():
-                with without_autocast():
+            if torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+                # tangents that tensors have are not those of results
+                with without_autocast(), forward_ad._set_fwd_grad_enabled(False):
                     work(*arguments)
             else:
                 work(*arguments)
@@ -702,7 +714,7 @@ class BackwardPass:
                 with context_of(call, check=False, whole=True).shown(now=True) as module:
                     hook(module)
                 call.inputs, call.outputs = stored
-            if self.configuration.retain_graph:
+            if self.retains:
                 call.clear()
             else:
                 call.release()
@@ -807,6 +819,9 @@ class BackwardPass:
     # ------------------------------------------------------------------ second order
 
     def _run_second_order(self) -> None:
+        is_for_others = any(call.params for call in self.calls) and self.has_no_results
+        if is_for_others:  # such as the gradient of an output with respect to data
+            return
         set_apart(self.calls, self.second_order)
         plan = Plan(self.calls)
         self._check_losses(plan)
@@ -828,6 +843,12 @@ class BackwardPass:
                 memory.reuse(plan.uses, exts)
             propagation.run(plan, exts, subsampling, self.combining)
             memory.clear()
+
+    @property
+    def has_no_results(self) -> bool:
+        """Whether no parameter gets a gradient, and no rule of a user wants to see a module."""
+        trains = any(call.trained for call in self.calls)
+        return not trains and not any(ext.rules for ext in self.second_order)
 
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
@@ -896,6 +917,12 @@ class _Ending:
 
     def __del__(self) -> None:
         BackwardPass.abandon(self.task)
+
+
+def _of_transform(grad: Tensor) -> bool:
+    """Whether a gradient is that of a transform, such as of ``is_grads_batched=True``."""
+    of_torch: Any = torch._C._functorch
+    return of_torch.is_functorch_wrapped_tensor(grad) or of_torch.is_legacy_batchedtensor(grad)
 
 
 def _have_hooks(calls: Iterable[Call]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, overrides
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
@@ -134,7 +135,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
                 "gradients=False: backward(create_graph=True) asks for gradients. Leave one of "
                 "them out."
             )
-        if differentiable or (configuration.gradients and inputs is not None):
+        has_tangents = forward_ad._current_level >= 0  # which gradients get, too
+        if differentiable or (configuration.gradients and (inputs is not None or has_tangents)):
             return func(*args, **kwargs)
         if configuration.gradients:
             return self._elided(func, entry, call, candidates)

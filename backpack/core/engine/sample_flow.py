@@ -299,7 +299,7 @@ def _are_tied(one: Call, other: Call) -> bool:
 def _axis(call: Call, i: int, out: bool = False) -> int:
     """Return the axis of an input, or an output, along which its rule has the samples."""
     rule = call.derivatives
-    if rule is None or rule.batch_axis is not BatchAxis.FIXED:
+    if call.is_usual or rule is None or rule.batch_axis is not BatchAxis.FIXED:
         return 0
     return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
 
@@ -313,6 +313,8 @@ def _combines_entries(call: Call) -> bool:
 def _samples_of(call: Call) -> int:
     """Return how many samples a layer takes its output to have."""
     layout, shape = call.layouts_out[0], call.shape_out[0]
+    if call.is_usual:
+        return shape[0]
     if layout is not None and layout.is_batched:
         return layout.samples
     return shape[_axis(call, 0, out=True)] if shape else 1

@@ -1206,8 +1206,9 @@ class Call:
             raise RuntimeError(
                 f"What the forward pass stored for {describe(self.module)} is gone: a backward "
                 "pass released it, or memory_cleanup did. To run several backward passes through "
-                "one forward pass, use both backpack(..., retain_graph=True) and "
-                "backward(retain_graph=True); the latter also for those without extensions."
+                "one forward pass, use backward(retain_graph=True) for all but the last, also for "
+                "those without extensions (if they have create_graph=True, backpack(..., "
+                "retain_graph=True) as well), and memory_cleanup behind them."
             )
 
     def check_unchanged(self) -> None:
