@@ -232,6 +232,108 @@ def test_refused_layers(model: Any) -> None:
         )
 
 
+class Shared(nn.Module):
+    """Layers with a weight or a bias in common, of which ``active`` take part."""
+
+    def __init__(self, shared: str, active: str = "abc") -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.norm = nn.LayerNorm(3)
+        self.active = active
+        if "weight" in shared:
+            self.c.weight = self.b.weight
+        if "bias" in shared:
+            self.c.bias = self.a.bias
+        if "norm" in shared:
+            self.norm.bias = self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.active:
+            x = torch.tanh(getattr(self, name)(x))
+        return self.norm(x) if self.active == "abc" else x
+
+
+@pytest.mark.parametrize("ext", [KFAC, EKFAC])
+@pytest.mark.parametrize("shared", ["weight", "bias", "norm"])
+def test_weights_and_biases_of_several_layers_are_refused(shared: str, ext: Any) -> None:
+    """The error names what is joined, and all that it belongs to."""
+    name, layers = ("weight", "bc") if shared == "weight" else ("bias", "ac")
+    model = extend(Shared(shared), use_converter=True)
+    other = "bias" if name == "weight" else "weight"
+    match = rf"'{name}' of '[{layers}]' .Linear.* no Kronecker factors with {other} .*uses: 2: "
+    with pytest.raises(NotImplementedError, match=match) as caught:
+        run(model, torch.randn(4, 3), torch.randint(3, (4,)), ext(joint_bias=True))
+    second = "norm" if shared == "norm" else "c"
+    assert f"'{name}' of '{second}'" in str(caught.value)
+    assert not any(hasattr(p, ext().savefield) for p in model.parameters())
+
+
+@pytest.mark.parametrize("ekfac", [False, True])
+def test_layers_that_take_no_part_are_not_joined(ekfac: bool) -> None:
+    """A layer that has the weight of one and the bias of another is in the model, but not used."""
+    found: list[list[Tensor]] = []
+    X, y = torch.randn(8, 3), torch.randint(3, (8,))
+    for shared in ("", "weight bias"):
+        torch.manual_seed(2)
+        model = Shared(shared, "ab")
+        converted = extend(model, use_converter=True)
+        loss = extend(nn.CrossEntropyLoss())
+        optimiser = optim.KFAC(
+            model.parameters(), extension=KFLR(joint_bias=True), ekfac=ekfac, inverse_every=1
+        )
+        for _ in range(3):
+            optimiser.zero_grad()
+            with backpack(*optimiser.extensions):
+                loss(converted(X), y).backward()
+            optimiser.step()
+        layers = (model.a, model.b)
+        found.append([p.detach() for layer in layers for p in layer.parameters()])
+    assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_optimiser_refuses_several_possibilities() -> None:
+    """Two weights and two biases, and a layer for each of the four pairs."""
+    model = Shared("weight bias", "ab")
+    other = extend(nn.Linear(3, 3))
+    other.weight, other.bias = model.a.weight, model.b.bias
+    converted, X, y = extend(model, use_converter=True), torch.randn(8, 3), torch.randint(3, (8,))
+    optimiser = optim.KFAC(model.named_parameters(), extension=KFLR(joint_bias=True))
+    run(converted, X, y, KFLR(joint_bias=True))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(NotImplementedError, match=r"'[ab].bias' .*several modules \(.*, .*\)"):
+        optimiser.step()
+    assert_close(before, [p.data for p in model.parameters()])
+
+
+@pytest.mark.parametrize("shared", ["weight", "bias"])
+def test_layers_that_take_turns_are_refused(shared: str) -> None:
+    """In passes that accumulate, and in the averages of an optimiser."""
+    X, y = torch.randn(8, 3), torch.randint(3, (8,))
+    model = Shared(shared)
+    converted, loss = extend(model, use_converter="record"), extend(nn.CrossEntropyLoss())
+
+    def passes(*turns: str, accumulate: bool = False) -> None:
+        for model.active in turns:
+            with backpack(KFLR(joint_bias=True), accumulate=accumulate):
+                loss(converted(X), y).backward()
+
+    turns = ("b", "c") if shared == "weight" else ("a", "c")
+    with pytest.raises(NotImplementedError, match=r"joint_bias=True: a parameter .* is shared by"):
+        passes(*turns, accumulate=True)
+    clear(model)
+    model.zero_grad()
+    passes(turns[0], turns[0], accumulate=True)  # this is one and the same pair
+    optimiser = optim.KFAC(model.named_parameters(), extension=KFLR(joint_bias=True))
+    optimiser.step()
+    model.zero_grad()
+    passes(turns[1])
+    if shared == "bias":  # each weight has the factors that belong to it
+        optimiser.step()
+    else:
+        with pytest.raises(NotImplementedError, match=r"'b.weight' is joined .* 'c.bias' now"):
+            optimiser.step()
+
+
 def test_transposed_convolutions_are_refused() -> None:
     model = nn.Sequential(nn.ConvTranspose1d(2, 1, 2), nn.Flatten())
     with pytest.raises(NotImplementedError, match=r"'weight' of '0' .ConvTranspose1d"):

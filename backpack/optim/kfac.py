@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import reduce
 from math import prod
@@ -17,6 +17,7 @@ from backpack.context import CTX
 from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Bases
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
+from backpack.core.record.calls import describe
 from backpack.core.record.registry import derivatives_of
 from backpack.distributed import check_group
 from backpack.distributed.data_group import telling
@@ -187,6 +188,7 @@ class KFAC(PreconditionedOptimizer):
             "factored": factored,
         }
         self.ekfac = ekfac
+        self._joined: dict[Tensor, Tensor] = {}  # weights, with their bias
         own = AveragedEKFAC(extension) if ekfac else extension
         super().__init__(params, defaults, own, kl_clip, adapt_damping_every)
 
@@ -233,9 +235,7 @@ class KFAC(PreconditionedOptimizer):
     def _systems(self, trained: Sequence[Trained]) -> list[System]:
         """List what is solved for: a weight together with its bias, if they are joined."""
         joined = {one.p: one for one in trained if not one.state["curvature"]}
-        bias_of: dict[Any, Trained] = {}
-        for weight, bias in _weights_of(joined):
-            bias_of[weight] = joined[bias]
+        bias_of = self._bias_of(trained, joined) if joined else {}
         groups = {one.p: one.group for one in trained}
         alone = joined.keys() - {b.p for w, b in bias_of.items() if groups.get(w) is b.group}
         if alone:
@@ -247,6 +247,13 @@ class KFAC(PreconditionedOptimizer):
         found = []
         for one in trained:
             if one.p in bias_of:
+                bias = bias_of[one.p].p
+                if self._joined.setdefault(one.p, bias) is not bias:
+                    raise NotImplementedError(
+                        f"{self._describe(one.p)} is joined (joint_bias=True) with "
+                        f"{self._describe(bias)} now, and with another bias in a step before: its "
+                        "Kronecker factors are averages of both. Use joint_bias=False."
+                    )
                 bias_of[one.p].state["eigenvectors"] = []  # it has none itself
                 found.append(System(one.group, one.p, one.state, bias_of[one.p]))
             elif one.p not in joined:
@@ -254,11 +261,56 @@ class KFAC(PreconditionedOptimizer):
                 found.append(System(one.group, one.p, one.state))
         return found
 
+    def _bias_of(
+        self, trained: Sequence[Trained], joined: Mapping[Tensor, Trained]
+    ) -> dict[Tensor, Trained]:
+        """Find the weight of each bias that is joined with one.
+
+        Several extended modules may have the bias, or the weight, of which one took part in the
+        backward pass. A weight with factors of its own, or without a gradient, has joined none.
+
+        Raises:
+            NotImplementedError: If there are several possibilities.
+        """
+        alone = {one.p for one in trained if self._is_alone(one)}
+        options: dict[Tensor, dict[Tensor, str]] = {bias: {} for bias in joined}
+        for module in CTX.extended():
+            weight, bias = map(module._parameters.get, ("weight", "bias"))
+            if bias is None or bias not in options or weight is None:
+                continue
+            if weight in alone or weight.grad is None:
+                continue
+            options[bias].setdefault(weight, describe(module))
+        found: dict[Tensor, Trained] = {}
+        while options:
+            own = min(options, key=lambda b: len(options[b]))
+            weights = options.pop(own)
+            if len(weights) > 1:
+                raise NotImplementedError(
+                    f"{self._describe(own)} is joined with a weight (joint_bias=True), but it "
+                    f"belongs to several modules ({', '.join(weights.values())}), and it is not "
+                    "known with which one. Use joint_bias=False, or a bias for each module."
+                )
+            for one in weights:
+                found[one] = joined[own]
+                for others in options.values():
+                    others.pop(one, None)
+        return found
+
+    def _factors(self, one: Trained) -> list[Tensor]:
+        """Return the averages of the Kronecker factors of a parameter."""
+        curvature: list[Tensor] = one.state["curvature"]
+        return curvature[:-1] if self.ekfac else curvature
+
+    def _is_alone(self, one: Trained) -> bool:
+        """Whether a parameter has its Kronecker factors without another one."""
+        factors = self._factors(one)
+        return bool(factors) and prod(map(len, factors)) == one.p.numel()
+
     def _check_alone(self, one: Trained) -> None:
         """Refuse a weight without the bias that it has its Kronecker factors with."""
-        factors = one.state["curvature"][:-1] if self.ekfac else one.state["curvature"]
-        if prod(map(len, factors)) != one.p.numel():
-            sizes = [len(factor) for factor in factors]
+        if not self._is_alone(one):
+            sizes = [len(factor) for factor in self._factors(one)]
             raise ValueError(
                 f"{self._describe(one.p)}, {list(one.p.shape)}, has Kronecker factors of sizes "
                 f"{sizes} together with a bias (joint_bias=True) that has no gradient, or is not "
@@ -369,14 +421,6 @@ def _share(spread: Spread, p: Tensor, state: dict[str, Any]) -> None:
         own = [*state["eigenvalues"], *state["eigenvectors"]]
     found = spread.share(p, own, like)
     state["eigenvalues"], state["eigenvectors"] = found[: len(factors)], found[len(factors) :]
-
-
-def _weights_of(biases: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the weights of the layers that some biases belong to, each with its bias."""
-    for module in CTX.extended() if biases else ():
-        weight, bias = map(module._parameters.get, ("weight", "bias"))
-        if weight is not None and bias is not None and bias in biases:
-            yield weight, bias
 
 
 def _swaps_axes(p: Tensor) -> bool:

@@ -33,7 +33,7 @@ from backpack.core.engine.factors import Factor
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.shards import KNOWN, shard_of
+from backpack.core.record.shards import KNOWN, home, shard_of
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 from backpack.utils.kroneckers import eigh_semidefinite
@@ -290,7 +290,7 @@ class Products:
         values = {name: self[name] for name in names}
         _ = self.num_samples
         if not set(JOINT_FACTORS.values()).isdisjoint(names):
-            _ = self._is_joined_bias
+            _ = self.partner, self._is_joined_bias
         self._values.clear()
         self.uses = []
         return values
@@ -447,23 +447,34 @@ class Products:
         Raises:
             NotImplementedError: If a weight has Kronecker factors and a bias that does not join it.
         """
-        use, *others = self.uses
         pair = {"weight", "bias"}
-        joins = any(
-            u.name in pair and pair <= u.call.trained.keys() and u.derivatives.joins_bias
+        joining = [
+            u
             for u in self.uses
-        )
-        if joins and not others:
+            if u.name in pair and pair <= u.call.trained.keys() and u.derivatives.joins_bias
+        ]
+        if joining and len(self.uses) == 1:
             return True
+        use = joining[0] if joining else self.uses[0]
         biases = [name for name in use.call.trained if "bias" in name]
-        if joins or (biases and use.name not in biases and self[INPUT_FACTORS[None]]):
+        if joining or (biases and use.name not in biases and self[INPUT_FACTORS[None]]):
+            others = ["weight"] if use.name == "bias" else biases
+            places = ", ".join(f"'{u.name}' of {describe(u.call.module)}" for u in self.uses)
             raise NotImplementedError(
                 f"joint_bias=True: '{use.name}' of {describe(use.call.module)}, "
-                f"{list(self.parameter.shape)}, has no Kronecker factors with {', '.join(biases)} "
-                f"(number of uses: {len(self.uses)}). Linear layers and convolutions that are used "
-                "once have. Use joint_bias=False."
+                f"{list(self.parameter.shape)}, has no Kronecker factors with {', '.join(others)} "
+                f"(number of uses: {len(self.uses)}: {places}). Linear layers and convolutions "
+                "whose weight and bias are used once have. Use joint_bias=False."
             )
         return False
+
+    @lazy
+    def partner(self) -> Parameter | None:
+        """The bias of a weight (or the weight of a bias) that joins it; None if there is none."""
+        if not self.is_joined:
+            return None
+        other = "weight" if self._is_joined_bias else "bias"
+        return home(self.uses[0].call.trained[other])
 
     @lazy
     def swaps_axes(self) -> bool:

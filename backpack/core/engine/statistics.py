@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.engine.extracted import OVER_PARTS, Reduction
+from backpack.core.engine.extracted import JOINT_FACTORS, OVER_PARTS, Reduction
 from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Save
 
+JOINED = frozenset(JOINT_FACTORS.values())
 # Sums a tensor over processes.
 Total = Callable[[Tensor], Tensor]
 
@@ -162,7 +163,13 @@ class OfProducts(Statistics):
             self.numbers = {name: next(counts) for name in self.numbers}
 
     def plus(self, other: OfProducts) -> OfProducts:
-        """Add what adds up, concatenate samples."""
+        """Add what adds up, concatenate samples.
+
+        Raises:
+            NotImplementedError: If a weight has its Kronecker factors with two biases.
+        """
+        if not JOINED.isdisjoint(self.values):
+            _check_same_partner(self.products, other.products)
         both = self.copy()
         for name, value in other.values.items():
             axis = OVER_PARTS[name].sample_axis
@@ -365,6 +372,22 @@ def of_value(parameter: Parameter, ext: Extension, value: Any) -> Statistics:
     """Return the statistics of a result that is not extracted of products."""
     is_map = not isinstance(value, Tensor) and callable(value)
     return (OfMaps if is_map else OfRule)(parameter, ext, value)
+
+
+def _check_same_partner(one: Products, other: Products) -> None:
+    """Refuse sums of Kronecker factors of a weight with one bias and with another one.
+
+    Raises:
+        NotImplementedError: If they are those of two modules that share one of both.
+    """
+    if one.partner is not other.partner:
+        shapes = [None if p is None else list(p.shape) for p in (one.partner, other.partner)]
+        raise NotImplementedError(
+            f"joint_bias=True: a parameter {list(one.parameter.shape)} is shared by modules that "
+            f"take part in different backward passes, and is joined there with {shapes[0]} and "
+            f"with another one, {shapes[1]} (weight and bias have one pair of Kronecker factors). "
+            "Use joint_bias=False, or one pass for each module."
+        )
 
 
 def _listed(value: Any) -> list[Tensor]:
