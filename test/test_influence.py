@@ -299,6 +299,133 @@ def test_token_scores_of_batches_of_several_lengths(tmp_path: Path) -> None:
         influence.scores(queries, folder=tmp_path)
 
 
+class Grid(nn.Module):
+    """Layers at positions ``[T1, T2]``, which forwards have along axes of several kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T1, T2, 3]
+        num_n, first, second, _ = x.shape
+        kind = self.kind
+        h = torch.tanh(self.first(x.flatten(1, 2) if kind == "unflatten" else x))
+        h = h + h.mean(tuple(range(1, h.dim() - 1)), keepdim=True)  # positions meet
+        if kind == "unflatten":
+            h = h.unflatten(1, (first, second))
+        elif kind == "flatten":
+            h = h.flatten(1, 2)
+        elif kind == "batch":
+            h = h.flatten(0, 1)
+        elif kind == "rows":
+            h = h.flatten(0, 2)
+        elif kind == "positions first":
+            h = h.permute(1, 0, 2, 3)
+        elif kind in ("transposed", "windows"):
+            h = h.transpose(1, 2)
+        h = h.flatten(0, 1) if kind == "windows" else h
+        y = self.second(h)
+        if kind == "positions first":
+            y = y.permute(1, 0, 2, 3)
+        elif kind == "windows":
+            y = y.unflatten(0, (num_n, second)).transpose(1, 2)
+        elif kind == "transposed":
+            y = y.transpose(1, 2)
+        return y.reshape(num_n, first, second, 3).movedim(3, 1)
+
+    def terms(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Gradients of the summed loss along parameters of each position, ``[N, T1, T2, *p]``."""
+        lead = x.shape[:3]
+        own = {
+            name: p.detach().expand(*lead, *p.shape).clone().requires_grad_()
+            for name, p in self.named_parameters()
+        }
+        h = (own["first.weight"] @ x.unsqueeze(4)).squeeze(4) + own["first.bias"]
+        h = torch.tanh(h)
+        h = h + h.mean((1, 2), keepdim=True)
+        out = (own["second.weight"] @ h.unsqueeze(4)).squeeze(4) + own["second.bias"]
+        nn.functional.cross_entropy(out.movedim(3, 1), y, reduction="sum").backward()
+        return {name: p.grad for name, p in own.items() if p.grad is not None}
+
+
+def grids(first: int = 2, second: int = 3) -> tuple[Tensor, Tensor]:
+    X = torch.randn(N + Q, first, second, 3)
+    return X, torch.randint(3, X.shape[:3])
+
+
+@pytest.mark.parametrize(
+    "kind", ["axes", "flatten", "unflatten", "batch", "rows", "positions first"]
+)
+def test_token_scores_of_several_axes_of_positions(kind: str) -> None:
+    """The last axis is counted first, however layers have the axes."""
+    model, loss, (X, y) = Grid(kind), nn.CrossEntropyLoss(), grids()
+    influence = Influence(model, loss, batches(X, y), damping=DAMPING)
+    queries = (X[N:], y[N:])
+    found = influence.token_scores(queries)
+    terms = model.terms(X, y)
+    flat = torch.cat([g.flatten(3) for g in terms.values()], 3)
+    along = influence.precondition(flat.sum((1, 2))[N:].T).T
+    each = along.split([g.flatten(3).shape[3] for g in terms.values()], 1)
+    expected = {
+        name: torch.einsum("qp,nabp->qnab", d, g[:N].flatten(3)) / (N * 6)
+        for (name, g), d in zip(terms.items(), each, strict=True)
+    }
+    assert found.shape == (Q, N, 6)
+    assert_close(found.unflatten(2, (2, 3)), torch.stack([*expected.values()]).sum(0))
+    for name, part in influence.token_scores(queries, by="parameter").items():
+        assert_close(part.unflatten(2, (2, 3)), expected[name])
+
+
+@pytest.mark.parametrize("kind", ["transposed", "windows"])
+def test_token_scores_of_axes_in_another_order(kind: str) -> None:
+    """Positions are not added to others; those of each layer are in its own order."""
+    (X, y), loss = grids(), nn.CrossEntropyLoss()
+    found = []
+    for each in ("axes", kind):
+        torch.manual_seed(2)
+        influence = Influence(Grid(each), loss, batches(X, y), "identity")
+        found.append(influence.token_scores((X[N:], y[N:]), by="module"))
+    plain, other = found
+    assert_close(other["first"], plain["first"])
+    by_axes = other["second"].unflatten(2, (3, 2)).transpose(2, 3)
+    assert_close(by_axes, plain["second"].unflatten(2, (2, 3)))
+    with pytest.raises(ValueError, match=r"'second.weight' is used at 3 x 2 .* at 2 x 3\. .*by="):
+        influence.token_scores((X[N:], y[N:]))
+
+
+def test_token_scores_of_merged_windows() -> None:
+    """Windows that are merged with the samples may have another order than merged axes."""
+    X, y = grids()
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)))
+    last = nn.Sequential(nn.Flatten(1, 2), nn.Linear(3, 3), nn.Unflatten(1, (2, 3)))
+    whole = nn.Sequential(*model, *last, nn.Tanh(), ChannelsFirst())
+    influence = Influence(whole, nn.CrossEntropyLoss(), batches(X, y), "identity")
+    with pytest.raises(ValueError, match=r"'4.weight' is used at 6 .* at 2 x 3\. .*by="):
+        influence.token_scores((X[N:], y[N:]))
+
+
+class ChannelsFirst(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.movedim(-1, 1)
+
+
+def test_token_scores_of_batches_with_axes_of_several_lengths() -> None:
+    """Zeros are at the end of each axis."""
+    model, loss = Grid("flatten"), nn.CrossEntropyLoss(reduction="sum")
+    sizes = [(2, 3), (1, 4), (2, 2)]
+    data = [grids(*size) for size in sizes]
+    queries = grids()
+    influence = Influence(model, loss, data, "identity")
+    found = influence.token_scores(queries).unflatten(2, (2, 4))
+    for i, ((first, second), batch) in enumerate(zip(sizes, data, strict=True)):
+        alone = Influence(model, loss, [batch], "identity").token_scores(queries)
+        own = found[:, i * (N + Q) : (i + 1) * (N + Q)]
+        assert_close(own[:, :, :first, :second].flatten(2), alone)
+        assert not own[:, :, first:].any()
+        assert not own[:, :, :, second:].any()
+
+
 def test_token_scores_of_layers_without_tokens() -> None:
     model, loss, X, y = problem("cnn")
     influence = Influence(model, loss, batches(X, y), "identity")

@@ -16,6 +16,7 @@ from backpack.core.engine.factored import FactoredGrad
 from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, check_read_again
 
@@ -79,7 +80,7 @@ class Attribution:
         norm = self._norm(weights)
         rows = self._gathered([values.transpose(0, 1) for values in whole.values()])
         each = zip(whole, rows, strict=True)
-        scores = {name: values.transpose(0, 1) / norm for name, values in each}
+        scores = {name: _flat(values.transpose(0, 1) / norm) for name, values in each}
         return scores[""] if by == "model" else scores
 
     def top(
@@ -127,13 +128,12 @@ class Attribution:
         group, what = self._objective.group, type(self).__name__
         if group is None:
             return [*rows]
-        if rows[0].dim() > 2:  # [n, Q, T], where processes have batches of other lengths
-            lengths = torch.tensor([[each.shape[2] for each in rows]], device=rows[0].device)
+        if rows[0].dim() > 2:  # [n, Q, R, T1, ...]: processes have batches of other lengths
+            sizes = [size for each in rows for size in each.shape[2:]]
+            lengths = torch.tensor([sizes], device=rows[0].device)
             (lengths,) = group.gathered(f"positions of {what}", [lengths])
-            longest = lengths.amax(0).tolist()
-            rows = [
-                pad(each, (0, T - each.shape[2])) for each, T in zip(rows, longest, strict=True)
-            ]
+            longest = iter(lengths.amax(0).tolist())
+            rows = [_with_zeros(each, [next(longest) for _ in each.shape[2:]]) for each in rows]
         return group.gathered(what, rows)
 
     def _of_process(self, folder: str | Path | None) -> Path | None:
@@ -254,13 +254,23 @@ def grouped(found: Mapping[str, Tensor], by: By) -> dict[str, Tensor]:
     for name, values in found.items():
         group = {"model": "", "module": name.rpartition(".")[0], "parameter": name}[by]
         known = groups.get(group)
-        if known is not None and known.shape != values.shape:
-            raise ValueError(
-                f"'{name}' is used at {values.shape[2]} positions, others that it is added to at "
-                f"{known.shape[2]}. Look at each with by='parameter', or leave it out (params=...)."
-            )
-        groups[group] = values if known is None else known + values
+        total = values
+        if known is not None:
+            both = known + values if values.dim() < 3 else sum_of_positions(known, values)
+            if both is None:
+                raise ValueError(
+                    f"'{name}' is used at {_positions(values)} positions, others that it is added "
+                    f"to at {_positions(known)}. Look at each with by='parameter', or leave it out "
+                    "(params=...)."
+                )
+            total = both
+        groups[group] = total
     return groups
+
+
+def _positions(scores: Tensor) -> str:
+    """Describe the positions of ``[Q, N, R, T1, T2, ...]``, such as "3 x 4"."""
+    return " x ".join(map(str, axes_of(scores)))
 
 
 def _largest(
@@ -274,8 +284,24 @@ def _largest(
 
 
 def _padded(values: list[Tensor]) -> list[Tensor]:
-    """Add zeros to scores of tokens, ``[Q, n, T]``, so that all have the same T."""
-    if values[0].dim() < 3:
-        return values
-    longest = max(each.shape[2] for each in values)
-    return [pad(each, (0, longest - each.shape[2])) for each in values]
+    """Add zeros to scores of tokens, ``[Q, n, R, T1, ...]``, so that all have as many along axes.
+
+    Raises:
+        ValueError: If batches have different axes.
+    """
+    if len({each.dim() for each in values}) > 1:
+        kinds = ", ".join(dict.fromkeys(map(_positions, values)))
+        raise ValueError(f"Batches have positions along different axes: {kinds}.")
+    longest = [max(sizes) for sizes in zip(*(each.shape[2:] for each in values), strict=True)]
+    return [_with_zeros(each, longest) for each in values]
+
+
+def _with_zeros(scores: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Add zeros at the end of the axes of positions: ``[*, *, R, T1, ...]``."""
+    missing = [size - own for size, own in zip(sizes, scores.shape[2:], strict=True)]
+    return pad(scores, [n for each in reversed(missing) for n in (0, each)])
+
+
+def _flat(scores: Tensor) -> Tensor:
+    """Number the positions of tokens in one go: ``[Q, N, R, T1, ...]`` to ``[Q, N, T]``."""
+    return scores.flatten(2) if scores.dim() > 2 else scores

@@ -137,19 +137,27 @@ class Influence(Attribution):
         follows: in a language model, the term of a token has the loss of later tokens that look at
         it as well. Where positions do not meet, it is the influence of the token's own loss.
 
+        The positions of a layer are numbered as its output has them, along the last axis first:
+        with the output ``[N, T1, T2, O]`` (or ``[N·T1, T2, O]``, or ``[N, T1·T2, O]``), position
+        ``(t1, t2)`` is ``t1 · T2 + t2``, and ``scores.unflatten(2, (T1, T2))`` has both axes again.
+        Layers are added up position by position. With axes of other sizes (``[N, T2, T1, O]``, or
+        windows ``[N·W, T, O]``) that is an error. A model that changes the order and keeps the
+        sizes in between (``flip``, ``roll``, the transpose of a square) is not noticed: look at its
+        layers with ``by="parameter"``.
+
         Args:
             queries: As for :meth:`scores`.
-            by: The same. Layers that are added up need the same number of positions.
+            by: The same. Layers that are added up need the same positions.
             folder: The same, not the same folder.
 
         Returns:
-            ``[Q, N, T]``, which sums over T to :meth:`scores`; zero at the end of samples from
-            batches with fewer positions. Or a dictionary of these, by name.
+            ``[Q, N, T]``, which sums over T to :meth:`scores`; zero at the end of each axis of
+            positions for samples from batches with fewer. Or a dictionary of these, by name.
 
         Raises:
             NotImplementedError: If a parameter belongs to another layer than ``Linear``,
                 ``Embedding``, ``LayerNorm`` and ``RMSNorm``: leave it out (``params=``).
-            ValueError: If numbers of positions differ, or as for :meth:`scores`.
+            ValueError: If positions differ, or as for :meth:`scores`.
         """
         return self._joined(self._each_batch(queries, folder, by_token=True), by)
 
