@@ -204,6 +204,7 @@ class Monitor:
         Raises:
             AttributeError: If a parameter has not got what a metric needs.
             TypeError: If an attribute is not a tensor.
+            ValueError: If a further number has the name of a metric.
             RuntimeError: If processes do not do the same step, an error has stopped one, or a
                 metric is another one on each.
         """
@@ -224,6 +225,12 @@ class Monitor:
     def _found(self, scalars: dict[str, float | Tensor], step: int) -> dict[str, Tensor]:
         """Compute all values of a step, by tag."""
         params, group = self._parameters, self._group
+        twice = scalars.keys() & {t for tag in self._metrics for t in self._tags(tag)}
+        if twice:
+            raise ValueError(
+                f"step() was given {', '.join(sorted(twice))}, but there are metrics with that "
+                "name: one would replace the other. Rename one of them."
+            )
         reduced = [metric for metric in self._metrics.values() if isinstance(metric, Reduced)]
         attributes = dict.fromkeys(metric.attribute for metric in reduced)
         for attribute in attributes:  # before the others wait for it
@@ -251,11 +258,15 @@ class Monitor:
             else:
                 each = [_explained(name, p, metric, [p]) for name, p in params.items()]
                 together = metric(list(params.values()))
-            tags = [*(f"{tag}/{name}" for name in params), tag]
+            tags = self._tags(tag)
             # copies: a histogram may be the memory of the attribute
             values = [whole(torch.as_tensor(value)).clone() for value in (*each, together)]
             found.update(zip(tags, values, strict=True))
         return found if group is None else _agreed(group, found, device)
+
+    def _tags(self, tag: str) -> list[str]:
+        """Return the tags of what a metric is for each parameter, and for all of them."""
+        return [*(f"{tag}/{name}" for name in self._parameters), tag]
 
     def close(self) -> None:
         """Close the writer."""
@@ -349,22 +360,40 @@ def _agreed(group: DataGroup, found: dict[str, Tensor], device: torch.device) ->
     Raises:
         RuntimeError: If they are not.
     """
-    # histograms are compared by the length of their vector
-    values = [torch.linalg.vector_norm(v.double()) if v.ndim else v for v in found.values()]
-    own = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
-    each, differ = group.compared("values of metrics", own)
-    for tag, values, is_other in zip(found, each.T, differ.tolist(), strict=True):
-        if is_other:
+    numbers = {tag: _fingerprint(v) if v.ndim else v.reshape(1) for tag, v in found.items()}
+    own = torch.cat([number.to(device, torch.float64) for number in numbers.values()])
+    of_all, differ = group.compared(f"values of metrics: {_shapes(found)}", own)
+    sizes = [len(number) for number in numbers.values()]
+    agreed: dict[str, Tensor] = {}
+    parts = zip(found.items(), of_all.split(sizes, 1), differ.split(sizes), strict=True)
+    for (tag, value), each, is_other in parts:
+        if is_other.any():
+            what = "has other values" if value.ndim else "is another number"
             raise RuntimeError(
-                f"The metric {tag} is another number on each process, {values.tolist()}, so it is "
+                f"The metric {tag} {what} on each process, "
+                f"{'of norms ' if value.ndim else ''}{each[:, 0].tolist()}, so it is "
                 "not that of all samples. Gradients and quantities of one process alone "
                 "(no_sync(), process_group=None) have process_group=None here as well; a function "
                 "has to add up what it computes of the samples of its process."
             )
-    return {
-        tag: value if value.ndim else number.to(value)
-        for (tag, value), number in zip(found.items(), each[0], strict=True)
-    }
+        agreed[tag] = value if value.ndim else each[0, 0].to(value)
+    return agreed
+
+
+def _shapes(found: dict[str, Tensor]) -> str:
+    """Describe the shapes of histograms."""
+    return ", ".join(f"{tag} {list(value.shape)}" for tag, value in found.items() if value.ndim)
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    """Return numbers that are others for other values ``[K]``, and vary little with rounding."""
+    wide = values.flatten().double()
+    norm = torch.linalg.vector_norm(wide)
+    unit = wide / norm.clamp(min=torch.finfo(wide.dtype).tiny)
+    places = torch.arange(1, len(wide) + 1, device=wide.device).square().to(wide.dtype)
+    # along directions that are as good as random; far from zero, where rounding is all there is
+    along = [10 + unit @ torch.cos(places * factor) for factor in (1.0, 2**0.5, 3**0.5)]
+    return torch.stack([norm, *along])
 
 
 def _explained(name: str, p: Parameter, function: Callable[..., Any], *args: Any) -> Any:

@@ -188,6 +188,11 @@ def test_errors_say_what_to_do(model: Any, tmp_path: Path) -> None:
             Monitor(model, [metric], writer).step()
     with pytest.raises(TypeError, match=r"ggnmp .* no tensor"):
         Monitor(model, ["ggnmp.norm"], writer).step()
+    backward(model)
+    monitor = Monitor(model, [gradient_snr, "grad.norm"], writer)
+    for name in ("gradient_snr", "grad.norm", "grad.norm/0.weight"):
+        with pytest.raises(ValueError, match=f"given {name}, but there are metrics with that name"):
+            monitor.step(**{name: 1.0, "loss": 2.0})
     with pytest.raises(AttributeError, match="'object' object has no attribute 'x'"):
         Monitor(model, [lambda params: object().x], writer).step()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"None of the parameters .*BatchL2Grad"):

@@ -177,6 +177,20 @@ def _mistakes(rank: int, count: int) -> None:
             backward(net, own, e.BatchGrad())
         with pytest.raises(RuntimeError, match=r"(grad\.norm|length)/0\.weight is another number"):
             monitor(metric).step()
+
+    def turned(params: Any) -> Tensor:
+        return params[0].grad.flatten().roll(rank)
+
+    def longer(params: Any) -> Tensor:
+        return torch.cat([params[0].grad.flatten(), torch.zeros(rank)])
+
+    backward(net, own)
+    with pytest.raises(RuntimeError, match=r"turned/0\.weight has other values on each process"):
+        monitor(turned).step()  # of the same length
+    with pytest.raises(RuntimeError, match=r"longer/0\.weight \["):
+        monitor(longer).step()
+    with pytest.raises(ValueError, match="given grad"):
+        monitor("grad").step(grad=1.0)
     backward(net, own, *[e.Variance()] * 1)
     if rank == 1:
         plain[0].weight.variance = None  # as if it was not there
