@@ -38,7 +38,7 @@ from backpack.convert.graph import convert_module_to_backpack
 from backpack.convert.recording import is_open, is_recorded, record_functions
 from backpack.convert.tracing import ConversionError
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.engine import checks, elided_gradients
+from backpack.core.engine import checks
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
@@ -200,7 +200,7 @@ class backpack(ShowsOptions):
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
         second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
-        elides = second_order or not self._gradients or bool(elided_gradients.costly(configuration))
+        elides = second_order or not self._gradients or self._sum_individual_gradients
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(calls.last_call())

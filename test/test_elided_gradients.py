@@ -123,6 +123,33 @@ def test_gradients_are_those_of_autograd(
         torch.testing.assert_close(value, getattr(p, extension().savefield))
 
 
+@pytest.mark.parametrize("use_converter", [False, True, "record"])
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_forward_pass_inside_of_the_context(
+    extension: Any, use_converter: Any, chosen: list[set[Any]]
+) -> None:
+    """The same as before it, also in the step that follows, which has the loss of this one."""
+    found = []
+    for is_inside in (False, True):
+        model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+        extended = extend(model, use_converter=use_converter)
+        loss: Any = None
+        for _ in range(2):
+            extended.zero_grad()
+            loss = None if is_inside else plain(extended, lossfunc)
+            with backpack(extension()):
+                loss = plain(extended, lossfunc) if is_inside else loss
+                loss.backward()
+        numbers = {p: i for i, p in enumerate(extended.parameters())}
+        elided = [{numbers[p] for p in params} for params in chosen]
+        values = [getattr(p, extension().savefield) for p in extended.parameters()]
+        found.append((elided, gradients(extended), values))
+        chosen.clear()
+    assert found[0][0][0]
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1:], found[1][1:])
+
+
 def test_sum_of_individual_gradients_when_several_extensions_share_a_pass(
     chosen: list[set[Any]],
 ) -> None:
