@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from backpack import backpack, extend
+from backpack import backpack, extend, optim
 from backpack.distributed.shards import whole
 from backpack.extensions import KFLR
 from backpack.optim import KFAC
@@ -168,6 +170,48 @@ def _copies(rank: int, count: int) -> None:
     check_same(weights(other), weights(model), "copy")
 
 
+def _pickled(rank: int, count: int) -> None:
+    """Not with a group, which is one of this program; copies have the same one."""
+    world, sums = distributed.group.WORLD, {"max_grad_norm": 1.0, "noise_multiplier": 0.0}
+    sizes: Any = {**sums, "expected_batch_size": 4, "loss_reduction": "sum", "process_group": world}
+    X, y = batch([2, 2], rank)
+    for make in (
+        lambda params: optim.KFAC(params, extension=KFLR(), process_group=world),
+        lambda params: optim.DPSGD(params, lr=0.1, **sizes),
+        lambda params: optim.DPOptimizer(torch.optim.Adam(params), **sizes),
+    ):
+        model = plain()
+        opt: Any = make(list(model.parameters()))
+        for dump in (pickle.dumps, lambda what: torch.save(what, BytesIO())):
+            with pytest.raises(
+                TypeError, match=r"process_group cannot .* state_dict\(\), and read"
+            ):
+                dump(opt)
+        pairs = [(model, opt), deepcopy((model, opt))]
+        assert pickle.loads(pickle.dumps(opt.state_dict()))["param_groups"]
+        for net_of, its in pairs:
+            its.zero_grad()
+            context = getattr(its, "averaged_over", "module")
+            with backpack(*its.extensions, process_group=world if context else None):
+                extend(nn.CrossEntropyLoss(reduction="sum"))(net_of(X), y).backward()
+            for p in net_of.parameters() if context else ():
+                distributed.all_reduce(p.grad)
+            its.step()
+        check_same(weights(pairs[1][0]), weights(model), make)
+        check_equal_on_all(weights(model))
+
+
+def _made_again(rank: int, count: int) -> None:
+    """Optimisers that are made again, as for each fold of the data, leave no groups behind."""
+    known = distributed.distributed_c10d._world.pg_map
+    sizes = []
+    for _ in range(3):
+        for fraction in (1.0, 0.5):
+            optimiser(plain(), process_group=distributed.group.WORLD, worker_fraction=fraction)
+        sizes.append(len(known))
+    assert sizes == [sizes[0]] * 3
+
+
 def _mistakes(rank: int, count: int) -> None:
     """An error of one is one of all, at once; the step can be done again."""
     world = distributed.group.WORLD
@@ -206,6 +250,6 @@ def _mistakes(rank: int, count: int) -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("program", [_copies, _mistakes])
+@pytest.mark.parametrize("program", [_copies, _mistakes, _pickled, _made_again])
 def test_copies_and_mistakes(program: Any, tmp_path: Path) -> None:
     in_processes(program, tmp_path, within=100)

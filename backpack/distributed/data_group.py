@@ -172,6 +172,19 @@ class DataGroup:
         same = torch.isclose(each, each[0], rtol=ROUNDING, atol=0, equal_nan=True)
         return each, ~same.all(0)
 
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled: the processes are those of a program that runs.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "What has a process_group cannot be pickled: the group belongs to the processes that "
+            "run now. Of an optimiser, save state_dict(), and read it with "
+            "backpack.optim.load_checkpoint (or load_state_dict) into one that is made with the "
+            "group of the other program."
+        )
+
     def __deepcopy__(self, memo: Any) -> DataGroup:
         """Return itself: a copy of what sums over processes does so over the same ones."""
         return self

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
@@ -51,9 +52,8 @@ class Spread:
         self._workers, self._rank = workers, rank
         ranks = distributed.get_process_group_ranks(group)
         first = rank - rank % workers
-        backend = distributed.get_backend(group)
-        self._team = _subgroup(ranks[first : first + workers], backend)
-        self._peers = _subgroup(ranks[rank % workers :: workers], backend)
+        self._team = _subgroup(group, ranks[first : first + workers])
+        self._peers = _subgroup(group, ranks[rank % workers :: workers])
         self._owners: dict[Tensor, int] = {}
         self._loads = [0.0] * size
 
@@ -124,8 +124,18 @@ def _cost(p: Any) -> float:
     return sum(d**3 for d in (p.shape[0], prod(p.shape[1:])) if p.dim())
 
 
-def _subgroup(ranks: Sequence[int], backend: str) -> Any:
-    """Make a group of some processes, which call this at the same time; None for one alone."""
+# Parts of groups, by their ranks: torch keeps a group until all are destroyed, so those that are
+# there are used again.
+_PARTS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
+def _subgroup(group: ProcessGroup, ranks: Sequence[int]) -> Any:
+    """Return the group of some processes, which call this at the same time; None for one alone."""
     if len(ranks) == 1:
         return None
-    return distributed.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    parts = _PARTS.setdefault(group, {})
+    if tuple(ranks) not in parts:
+        parts[tuple(ranks)] = distributed.new_group(
+            list(ranks), backend=distributed.get_backend(group), use_local_synchronization=True
+        )
+    return parts[tuple(ranks)]
