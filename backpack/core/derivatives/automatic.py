@@ -39,7 +39,7 @@ from backpack.core.derivatives.by_autograd import (
     second_products,
     transposed_products,
 )
-from backpack.core.derivatives.following import Following, tensors_in, treatment_by
+from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
 from backpack.core.record.calls import Call, describe, flatten_outputs, upstream
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
@@ -256,7 +256,10 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     batch_axis = BatchAxis.FOLLOWED
     depends_on_layouts = True
-    _known: ClassVar[WeakKeyDictionary[Module, dict[Any, Any]]] = WeakKeyDictionary()
+    # the answer for a key, and what it depends on besides that
+    _known: ClassVar[WeakKeyDictionary[Module, dict[Any, tuple[Any, Conditions | None]]]] = (
+        WeakKeyDictionary()
+    )
 
     def hvp_unbatched(
         self, c: Context, inputs: Sequence[Tensor | None], params: Mapping[str, Tensor]
@@ -396,7 +399,9 @@ class FunctionDerivatives(AutomaticDerivatives):
         if answers is None:
             answers = self._known[call.module] = {}
         key = self._key(call, facts)
-        found = answers.get(key, UNKNOWN)
+        found, conditions = answers.get(key, (UNKNOWN, None))
+        if conditions is not None and not conditions.hold(call):
+            found = UNKNOWN
         batched = [one for one in call.layouts_in if one is not None and one.is_batched]
         if found is UNKNOWN:
             counts = {layout.samples for layout in batched}
@@ -404,8 +409,12 @@ class FunctionDerivatives(AutomaticDerivatives):
                 return None
             following = self._following(call, counts.pop() if counts else 0)
             found = self._found(call, following)
-            if not (following.depends_on_values or following.relies_on_values):
-                answers[key] = found
+            if following.depends_on_values or following.relies_on_values:
+                conditions = following.conditions()
+                if conditions is not None:
+                    answers[key] = found, conditions
+            else:
+                answers[key] = found, None
         if found is None:
             return None
         affine, places = found

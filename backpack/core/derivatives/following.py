@@ -10,7 +10,9 @@ output entry spells the number of the only sample that it depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Size, Tensor
@@ -29,6 +31,12 @@ from backpack.custom_module.slicing import Slicing
 # What stands for the number of a sample where an entry depends on none, or on several.
 NONE, SEVERAL = -1, -2
 
+# Up to this many entries of inputs are kept, to see whether they are the same once more.
+MOST_VALUES = 2**14
+# Attributes that are the same if they compare so, and those of each module.
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_OF_EACH = frozenset(vars(Module())) - {"training"}
+
 # Evaluates the function with other arguments; all tensors that it returns.
 Evaluate = Callable[[Sequence[Any]], list[Tensor]]
 
@@ -45,6 +53,65 @@ def treatment_by(module: Module) -> str | None:
 def tensors_in(output: Any) -> list[Tensor]:
     """List the tensors of an output, of any precision."""
     return [y for y in tree_leaves(output) if isinstance(y, Tensor)]
+
+
+class _Same:
+    """A weak reference to something that has to be the same object, in the same version."""
+
+    __slots__ = ("target", "version")
+
+    def __init__(self, target: Any):
+        self.target = ref(target)
+        self.version = target._version if isinstance(target, Tensor) else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same) or self.version != other.version:
+            return False
+        now = self.target()
+        return now is not None and other.target() is now
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def state_of(module: Module) -> list[Any] | None:
+    """Return what a module may have changed between two calls: its attributes and buffers.
+
+    Returns:
+        Equal if they are the same, values of parameters aside; None if that cannot be told.
+    """
+    if isinstance(module, FunctionModule):
+        return []
+    found: list[Any] = []
+    for part in module.modules():
+        own = vars(part)
+        others = [(n, x) for n, x in own.items() if n not in _OF_EACH and n[:10] != "_backpack_"]
+        for name, x in (*others, *own["_buffers"].items()):
+            try:
+                found.append((name, type(x), x if isinstance(x, _PLAIN) else _Same(x)))
+            except (TypeError, RuntimeError):  # a list, a dictionary; a tensor without version
+                return None
+    return found
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What an answer depends on that was found with inputs as they are.
+
+    Attributes:
+        values: Copies of those inputs, by number.
+        state: That of the module: see :func:`state_of`.
+    """
+
+    values: Mapping[int, Tensor]
+    state: list[Any]
+
+    def hold(self, call: Call) -> bool:
+        """Whether a call of the same module reads the same values, of the same shapes."""
+        for i, value in self.values.items():
+            x = call.inputs[i]
+            if x.device != value.device or not torch.equal(x.detach(), value):
+                return False
+        return state_of(call.module) == self.state
 
 
 class Following:
@@ -84,6 +151,25 @@ class Following:
         return self.treatment is None and any(
             isinstance(x, Tensor) and i not in self._varied for i, x in enumerate(inputs)
         )
+
+    def conditions(self) -> Conditions | None:
+        """Return what the answer depends on besides shapes; None if that is more than can be told.
+
+        Only to be asked if it depends on values of the inputs.
+        """
+        call = self.call
+        if any(layout is not None and layout.owners is not None for layout in call.layouts_in):
+            return None
+        moved = self._value_inputs() if self.treatment in (MOVES, RESHAPES) else None
+        varied, values = self._varied, dict[int, Tensor]()
+        for i, x in enumerate(call.inputs):
+            is_free = isinstance(x, Tensor) and x.is_floating_point() and i in varied
+            if isinstance(x, Tensor) and not (is_free and (moved is None or i in moved)):
+                values[i] = x.detach()
+        state = state_of(call.module)
+        if state is None or sum(x.numel() for x in values.values()) > MOST_VALUES:
+            return None
+        return Conditions({i: x.clone() for i, x in values.items()}, state)
 
     def places(self) -> list[tuple[Any, ...] | None] | None:
         """Find the layout of each output, as :attr:`Layout.facts`.
