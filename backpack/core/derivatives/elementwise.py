@@ -349,6 +349,36 @@ class SmoothDerivatives(ElementwiseDerivatives):
         return _of(SMOOTH, c.module)[1](c.module, c.x)
 
 
+# Activations of transformers, and modules of torch that compute the same.
+SAME: Mapping[str, Module] = {
+    "transformers.activations.GELUActivation": GELU(),
+    "transformers.activations.GELUTanh": GELU("tanh"),
+    "transformers.activations.NewGELUActivation": GELU("tanh"),
+    "transformers.activations.SiLUActivation": SiLU(),
+}
+
+
+def _same(module: Module) -> Module:
+    """Look up the module of torch."""
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
+    return next(SAME[name] for name in names if name in SAME)
+
+
+@register(*SAME)
+class SameDerivatives(ElementwiseDerivatives):
+    """An activation of the table ``SAME``."""
+
+    def df(self, c: Context) -> Tensor:
+        """First derivative."""
+        same = _same(c.module)
+        return SMOOTH[type(same)][0](same, c.x)
+
+    def d2f(self, c: Context) -> Tensor:
+        """Second derivative."""
+        same = _same(c.module)
+        return SMOOTH[type(same)][1](same, c.x)
+
+
 @register(*STRAIGHT)
 class StraightDerivatives(PiecewiseLinearDerivatives):
     """An activation of the table ``STRAIGHT``."""

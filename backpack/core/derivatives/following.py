@@ -161,7 +161,8 @@ class Following:
         if any(layout is not None and layout.owners is not None for layout in call.layouts_in):
             return None
         moved = self._value_inputs() if self.treatment in (MOVES, RESHAPES) else None
-        varied, values = self._varied, dict[int, Tensor]()
+        varied = self._varied
+        values: dict[int, Tensor] = {}
         for i, x in enumerate(call.inputs):
             is_free = isinstance(x, Tensor) and x.is_floating_point() and i in varied
             if isinstance(x, Tensor) and not (is_free and (moved is None or i in moved)):

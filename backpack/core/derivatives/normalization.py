@@ -239,6 +239,57 @@ class RMSNormDerivatives(LayerNormDerivatives):
         return torch.finfo(dtype).eps
 
 
+def _of_transformers(package: str, prefix: str) -> str:
+    return f"transformers.models.{package}.modeling_{package}.{prefix}RMSNorm"
+
+
+# Classes of transformers that are one module by many names.
+OF_TRANSFORMERS = [
+    *(
+        _of_transformers(prefix.lower(), prefix)
+        for prefix in (
+            *("Glm", "Glm4", "Granite", "Llama", "Ministral", "Mistral", "Mixtral", "Olmo2"),
+            *("Olmo3", "Phi3", "Pixtral", "Qwen2", "Qwen3", "SmolLM3"),
+        )
+    ),
+    _of_transformers("deepseek_v2", "DeepseekV2"),
+    _of_transformers("deepseek_v3", "DeepseekV3"),
+    _of_transformers("gpt_oss", "GptOss"),
+    _of_transformers("qwen2_moe", "Qwen2Moe"),
+    _of_transformers("qwen3_moe", "Qwen3Moe"),
+]
+
+
+@register(*OF_TRANSFORMERS)
+class TransformersRMSNormDerivatives(RMSNormDerivatives):
+    """Derivatives of ``LlamaRMSNorm`` and its like, which compute x̂ in float32 (of doubles, too).
+
+    Here it is rounded to no less than the precision of the input.
+    """
+
+    def min_dims(self, module: Any) -> int:
+        """Return 2: batch and features."""
+        return 2
+
+    def trailing_axes(self, module: Any) -> int:
+        """Return 1: features."""
+        return 1
+
+    def group_size(self, c: Context) -> int:
+        """Return the number of features."""
+        return c.input.shape[-1]
+
+    def epsilon(self, c: Context) -> float:
+        """Return ε."""
+        return c.module.variance_epsilon
+
+    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
+        (x,) = self._groups(c, c.x.unsqueeze(0))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        s = (_mean(wide.square()) + self.epsilon(c)).sqrt()
+        return (wide / s).to(x.dtype), s.to(x.dtype)
+
+
 @register(GroupNorm)
 class GroupNormDerivatives(NormalizationDerivatives):
     """Derivatives of ``torch.nn.GroupNorm``: a group is some channels, γ has an entry for each."""

@@ -1,0 +1,82 @@
+"""Rules of leaf modules of transformers, which have names and options of their own."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives import check_rule, derivatives_of
+from backpack.core.derivatives.elementwise import SAME
+from backpack.core.derivatives.normalization import OF_TRANSFORMERS
+from backpack.core.record.registry import ELSEWHERE
+
+transformers = pytest.importorskip("transformers")
+
+
+def named(name: str) -> Any:
+    """Import a class."""
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(module), kind)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_activations(name: str) -> None:
+    check_rule(named(name)(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("option", ["gelu_python", "gelu_python_tanh"])
+def test_activations_in_python(option: str) -> None:
+    check_rule(transformers.activations.ACT2FN[option], torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_rms_norm(name: str, shape: tuple[int, ...]) -> None:
+    """All are RMSNorm of torch, up to the precision that they compute in: float32."""
+    torch.manual_seed(0)
+    layer, twin = named(name)(4), nn.RMSNorm(4, 1e-6)
+    assert type(derivatives_of(layer)) is type(ELSEWHERE[name])
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight.normal_())
+    X, y = torch.randn(3, *shape), torch.randint(4, (3,))
+    exts = [extensions.BatchGrad, extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFLR]
+    found: list[list[Tensor]] = []
+    for norm in (layer, twin):
+        first = nn.Linear(4, 4)
+        nn.init.eye_(first.weight)
+        model = extend(nn.Sequential(first, norm, nn.Flatten(), nn.Linear(X[0].numel(), 4)))
+        nn.init.ones_(model[-1].weight)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model[-1].weight[0] *= 2  # type: ignore[index, operator]
+            model[-1].bias.zero_()  # type: ignore[union-attr, operator]
+            first.bias.zero_()
+        loss = extend(nn.CrossEntropyLoss())(model(X), y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # no rule
+            with backpack(*(ext() for ext in exts)):
+                loss.backward()
+        results: list[Tensor] = []
+        for p in (norm.weight, first.weight):
+            results += [p.grad_batch, p.diag_ggn_exact, p.diag_h, *p.kflr]
+        found.append(results)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_rms_norm_in_half_precision() -> None:
+    """What is rounded is the result, not what it is computed from."""
+    torch.manual_seed(0)
+    layer = named("transformers.models.llama.modeling_llama.LlamaRMSNorm")(256).bfloat16()
+    X = torch.randn(3, 256).bfloat16()
+    model = extend(nn.Sequential(layer))
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss(reduction="sum"))(model(X), torch.zeros_like(X)).backward()
+    for n in range(3):
+        (true,) = torch.autograd.grad(layer(X[n]).square().sum(), layer.weight)
+        torch.testing.assert_close(layer.weight.grad_batch[n], true)
