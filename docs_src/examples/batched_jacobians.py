@@ -110,5 +110,6 @@ for c in range(C):
         value = sensitivity[c, feature].item()
         color = "white" if value > 0.6 * sensitivity.max() else "black"
         axes.text(feature, c, f"{value:.1f}", ha="center", va="center", color=color)
-axes.set_title("Mean |∂ score / ∂ feature|, features in standard deviations", loc="left")
+axes.set_title("Mean |∂ score / ∂ feature|", loc="left")
+axes.set_xlabel("features in standard deviations")
 plt.show()

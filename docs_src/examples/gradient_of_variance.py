@@ -123,8 +123,6 @@ assert max(final[0.1], final[0.3]) < final[0.0] / 2
 for panel, title in zip(axes, ("Loss", "Variance of the gradient, sum"), strict=True):
     panel.set_title(title, loc="left")
     panel.set(xlabel="step", yscale="log")
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("{x:g}")
     panel.grid(color="0.9")
 axes[0].legend(frameon=False)
 plt.show()

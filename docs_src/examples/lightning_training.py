@@ -118,8 +118,6 @@ for axes, (tag, title) in zip(grid.flat, titles.items(), strict=True):
     axes.plot(*curves[tag], color="#0072B2")
     axes.set_title(title, loc="left")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(color="0.9")
 for axes in grid[-1]:
     axes.set_xlabel("step")

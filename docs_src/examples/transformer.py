@@ -100,7 +100,7 @@ loss = loss_function(model(X), y)
 with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
     loss.backward()
 for name, p in model.named_parameters():
-    print(f"{name:<40} {list(p.grad_batch.shape)}")
+    print(f"{name:<43} {list(p.grad_batch.shape)}")
 
 # %%
 # Those of one sample by plain autograd are the same, and so are some entries of the diagonal.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,19 @@ class Position:
 def reset(gallery_conf: Any, filename: str) -> None:
     """Undo what a program has set in the process, which others run in as well."""
     torch.set_default_dtype(torch.float32)
+    warnings.formatwarning = without_place
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # of Lightning by torch
+
+
+def without_place(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Write a warning in lines that a page has room for, without files of whoever builds it."""
+    return textwrap.fill(f"{category.__name__}: {message}", 90) + "\n"
 
 
 def sort_into_groups(examples: Path, target: Path) -> None:
