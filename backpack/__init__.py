@@ -117,7 +117,7 @@ class backpack(ShowsOptions):
             as well in ``backward(retain_graph=True)``, unless that has ``create_graph=True``.
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
-            See :mod:`backpack.core.engine.elided_gradients` for what takes part.
+            :doc:`/good_to_know` says what takes part.
         gradients: Whether ``p.grad`` is wanted. False: that of the parameters of extended modules
             stays as it is, and autograd does not compute it where it can do without. Not for
             ``backward(create_graph=True)``.

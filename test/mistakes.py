@@ -105,7 +105,9 @@ class Centre(nn.Module):
 def preamble() -> str:
     """Return what the programs have in common."""
     source = Path(__file__).read_text(encoding="utf-8")
-    return source.split("# What the programs have in common.\n")[1].split("\n\n\ndef preamble")[0]
+    imports = source[source.index("import torch\n") : source.index("\n\n\nclass Mistake")]
+    shared = source.split("# What the programs have in common.\n")[1].split("\n\n\ndef preamble")[0]
+    return f"{imports}\n\n{shared}"
 
 
 # ------------------------------------------------------------------ what is extended

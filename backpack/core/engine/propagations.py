@@ -251,7 +251,7 @@ class InBases(Propagation):
     bases: Mapping[Parameter, Bases]
 
     def reads_gradients(self) -> bool:
-        """Return False."""
+        """Return False: first derivatives carry the factor."""
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
@@ -266,7 +266,7 @@ class InputsAlone(Propagation):
     offers = frozenset({IDENTITY})
 
     def reads_gradients(self) -> bool:
-        """Return False."""
+        """Return False: inputs are enough."""
         return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:

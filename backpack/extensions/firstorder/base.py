@@ -24,7 +24,7 @@ class FirstOrderBackpropExtension(BackpropExtension):
         super().__init__(savefield, module_exts, fail_mode, subsampling)
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Return False."""
+        """Return False: the gradient travels back anyway."""
         return False
 
 

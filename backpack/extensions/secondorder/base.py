@@ -9,5 +9,5 @@ class SecondOrderBackpropExtension(BackpropExtension):
     """An extension for which curvature travels back from a scalar loss."""
 
     def expects_backpropagation_quantities(self) -> bool:
-        """Return True."""
+        """Return True: curvature travels back."""
         return True

@@ -100,7 +100,8 @@ def natural_mistakes() -> str:
     for mistake in mistakes.MISTAKES:
         told = textwrap.fill(f"{mistake.kind.__name__}: {mistake.message()}", 78)
         lines += [mistake.title, "-" * len(mistake.title), ""]
-        lines += [*code_block("python", mistake.code()), *code_block("text", told)]
+        code = re.sub(r"  # type: ignore\[.*\]", "", mistake.code())
+        lines += [*code_block("python", code), *code_block("text", told)]
     return "\n".join(lines)
 
 
