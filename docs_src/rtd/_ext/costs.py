@@ -27,6 +27,7 @@ TASKS = {
     "pruning": ("DiagGGNMC", "DiagGGNExact", "DiagHessian"),
     "debugging": ("BatchL2Grad", "Variance", "DiagGGNMC", "GGNMP"),
     "lora": ("BatchGrad", "DiagGGNMC", "KFAC"),
+    "influence": ("BatchGrad", "KFLR", "DiagGGNExact"),
     "laplace": ("DiagGGNMC", "DiagGGNExact", "KFAC", "KFLR"),
 }
 NOT_MEASURED = "–"
