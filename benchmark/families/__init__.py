@@ -1,3 +1,3 @@
 """Factored gradients, eigenvalue-corrected factors, influence and kernels beside the libraries that
-have one of them: ``python -m benchmark.families``. See ``benchmark/README.md``.
+are made for one of them: ``python -m benchmark.families``. See ``benchmark/README.md``.
 """

@@ -12,7 +12,7 @@ from benchmark.report import size, table
 Cells = dict[str, dict[str, Any]]
 
 HEAD = """\
-## Figures of works that other libraries have one of
+## Figures beside libraries for a single task
 
 Made by `python -m benchmark.families` on {date} (commit {commit}): {cpu}, threads {threads}, torch
 {torch}, Python {python}, clock {clock}, load {load:.1f}. Beside {libraries}.{earlier}

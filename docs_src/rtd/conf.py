@@ -85,6 +85,7 @@ sphinx_gallery_conf = {
     "min_reported_time": 1,
     "remove_config_comments": True,
     "image_scrapers": ("matplotlib",),
+    "default_thumb_file": str(HERE / "generated" / "table.png"),
     "matplotlib_animations": False,
     "capture_repr": (),
     "plot_gallery": "True",

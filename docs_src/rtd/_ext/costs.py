@@ -59,9 +59,8 @@ def networks(data: Data) -> list[list[str]]:
         milliseconds = 1000 * statistics.median(cell["plain"])
         mebibytes = cell["plain_bytes"] / 2**20
         size = f"{about['parameters']:,}"
-        rows.append(
-            [f"{name}: {about['title']}", size, f"{milliseconds:.0f} ms", f"{mebibytes:.0f} MiB"]
-        )
+        title = about["title"] if about["title"].startswith(name) else f"{name}: {about['title']}"
+        rows.append([title, size, f"{milliseconds:.0f} ms", f"{mebibytes:.0f} MiB"])
     return rows
 
 
@@ -85,8 +84,8 @@ def of_which_runs(data: Data) -> str:
     latest, *others = environment(data).split(" What was not measured again then")
     dates = [run["date"] for run in data.environment.get("earlier", ())]
     if not others or not dates:
-        return latest
-    return f"{latest} Some figures are of earlier runs, the first of {min(dates)}."
+        return f"Measured with: {latest}"
+    return f"Measured with: {latest} Some figures are of earlier runs, the first of {min(dates)}."
 
 
 def one_screen(data: Data) -> str:

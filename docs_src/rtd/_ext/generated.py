@@ -168,6 +168,20 @@ def draw_problem(data: Data, problem: str, folder: Path) -> str:
     return name
 
 
+def draw_table(path: Path) -> None:
+    """Draw what stands in the gallery for programs that end in a table."""
+    figure, axes = plt.subplots(figsize=(4, 2.8))
+    for row in range(6):
+        for column in range(3):
+            color = "0.35" if row == 0 else "0.75"
+            axes.plot([1.2 * column, 1.2 * column + 0.7], [-row, -row], color=color, linewidth=5)
+    axes.axhline(-0.5, color="0.35", linewidth=1)
+    axes.margins(0.25)
+    axes.axis("off")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def repository_file(name: str) -> Callable[[Path], str]:
     """Return the function that reads a Markdown file of the repository."""
     return lambda _: without_relative_links((ROOT / name).read_text(encoding="utf-8"))
@@ -196,6 +210,7 @@ def generate(app: Sphinx) -> None:
     folder = Path(app.srcdir) / "generated"
     folder.mkdir(exist_ok=True)
     sort_into_groups(ROOT / "docs_src" / "examples", folder / "examples")
+    draw_table(folder / "table.png")
     for name, make in FILES.items():
         text, path = make(folder), folder / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
