@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import MultiheadAttentionDerivatives, derivatives_of, reductions
 from backpack.core.derivatives import ScaledDotProductAttentionDerivatives as FunctionRule
-from backpack.core.record.calls import flatten_outputs
 from backpack.core.record.context import Context
+from backpack.core.record.origins import flatten_outputs
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 

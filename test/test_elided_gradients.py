@@ -21,6 +21,7 @@ from backpack.core.derivatives import recurrent, recurrent_network
 from backpack.core.engine import elided_gradients
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import calls
+from backpack.core.record.origins import is_output
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import (
     KFAC,
@@ -542,7 +543,7 @@ def test_a_first_layer_frees_what_autograd_has_stored(
     while nodes:
         node: Any = nodes.pop()
         for name in dir(node):
-            if name.startswith("_raw_saved") and not calls.is_output(node):  # it saves nothing
+            if name.startswith("_raw_saved") and not is_output(node):  # it saves nothing
                 try:
                     assert getattr(node, name.removeprefix("_raw")) is None
                 except RuntimeError:

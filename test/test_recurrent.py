@@ -33,7 +33,7 @@ from backpack.core.derivatives.recurrent_cells import (
     Weights,
     tanh,
 )
-from backpack.core.record.calls import flatten_outputs
+from backpack.core.record.origins import flatten_outputs
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact

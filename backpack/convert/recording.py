@@ -34,7 +34,7 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
-from backpack.core.record.calls import layout_of, origin, preserve
+from backpack.core.record.calls import layout_of, preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import (
     DENSE,
@@ -62,6 +62,7 @@ from backpack.core.record.functions import (
     set_item,
 )
 from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
+from backpack.core.record.origins import origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
 from backpack.core.record.weights import TENSORS

@@ -40,11 +40,12 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
-from backpack.core.record.calls import Call, describe, flatten_outputs, upstream
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
 
 UNKNOWN: Final = object()

@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
 from backpack.core import fast
-from backpack.core.record.calls import describe, flatten_outputs
+from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
+from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
 
 VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")

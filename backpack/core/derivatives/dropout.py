@@ -19,8 +19,8 @@ from torch.nn import (
 
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.core.record.calls import is_output
 from backpack.core.record.context import Context
+from backpack.core.record.origins import is_output
 from backpack.core.record.registry import register
 from backpack.custom_module.stochastic_depth import StochasticDepth
 

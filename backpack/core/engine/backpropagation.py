@@ -44,8 +44,9 @@ from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use, extract_each, products_of
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, Origin, describe, flatten_outputs
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.origins import Origin, flatten_outputs
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save

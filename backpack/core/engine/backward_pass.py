@@ -43,16 +43,10 @@ from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
 from backpack.core.record import calls, data_flow, shards, weights
-from backpack.core.record.calls import (
-    Call,
-    describe,
-    is_used,
-    origin,
-    parameter_behind,
-    placeholder,
-)
+from backpack.core.record.calls import Call, describe, is_used, placeholder
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
+from backpack.core.record.origins import has_parameters, origin, parameter_behind
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
@@ -695,7 +689,7 @@ class BackwardPass:
         if self.has_parameters or not self.exts or any(ext.rules for ext in self.exts):
             return
         above = [getattr(x, "grad_fn", None) for x in self.above]
-        if not self.configuration.passes.told and calls.has_parameters(above):
+        if not self.configuration.passes.told and has_parameters(above):
             reached = checks.listed([describe(call.module) for call in self.reached_calls])
             names = ", ".join(type(ext).__name__ for ext in self.exts)
             warn(

@@ -20,8 +20,9 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.plan import Plan
-from backpack.core.record.calls import Call, Origin
+from backpack.core.record.calls import Call
 from backpack.core.record.context import SHARED, Context, context_of
+from backpack.core.record.origins import Origin
 from backpack.core.rows import Rows, one_by_one, row_numbers
 
 Node = Origin | Parameter

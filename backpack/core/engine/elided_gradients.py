@@ -33,8 +33,9 @@ from torch.utils.hooks import RemovableHandle
 from backpack.context import Configuration, disable
 from backpack.core import fast
 from backpack.core.record import calls, shards
-from backpack.core.record.calls import Call, Origin, is_output
+from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
+from backpack.core.record.origins import RESHAPES, Origin, is_output
 
 ELIDED = fast.path(
     "gradients not computed twice", "The gradient is the sum of individual gradients, if asked for."
@@ -42,7 +43,7 @@ ELIDED = fast.path(
 # Multiplications of all gradients together from which on it pays to look at the graph.
 WORTHWHILE = 2**24
 # Functions that stand between a parameter and the one that computes with it.
-REARRANGEMENTS = calls.RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
+REARRANGEMENTS = RESHAPES | {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 # Autograd adds up in the parameter's precision, but in a better one inside of its kernels.
 PRECISIONS = (torch.float32, torch.float64)
 

@@ -17,7 +17,8 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine import elided_gradients
 from backpack.core.engine.loss_terms import LossTerms
 from backpack.core.record import kernels
-from backpack.core.record.calls import Call, has_parameters
+from backpack.core.record.calls import Call
+from backpack.core.record.origins import has_parameters
 
 
 class Entry:

@@ -24,7 +24,7 @@ from backpack.core.engine.sample_flow import (
     vjp,
 )
 from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread
-from backpack.core.record.calls import RESHAPES, WRAPPERS, Origin, is_foreign_function, is_output
+from backpack.core.record.origins import RESHAPES, WRAPPERS, Origin, is_foreign_function, is_output
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})

@@ -15,15 +15,9 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import (
-    RESHAPES,
-    Call,
-    Origin,
-    is_converted,
-    parameter_behind,
-    upstream,
-)
+from backpack.core.record.calls import Call, is_converted
 from backpack.core.record.context import context_of
+from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension

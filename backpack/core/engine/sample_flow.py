@@ -29,16 +29,9 @@ from backpack.core.engine.spread import (
     shape_of,
     spread,
 )
-from backpack.core.record.calls import (
-    LARGE,
-    RESHAPES,
-    Call,
-    Origin,
-    describe,
-    is_foreign_function,
-    is_output,
-)
+from backpack.core.record.calls import LARGE, Call, describe
 from backpack.core.record.given import Given
+from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, is_output
 
 # How many rows of a loss are looked at.
 ROWS = 6

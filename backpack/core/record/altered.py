@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import disable
-from backpack.core.record.calls import flatten_outputs
+from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of_call
 
 ADVICE = "Register that hook on the module itself, before extend or without prepend=True."

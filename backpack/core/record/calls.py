@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from inspect import signature
 from typing import Any
@@ -18,7 +17,6 @@ from weakref import ref
 
 import torch
 from torch import Size, Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -33,6 +31,15 @@ from backpack.core.record.layout import (
     Place,
     noted,
     unbatched,
+)
+from backpack.core.record.origins import (
+    Origin,
+    flatten_outputs,
+    is_foreign_function,
+    origin,
+    origin_at,
+    parameter_behind,
+    upstream,
 )
 from backpack.core.record.registry import (
     derivatives_of_call,
@@ -56,30 +63,6 @@ from backpack.core.record.weights import (
 )
 from backpack.core.types import Rule
 
-# Nodes that pass all tensors of a module on: full-backward hooks, DistributedDataParallel, and
-# fully_shard.
-WRAPPERS = {
-    "BackwardHookFunctionBackward",
-    "RegisterPostBackwardFunctionBackward",
-    "_DDPSinkBackward",
-}
-# Autograd nodes that keep all entries in their (row-major) order: they only change the shape, or
-# the precision.
-RESHAPES = {
-    *WRAPPERS,
-    "AliasBackward0",
-    "BackpackOutputBackward",
-    "CloneBackward0",
-    "ReshapeAliasBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "SqueezeBackward2",
-    "ToCopyBackward0",
-    "UnsafeViewBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
-    "ViewAsBackward0",
-}
 DROPPED_OUTPUTS = fast.path(
     "outputs computed again", "Large outputs that no formula reads are not kept."
 )
@@ -93,132 +76,6 @@ _NOTHING = object()
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
 _newest_then = -1  # what that was when a context was left
-
-
-class BackpackOutput(torch.autograd.Function):
-    """The same tensor with a node of its own, and no view: outputs stay what they were."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the same memory, whose changes in place are counted together."""
-        ctx.set_materialize_grads(False)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """Pass the gradient on."""
-        return grad
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        """Pass the tangent on."""
-        return tangent.view_as(tangent)
-
-
-@dataclass(eq=False, slots=True)
-class Origin:
-    """Identity of a tensor: the place in the autograd graph where its entries were computed.
-
-    Attributes:
-        is_output: Whether a recorded call returned the tensor.
-        layout: Where the samples are in it, if that is known.
-        lost: Why that is not known.
-        maker: The call that computes the tensor again, if it is not kept.
-    """
-
-    is_output: bool = False
-    layout: Layout | None = None
-    lost: str | None = None
-    maker: ref[Call] | None = None
-
-
-def origin(tensor: Any) -> Origin | None:
-    """Return the identity of a tensor up to reshapes; None for data, parameters and constants.
-
-    The mark lives in the metadata of the autograd node, so it is unique while the graph lives, a
-    reshaped tensor shares it, and an in-place change gives a new one.
-    """
-    node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-    if node is None:
-        return None
-    slot = tensor.output_nr
-    while True:
-        marks, key = node.metadata, ("backpack", slot)
-        mark = marks.get(key)
-        if mark is not None:  # also that of a call that returned a view of its own parameter
-            return mark
-        name = type(node).__name__
-        if name not in RESHAPES:
-            mark = marks[key] = Origin()
-            return mark
-        source, slot = node.next_functions[slot if name in WRAPPERS else 0]
-        if source is None or type(source).__name__ == "AccumulateGrad":
-            return None
-        node = source
-
-
-def parameter_behind(tensor: Any) -> Parameter | None:
-    """Return the parameter that a tensor is, or is a reshaped (or cast) form of; None for others.
-
-    What a recorded call has returned is its business.
-    """
-    if not (isinstance(tensor, Tensor) and tensor.requires_grad) or origin(tensor) is not None:
-        return None
-    if isinstance(tensor, Parameter):
-        return tensor
-    node: Any = tensor.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0]
-    leaf = None if node is None else node.variable
-    return leaf if isinstance(leaf, Parameter) else None
-
-
-def origin_at(node: Any, slot: int) -> Origin:
-    """Return the identity of an output of a node of the autograd graph."""
-    marks, key = node.metadata, ("backpack", slot)
-    mark = marks.get(key)
-    if mark is None:
-        mark = marks[key] = Origin()
-    return mark
-
-
-def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
-    """Search the autograd graph above a tensor.
-
-    Args:
-        tensor: Where to start.
-        stop: Whether to look no further than a marked tensor.
-
-    Returns:
-        The closest marks at which the search has stopped, and the leaves (parameters) on the way.
-    """
-    found, leaves, seen, stack = [], [], set(), [tensor.grad_fn]
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        marks = [m for m in node.metadata.values() if isinstance(m, Origin) and stop(m)]
-        found += marks
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        elif not marks:
-            stack += [parent for parent, _ in node.next_functions]
-    return found, leaves
-
-
-def has_parameters(nodes: Sequence[Any]) -> bool:
-    """Whether parameters are above some nodes of the autograd graph."""
-    seen, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        stack += [parent for parent, _ in node.next_functions]
-    return False
 
 
 class Call:
@@ -1411,17 +1268,6 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def flatten_outputs(output: Any) -> tuple[Tensor, ...]:
-    """Collect the floating-point tensors in a module's output, depth first."""
-    if isinstance(output, Tensor):
-        return (output,) if output.is_floating_point() else ()
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    if isinstance(output, tuple | list):
-        return tuple(tensor for item in output for tensor in flatten_outputs(item))
-    return ()
-
-
 def positional(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -1436,21 +1282,6 @@ def positional(
 def is_own(hook: Any) -> bool:
     """Whether a hook is one of this library."""
     return (getattr(hook, "__module__", None) or "").startswith("backpack.")
-
-
-def is_output(node: Any) -> bool:
-    """Whether a node of the graph is that of an output which :func:`record` has set apart."""
-    return isinstance(node, BackpackOutput._backward_cls)
-
-
-def is_foreign_function(node: Any) -> bool:
-    """Whether a node is that of a ``torch.autograd.Function``, which the engine alone can run."""
-    return isinstance(node, BackwardCFunction) and not is_output(node)
-
-
-def own_node(x: Any) -> Any:
-    """Give a tensor that has a gradient a node of its own; let all else pass."""
-    return BackpackOutput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def layout_of(x: Any) -> Layout | None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import disable
-from backpack.core.record.calls import flatten_outputs
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import take_mixing
+from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import listen
 

@@ -15,15 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import STATE, active
 from backpack.core.record import shards
-from backpack.core.record.calls import (
-    Call,
-    Origin,
-    flatten_outputs,
-    origin,
-    origin_at,
-    own_node,
-    positional,
-)
+from backpack.core.record.calls import Call, positional
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import (
     DENSE,
@@ -41,6 +33,7 @@ from backpack.core.record.layout import (
     note,
     unbatched,
 )
+from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
 from backpack.core.record.registry import (
     derivatives_of,
     fallback,
