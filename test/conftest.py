@@ -1,10 +1,12 @@
 """What all tests keep to."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from backpack.core import fast
 from backpack.core.record import calls
@@ -19,10 +21,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-    """Leave a million objects of the tests themselves out of garbage collections."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Seed nothing but the CPU where there is nothing else.
+
+    For each other kind of device, torch formats the stack at every seed, for an error to come; with
+    pytest's stack that takes longer than many a test.
+    """
+    if not torch.accelerator.is_available():
+        patch = pytest.MonkeyPatch()
+        patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        config.add_cleanup(patch.undo)
+
+
+def freeze() -> None:
+    """Leave what is there out of garbage collections: it stays."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Freeze a million objects of the tests themselves."""
+    freeze()
+
+
+_modules = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Freeze what a test has imported, which can be as much again."""
+    before = item.session.stash.get(_modules, 0)
+    if before != (now := len(sys.modules)):
+        item.session.stash[_modules] = now
+        freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,3 +71,4 @@ def nothing_stays_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     if not request.session.testsfailed:
         assert not calls.all_live_calls()
+    gc.freeze()  # what the library remembers of shapes
