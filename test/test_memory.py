@@ -41,7 +41,6 @@ def only_reference_counts() -> Iterator[None]:
     START.update(calls=set(calls._live))
     yield
     START.clear()
-    gc.unfreeze()
     gc.enable()
 
 
