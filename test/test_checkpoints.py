@@ -64,6 +64,7 @@ OPTIMISERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], An
     "DiagGGN, sharded": (sharded, lambda m: DiagGGN(m.parameters(), extension=DiagGGNExact())),
     "DPSGD": (same, private),
     "SOAP": (DistributedDataParallel, lambda m: soap(m.parameters())),
+    "SOAP, sharded": (sharded, lambda m: soap(m.parameters())),
 }
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_several_processes import in_processes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
+from backpack.distributed.shards import whole
 from backpack.optim import SOAP
 from backpack.utils.kroneckers import kfacs_to_mat
 
@@ -157,3 +162,40 @@ def test_half_precision() -> None:
     for _ in range(5):
         take(p, optimiser, (2 * p.detach())[None])
     assert p.dtype == torch.float16 and p.isfinite().all()
+
+
+def _sharded(rank: int, count: int) -> None:
+    """Steps of one process, whether the number of processes divides the first axis or not.
+
+    Factors have at most one eigenvalue that is zero: the others would turn as rounding has it.
+    """
+    torch.manual_seed(0)
+    X, y = torch.randn(5, 24, 4), torch.randn(5, 24, 6)
+    own = torch.arange(24).chunk(count)[rank]
+    for width in (3, 4, 5):
+        for longest in (2048, 4):
+            found = []
+            for wrap, some in ((False, slice(None)), (True, own)):
+                torch.manual_seed(1)
+                layers = nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width + 1)
+                model: nn.Module = nn.Sequential(*layers)
+                if wrap:
+                    model = fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+                optimiser = SOAP(
+                    model.parameters(), 0.1, eps=1e-3, bases_every=2, longest_axis=longest
+                )
+                for inputs, targets in zip(X, y, strict=True):
+                    optimiser.zero_grad()
+                    output = model(inputs[some])
+                    nn.functional.mse_loss(output, targets[some, : width + 1]).backward()
+                    optimiser.step()
+                found.append([whole(p.detach()) for p in model.parameters()])
+                for p, state in optimiser.state.items() if wrap else ():
+                    assert state["average"].to_local().shape == p.to_local().shape
+                    assert state["squares"].to_local().shape == p.to_local().shape
+            assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_sharded_parameters(tmp_path: Path, count: int) -> None:
+    in_processes(_sharded, tmp_path, count)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from backpack.distributed.shards import own_part, whole
 from backpack.optim.base import Closure, Group
 from backpack.utils.kroneckers import eigh_semidefinite
 
@@ -32,6 +33,9 @@ class SOAP(Optimizer):
     stabilizing Shampoo using Adam (ICLR 2025). As there, the first gradient of a parameter that is
     rotated gives the first factors, and no step; other than there, every axis of a tensor has a
     factor of its own.
+
+    Of a parameter that ``fully_shard`` has sharded, m and v are sharded, too. Factors and
+    eigenvectors are on each process, which gathers g, m and v of one parameter at a time.
     """
 
     def __init__(
@@ -122,11 +126,16 @@ class SOAP(Optimizer):
             axes = [k for k in axes if rotates and p.shape[k] <= group["longest_axis"]]
             state.update(step=0, axes=axes, average=torch.zeros_like(grad))
             state["squares"] = torch.zeros_like(grad)
-            state["factors"] = [grad.new_zeros(p.shape[k], p.shape[k]) for k in axes]
+            state["factors"] = [
+                torch.zeros(p.shape[k], p.shape[k], dtype=grad.dtype, device=grad.device)
+                for k in axes
+            ]
         state["step"] += 1
         axes, factors, count = state["axes"], state["factors"], state["step"]
+        gathered = whole if axes else _as_it_is  # every process turns the whole of it
+        complete = gathered(grad)
         for k, factor in zip(axes, factors, strict=True):
-            unfolded = grad.movedim(k, 0).reshape(len(factor), -1)
+            unfolded = complete.movedim(k, 0).reshape(len(factor), -1)
             factor.lerp_(unfolded @ unfolded.T, 1 - beta2)
         if count == 1:
             # the largest first, as orthogonal iteration orders them
@@ -136,14 +145,21 @@ class SOAP(Optimizer):
         elif (count - 1) % group["bases_every"] == 0:
             pairs = zip(factors, state["bases"], strict=True)
             state["bases"] = [_orthogonal(factor @ basis) for factor, basis in pairs]
-        bases = state["bases"]
+        bases, average, squares = state["bases"], state["average"], state["squares"]
         count -= bool(axes)  # without the first
-        state["average"].lerp_(grad, 1 - beta1)
-        state["squares"].lerp_(_turned(grad, axes, bases).square(), 1 - beta2)
-        mean = _turned(state["average"], axes, bases) / (1 - beta1**count)
-        root = (state["squares"] / (1 - beta2**count)).sqrt() + group["eps"]
+        average.lerp_(grad, 1 - beta1)
+        turned = _turned(complete, axes, bases).square()
+        squares.lerp_(own_part(turned, squares) if axes else turned, 1 - beta2)
+        mean = _turned(gathered(average), axes, bases) / (1 - beta1**count)
+        root = (gathered(squares) / (1 - beta2**count)).sqrt() + group["eps"]
         step = _turned(mean / root, axes, [basis.T for basis in bases])
+        step = own_part(step.contiguous(), average) if axes else step
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * step)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """Return a tensor, of which this process may have a part."""
+    return tensor
 
 
 def _turned(tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor]) -> Tensor:
