@@ -89,6 +89,57 @@ def test_directions_belong_to_seed_and_parameter(outer: bool) -> None:
     assert not any(torch.allclose(p.grad_projected, w) for p, w in zip(other, whole, strict=True))
 
 
+class Recurrent(nn.Module):
+    """Layers that are converted to others, are used several times, or share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.cell = nn.LSTM(4, 4, 2, batch_first=True), nn.RNNCell(4, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.uses_both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(x)[0]
+        h = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            h = self.cell(x[:, step], h)
+        h = torch.tanh(self.first(h))
+        return self.second(h) if self.uses_both else h + 0 * self.second.bias
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_directions_do_not_depend_on_how_functions_are_seen(outer: bool) -> None:
+    X, y, found = torch.randn(6, 3, 4), torch.randint(3, (6,)), []
+    for use_converter in (True, "record"):
+        torch.manual_seed(0)
+        model = Recurrent()
+        step(extend(model, use_converter=use_converter), X, y, ProjectedGrad(7, outer=outer))
+        found.append([p.grad_projected for p in model.parameters()])  # type: ignore[attr-defined]
+    assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("change", ["length", "use"])
+def test_directions_do_not_depend_on_how_often_a_parameter_is_used(change: str) -> None:
+    """Projections are the same linear map of the individual gradients in both passes."""
+    model = Recurrent().double()
+    extended = extend(model, use_converter="record")
+    passes = [(3, True), (2, True)] if change == "length" else [(3, True), (3, False)]
+    params: list[Any] = [model.cell.weight_ih, model.first.weight]
+    rows: list[list[Tensor]] = [[], []]
+    sketches: list[list[Tensor]] = [[], []]
+    for length, model.uses_both in passes:
+        X, y = torch.randn(12, length, 4).double(), torch.randint(3, (12,))
+        step(extended, X, y, ProjectedGrad(5), BatchGrad())
+        for i, p in enumerate(params):
+            rows[i].append(p.grad_batch.flatten(1))
+            sketches[i].append(p.grad_projected)
+    for own, sketch in zip(rows, sketches, strict=True):
+        both = torch.cat(own)  # [24, 16]: more rows than unknowns
+        unknown = torch.linalg.lstsq(both, torch.cat(sketch)).solution
+        assert_close(both @ unknown, torch.cat(sketch))
+
+
 def test_projections_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     model, X, y = network()
     whole = [p.grad_projected for p in step(model, X, y, ProjectedGrad(7))]

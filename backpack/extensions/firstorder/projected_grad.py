@@ -8,8 +8,11 @@ from zlib import crc32
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import Parameter
 
+from backpack.context import CTX
 from backpack.core.engine.products import Products
+from backpack.core.record.shards import home
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
@@ -19,8 +22,10 @@ class ProjectedGrad(FirstOrderBackpropExtension):
     .. math:: \frac{1}{\sqrt{D}} \left(r_d^\top g_n\right)_{n, d}
 
     Inner products of two rows are those of the gradients in expectation. The directions depend on
-    the seed, the names of module and parameter, and the shape, not on the batch: rows of different
-    backward passes may be compared, and those of all parameters added up.
+    the seed, and on name and shape of the parameter in the model that was extended, not on the
+    batch, the modules that use it, or ``use_converter``: rows of different backward passes may be
+    compared, and those of all parameters added up. Extend the model as a whole: layers that are
+    extended one by one have no names that tell their parameters apart.
 
     :Shape: ``[N, dim]``
     :Scale: That of the gradients: with a mean it carries 1/N.
@@ -68,7 +73,8 @@ class ProjectedGrad(FirstOrderBackpropExtension):
     def extract(self, products: Products) -> Tensor:
         """Return ``[N, D]``."""
         gradients = products["factored"]
-        name = f"{self.seed} {gradients.label} {list(gradients.shape[1:])}"
+        own = _name(products.parameter) or gradients.label
+        name = f"{self.seed} {own} {list(gradients.shape[1:])}"
         number = crc32(name.encode())
         first, *others = gradients.shape[1:] or (1,)
         scale = self.dim**-0.5
@@ -87,3 +93,15 @@ class ProjectedGrad(FirstOrderBackpropExtension):
                 yield entries.normal_(generator=generator)
             else:
                 yield entries.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+
+
+def _name(p: Parameter) -> str:
+    """Return the name of a parameter in the first model that was extended with it, if it lives."""
+    own = home(p)
+    for model in CTX.extended():
+        if vars(model).get("_backpack_name"):
+            continue  # a part of one
+        for name, other in model.named_parameters():
+            if other is own:
+                return name
+    return ""
