@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend, extensions
-from backpack.linalg import KroneckerGGN, KroneckerOperator
+from backpack.linalg import KroneckerGGN, KroneckerOperator, approximations
 from backpack.utils.kroneckers import kfacs_to_mat
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-10}
@@ -176,10 +176,14 @@ def test_default_of_the_operator_warns() -> None:
     torch.testing.assert_close(K.diagonal(), expected)
 
 
-def test_batch_averages_are_whole() -> None:
+def test_batch_averages_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, X, y = of_linear()
-    K = KroneckerGGN(model, nn.MSELoss(), [(X, y)], method="KFRA")
-    assert all(f.dim() == 2 for block in K.factors for f in block)
+    monkeypatch.setattr(approximations, "MAX_FACTOR_SIZE", 2)  # as if the factors were large
+    for most in (2, None):
+        K = KroneckerGGN(model, nn.MSELoss(), [(X, y)], method="KFRA", max_factor_size=most)
+        assert all(f.dim() == 2 for block in K.factors for f in block)
+    with pytest.raises(TypeError, match="max_factor_size"):
+        extensions.KFRA(max_factor_size=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="There is no max_factor_size=3"):
         KroneckerGGN(model, nn.MSELoss(), [(X, y)], method="KFRA", max_factor_size=3)
 

@@ -166,12 +166,14 @@ class KroneckerGGN(KroneckerOperator):
             joint_bias: Whether a weight and its bias have one block, see
                 :class:`~backpack.extensions.HBP`, if both are among the parameters. Not for KFRA.
             max_factor_size: Of factors with more rows there is the diagonal ``[D]`` alone, with a
-                warning unless the size is chosen. None: of none. KFRA has whole ones in any case.
+                warning unless the size is chosen. None: of none. KFRA has whole ones by default,
+                and no other sizes.
             process_group: As for :class:`~backpack.linalg.GGN`. ``"KFRA"`` averages over each batch
                 of each process.
 
         Raises:
-            ValueError: As for :class:`~backpack.linalg.GGN`, or if there is no such method.
+            ValueError: As for :class:`~backpack.linalg.GGN`, if there is no such method, or for
+                KFRA with ``joint_bias`` or a size.
             NotImplementedError: If a layer cannot join its biases.
         """
         if method not in _STRATEGIES:

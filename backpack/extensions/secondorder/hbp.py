@@ -371,7 +371,10 @@ class KFRA(HBP):
     B starts as the loss Hessian summed over the samples; every module :math:`z = z(x)` replaces it
     by the average over the batch.
 
-    :Shape: List of matrices, see :class:`HBP`.
+    There is no ``max_factor_size``: the matrix that travels back is formed anyway, and all factors
+    are whole, also those with more rows than ``KFAC`` and ``KFLR`` keep by default.
+
+    :Shape: List of matrices of any size, see :class:`HBP`.
     :Scale: B carries that of the loss, A is an average.
     :Cost: One square matrix travels back, with as many rows as a sample has entries in the
         activation at hand: for convolutions on large images that is a lot.
