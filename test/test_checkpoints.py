@@ -17,7 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend
 from backpack.extensions import KFLR, DiagGGNExact
-from backpack.optim import DPSGD, KFAC, SOAP, AdaptiveClipping, DiagGGN, load_checkpoint
+from backpack.optim import (
+    DPSGD,
+    KFAC,
+    SOAP,
+    AdaptiveClipping,
+    DiagGGN,
+    DPOptimizer,
+    load_checkpoint,
+)
 
 SAMPLES, BEFORE, AFTER = 4, 4, 4
 
@@ -47,6 +55,11 @@ def private(model: nn.Module) -> DPSGD:
 def soap(params: Any) -> SOAP:
     """Well-conditioned steps: along directions without a gradient, they are rounding over eps."""
     return SOAP(params, lr=0.1, eps=1e-3, bases_every=BEFORE)
+
+
+def adam_in_private(params: Any) -> DPOptimizer:
+    options = {"max_grad_norm": 0.3, "noise_multiplier": 0.0, "expected_batch_size": 6}
+    return DPOptimizer(torch.optim.Adam(params), **options)
 
 
 def same(model: nn.Module) -> nn.Module:
@@ -137,12 +150,30 @@ def trained(optimizer: Any, model: nn.Module, data: tuple[Tensor, Tensor]) -> li
     "make",
     [
         lambda params: KFAC(params, extension=KFLR(), ekfac=False),
+        lambda params: KFAC(params, extension=KFLR(), ekfac=True, inverse_every=3),
+        lambda params: KFAC(params, extension=KFLR(joint_bias=True)),
+        lambda params: KFAC(params, extension=KFLR(joint_bias=True), ekfac=True, inverse_every=3),
+        lambda params: KFAC(params, extension=KFLR(max_factor_size=3), curvature_every=2),
+        lambda params: DiagGGN(params, extension=DiagGGNExact(), curvature_every=2),
+        adam_in_private,
         soap,
         torch.optim.Adam,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         lambda params: torch.optim.SGD(params, lr=0.1),
     ],
-    ids=["KFAC", "SOAP", "Adam", "momentum", "SGD"],
+    ids=[
+        "KFAC",
+        "EKFAC",
+        "KFAC, joint",
+        "EKFAC, joint",
+        "KFAC, diagonals",
+        "DiagGGN",
+        "DPOptimizer",
+        "SOAP",
+        "Adam",
+        "momentum",
+        "SGD",
+    ],
 )
 def test_one_process(make: Any, tmp_path: Path) -> None:
     """Without any group."""
