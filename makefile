@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The stamps stand for "installed from this setup.cfg".
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 READY_DOCS := $(VENV)/.ready-docs
 READY_BENCHMARK := $(VENV)/.ready-benchmark
@@ -25,7 +26,7 @@ READY_BENCHMARK := $(VENV)/.ready-benchmark
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Train a small CNN on digits; print the quantities, write pictures to demo/
+demo: $(READY_DEMO) ## Train a small CNN on digits; print the quantities, write pictures to demo/
 	$(BIN)/python docs_src/examples/demo_digits.py --out demo
 
 test: $(READY) ## Run the tests but for slow ones, and the examples in README.md and docstrings
@@ -79,9 +80,13 @@ clean: ## Remove caches, build artefacts and demo/; keep the virtual environment
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+$(READY_DEMO): setup.cfg | $(BIN)/python
+	$(BIN)/python -m pip install -e ".[examples]"
+	@touch $@
+
 $(READY): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[test,examples]"
-	@touch $@
+	@touch $@ $(READY_DEMO)
 
 $(OLDEST_VENV)/.ready: setup.cfg
 	$(PYTHON) -m venv $(OLDEST_VENV)
@@ -90,7 +95,7 @@ $(OLDEST_VENV)/.ready: setup.cfg
 
 $(READY_DEV): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[test,examples,docs,benchmark]"
-	@touch $@ $(READY) $(READY_DOCS) $(READY_BENCHMARK)
+	@touch $@ $(READY_DEMO) $(READY) $(READY_DOCS) $(READY_BENCHMARK)
 
 $(READY_DOCS): setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[docs]"
