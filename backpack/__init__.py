@@ -114,7 +114,8 @@ class backpack(ShowsOptions):
             before what the call stored is released: on leaves and losses, not on pure containers.
         debug: Print what is recorded and computed.
         retain_graph: Keep what the forward pass stored, for further backward passes. It is kept
-            as well in ``backward(retain_graph=True)``, unless that has ``create_graph=True``.
+            as well in ``backward(retain_graph=True)``, unless results have a graph
+            (``create_graph=True``).
         sum_individual_gradients: Let ``p.grad`` be the sum of individual gradients, where those are
             computed and autograd would take long for it: faster, and equal up to rounding errors.
             :doc:`/good_to_know` says what takes part.

@@ -502,6 +502,93 @@ def test_released_calls_say_what_to_do(ext: Any) -> None:
             loss.backward()
 
 
+def test_precision_is_that_of_a_backward_pass() -> None:
+    """Second order computes all in the highest one, first order where it is."""
+    model, (X, y) = extend(mlp().float()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X.float()).double(), y)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward(retain_graph=True)
+    with backpack(extensions.Variance(), extensions.BatchGrad()):
+        loss.backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad / 2, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(p.variance, p.grad_batch.var(0, False), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_penalty_of_the_gradient_of_data(order: str) -> None:
+    """A pass for data alone keeps its graph, and the calls in it."""
+    exts = [extensions.BatchGrad()] if order == "first" else some()
+    model, (X, y) = extend(mlp()), data()
+    plain, X = copy.deepcopy(model), X.requires_grad_()
+    output = model(X)
+    with backpack(*exts):
+        (gradient,) = torch.autograd.grad(output.sum(), X, create_graph=True)
+        loss = extend(nn.CrossEntropyLoss())(output, y)
+        loss.backward(retain_graph=True)
+    gradient.square().sum().backward()
+    (expected,) = torch.autograd.grad(plain(X).sum(), X)
+    torch.testing.assert_close(gradient, expected)
+    check(model, "grad_batch", oracle.batch_grad(plain, nn.CrossEntropyLoss(), X.detach(), y))
+
+
+TERMS = {
+    "weight decay": lambda model, h, X: 0.1 * model[0].weight.square().sum(),
+    "a norm": lambda model, h, X: model[2].bias.norm(),
+    "a layer": lambda model, h, X: nn.functional.linear(h, model[2].weight).square().sum(),
+    "a gradient": lambda model, h, X: (
+        torch.autograd.grad(h.sum(), X, create_graph=True)[0].square().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_terms_of_parameters_are_in_no_quantity(term: str) -> None:
+    """That is told: they are in the gradient."""
+    model, (X, y) = extend(mlp()), data()
+    h = model[:2](X.requires_grad_())
+    loss = extend(nn.CrossEntropyLoss())(model[2](h), y)
+    with (
+        backpack(extensions.BatchGrad()),
+        pytest.warns(UserWarning, match="BatchGrad: functions beside .* as a penalty does"),
+    ):
+        (loss + TERMS[term](model, h, X)).backward()
+    if term in ("weight decay", "a norm"):
+        check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X.detach(), y))
+
+
+def test_terms_of_other_parameters_are_nothing_to_tell(recwarn: Any) -> None:
+    model, (X, y) = extend(mlp()), data()
+    scale = nn.Parameter(torch.ones(()))
+    with backpack(extensions.BatchGrad()):
+        (scale * extend(nn.CrossEntropyLoss())(model(X), y) + scale.square()).backward()
+    assert not recwarn.list
+    check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y))
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagHessian])
+def test_gradients_that_a_hook_sets_to_zero(ext: Any) -> None:
+    """What arrives at a function of a weight alone is the gradient of that weight."""
+
+    def set_to_zero(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.zero_()
+
+    found = []
+    for is_hooked in (False, True):
+        torch.manual_seed(0)
+        first = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+        model = extend(nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2)), use_converter=True)
+        for p in model.parameters() if is_hooked else ():
+            p.register_post_accumulate_grad_hook(set_to_zero)
+        X, y = torch.rand(N, 3), torch.arange(N) % 2
+        loss = extend(nn.CrossEntropyLoss())(model(X), y)
+        with backpack(ext()):
+            loss.backward()
+        found.append(values(model, ext().savefield))
+    torch.testing.assert_close(*found)
+
+
 def test_plain_backward_does_not_release() -> None:
     model, (X, y) = extend(mlp()), data()
     loss = extend(nn.CrossEntropyLoss())(model(X), y)

@@ -479,6 +479,21 @@ def _programs(rank: int, count: int) -> None:
         step(DistributedDataParallel(model), (X.requires_grad_(), y), e.Variance())
     distributed.barrier()
 
+    # the gradient of data that one process looks at is not waited for
+    results = []
+    for is_looked_at in (True, False):
+        model, (X, y) = extend(plain_net()), own
+        wrapped = DistributedDataParallel(model)
+        X = X.clone().requires_grad_()
+        output = wrapped(X)
+        loss = extend(nn.CrossEntropyLoss())(output, y)
+        with backpack(e.Variance(), e.DiagGGNExact()):
+            if is_looked_at and rank == 0:
+                torch.autograd.grad(output.sum(), X, retain_graph=True)
+            loss.backward()
+        results.append([(p.variance, p.diag_ggn_exact) for p in model.parameters()])
+    check_same(*results, "gradient of data")
+
     # no loss of all samples has the value of these
     model = extend(plain_net())
     wrapped = DistributedDataParallel(model)

@@ -546,6 +546,34 @@ def test_a_hook_starts_another_pass_through_the_same_calls(
     assert not BackwardPass._running
 
 
+def test_results_are_those_of_the_outer_pass() -> None:
+    """Where a hook asks for gradients of parameters, half-way through the same graph."""
+    model, (X, y) = network(0), batch(0)
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    hooked: list[Tensor] = []
+    inner: list[Tensor] = []
+
+    def again(grad: Tensor) -> None:
+        hooked.append(grad)
+        if len(hooked) == 1:  # it is called in the inner pass, too
+            twice, leaves = torch.full_like(loss, 2), [*model.parameters()]
+            inner.extend(torch.autograd.grad(loss, leaves, twice, retain_graph=True))
+
+    handle = model[3].weight.register_hook(again)
+    with backpack(*(cls() for cls in CURVATURE)):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    found = results(model)
+    for p, grad in zip(model.parameters(), inner, strict=True):
+        assert_equal(grad, 2 * p.grad)
+        p.grad = None
+        vars(p).clear()
+    with backpack(*(cls() for cls in CURVATURE)):
+        loss.backward()
+    for one, other in zip(found, results(model), strict=True):
+        assert_equal(one, other)
+
+
 def test_threads_share_a_graph() -> None:
     model, (X, y) = network(0), batch(0)
     loss_function = extend(nn.CrossEntropyLoss())

@@ -180,11 +180,9 @@ class BackwardPass:
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
-        # What autograd keeps for further backward passes is kept. Results that have a graph keep
-        # that of the forward pass, too, as long as they are there.
+        # what autograd keeps for further backward passes is kept, see _end
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        is_retained = keeps_graph and not torch.is_grad_enabled()
-        self.retains = configuration.retain_graph or is_retained
+        self.retains = configuration.retain_graph or keeps_graph
         self.start = weights.now()
         self._keep_parameters(calls.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
@@ -403,7 +401,8 @@ class BackwardPass:
                 call = self._take(call)
             if call.params:
                 self._find_trained(call)
-                self.combining.note(call, self.is_nested)
+                if call.trained:
+                    self.combining.note(call, self.is_nested)
                 if call.derivatives is not None:
                     self.parameters.append(call.params)
             if not self.has_parameters:
@@ -412,6 +411,8 @@ class BackwardPass:
             if self.second_order and call.shards:
                 self.combining.note_gathering(call)
             self.calls.append(call)
+        if call.is_unbatched:  # it may become the gradient of a parameter, which others change
+            grad = grad.clone()
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else placeholder(grad)
         if self.first_order:
             if is_new:
@@ -432,6 +433,8 @@ class BackwardPass:
         others = [other for other in [*self._running.values()] if other is not self]
         if not any(call in other.reached_calls for other in others):
             return call
+        if self.is_nested:  # results are those of the outer pass, which has written some
+            self.results.is_mute = True
         mine = self.reached_calls[call] = call.for_another_pass()
         if call in self.keeping:
             self.keeping[mine] = self.keeping.pop(call)
@@ -523,6 +526,8 @@ class BackwardPass:
             marks["_backpack_mixing"] = names
         elif hidden and not sizes:  # the individual gradients themselves are right
             marks["_backpack_mixing"] = checks.listed(hidden)
+        if terms is not None and terms.leaves and self.results:
+            self._tell_terms_of_parameters(terms.leaves)
         unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
@@ -531,6 +536,20 @@ class BackwardPass:
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
+
+    def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
+        own = {p for params in self.parameters for p in params.values()}
+        shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
+        if shapes:
+            names = ", ".join(type(ext).__name__ for ext in self.first_order)
+            warn(
+                f"{names}: functions beside the extended modules read parameters of these, of "
+                f"shapes {checks.listed(shapes)}, as a penalty does. Their part of p.grad is in no "
+                "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
+                "hand; a function of samples belongs into a module, or use "
+                "extend(model, use_converter=True).",
+                stacklevel=2,
+            )
 
     def _note_gradients(self) -> None:
         """Note which gradient results belong to: the one that autograd has accumulated."""
@@ -678,6 +697,10 @@ class BackwardPass:
             self.combining.finish(error)
             self._note_first_order()
         self._done(sorted(self.calls, key=attrgetter("index"), reverse=True))
+        if self.results and torch.is_grad_enabled() and not self.configuration.retain_graph:
+            # results that have a graph let that of the forward pass live as long as they do
+            for call in self.reached_calls.values():
+                call.release()
 
     def _note_first_order(self) -> None:
         self._mark_first_order()

@@ -53,6 +53,8 @@ class LossTerms:
     Attributes:
         mixing: Functions whose results depend on several samples, and are no sum.
         unknown: Functions for which that cannot be found out.
+        leaves: Parameters that functions read themselves, such as those of a penalty, by the name
+            of one that does.
     """
 
     # Structures whose terms depend on one sample each, whatever numbers are stored.
@@ -62,6 +64,7 @@ class LossTerms:
         """Look at the graph, before ``backward()`` frees what it stores."""
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
+        self.leaves: dict[Tensor, str] = {}
         for root in roots:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node) or _is_usual(node):
@@ -69,6 +72,8 @@ class LossTerms:
             path = path_above(node, slot)
             if not path.nodes or not path.sources:
                 continue
+            if path.leaves:
+                self._note_leaves(path)
             batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
             forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
             structure = slot, forms, describe_structure(path, batched)
@@ -79,6 +84,12 @@ class LossTerms:
                     if len(self._apart) >= MOST_KNOWN:
                         self._apart.clear()
                     self._apart.add(structure)
+
+    def _note_leaves(self, path: Path) -> None:
+        for node in path.nodes:
+            for parent, _ in node.next_functions:
+                if hasattr(parent, "variable"):
+                    self.leaves[parent.variable] = node.name()
 
     def _is_apart(self, path: Path) -> bool:
         """Note what mixes samples; tell whether none does, whatever numbers are stored."""

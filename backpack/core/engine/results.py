@@ -92,6 +92,7 @@ class Writer:
     Attributes:
         originals: Parameters by the copies that rules see.
         untrained: Parameters without results, left out by ``backward(inputs=...)``.
+        is_mute: Whether nothing is to be written.
     """
 
     def __init__(self, debug: bool):
@@ -99,6 +100,7 @@ class Writer:
         self.debug = debug
         self.originals: dict[Tensor, Any] = {}
         self.untrained: set[Parameter] = set()
+        self.is_mute = False
         # of extensions that make results of what all parameters have
         self._collected: dict[Extension, dict[Parameter, Any]] = {}
         # ids of the values, which would outlive what an extension hook drops
@@ -116,7 +118,7 @@ class Writer:
         """
         if self.originals:
             p = self.originals.get(p, p)
-        if self.untrained and p in self.untrained:
+        if self.is_mute or (self.untrained and p in self.untrained):
             return
         if ext.collects and savefield is None:
             self._collected.setdefault(ext, {})[p] = value

@@ -587,7 +587,7 @@ class Call:
     def for_another_pass(self) -> Call:
         """Return a copy for a backward pass that runs while another one works on this call."""
         clone = self._copy()
-        clone.precision, clone.copies, clone.trained = None, 1, clone.params
+        clone.copies, clone.trained = 1, clone.params
         clone.clear()
         return clone
 
@@ -830,6 +830,7 @@ class Call:
         """Drop what belongs to one backward pass."""
         self.clear_results()
         self.g_out, self.g_samples = [None] * len(self.g_out), None
+        self.precision = None
 
     def clear_results(self) -> None:
         """Drop what rules have kept beyond the forward pass."""
