@@ -197,7 +197,7 @@ def test_other_states_are_errors(tmp_path: Path) -> None:
     checkpoint.save({"state": optimizer.state_dict()}, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match="no state 'optimizer', but state"):
         load_checkpoint(optimizer, tmp_path)
-    with pytest.raises(ValueError, match="needs a checkpoint_id"):
+    with pytest.raises(ValueError, match="Give a checkpoint_id"):
         load_checkpoint(optimizer)
     with pytest.raises(ValueError, match="the optimiser has 2 parameters"):
         load_checkpoint(KFAC(model[0].parameters()), tmp_path, "state")

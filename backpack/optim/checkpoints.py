@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from backpack.distributed.checkpoints import like_entry, read_state
 from backpack.distributed.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -44,33 +46,8 @@ def load_checkpoint(
     Raises:
         ValueError: If there is no such state, or it is of other parameters.
     """
-    from torch.distributed import checkpoint  # takes long to import
-
-    if storage_reader is None:
-        if checkpoint_id is None:
-            raise ValueError("load_checkpoint needs a checkpoint_id (a folder) or storage_reader.")
-        storage_reader = checkpoint.FileSystemReader(checkpoint_id)
-    metadata = storage_reader.read_metadata()
-    entries, ways = metadata.state_dict_metadata, metadata.planner_data or {}
-    own = {name: way[1:] for name, way in ways.items() if way[0] == key}
-    if not own:
-        known = ", ".join(dict.fromkeys(str(way[0]) for way in ways.values()))
-        raise ValueError(f"The checkpoint has no state {key!r}, but {known or 'nothing'}.")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    found: dict[str, Any] = {}
-    for name, way in own.items():
-        place = _place(optimizer, params, name, way, entries[name])
-        if place is not None:
-            found[name] = place[0]
-    checkpoint.load(found, storage_reader=storage_reader)
-    state: dict[str, Any] = {}
-    for name, value in found.items():
-        node: dict[Any, Any] = state
-        *above, last = own[name]
-        for step in above:
-            node = node.setdefault(step, {})
-        node[last] = value
-    state = _with_lists(state)
+    state = read_state(key, checkpoint_id, storage_reader, partial(_place, optimizer, params))
     state["state"] = {int(number): values for number, values in state.get("state", {}).items()}
     optimizer.load_state_dict(state)
 
@@ -91,7 +68,7 @@ def _place(
         ValueError: If it is that of another parameter.
     """
     if way[0] != "state" or len(way) < 3:
-        return (_like(entry, torch.device("cpu")),)
+        return (like_entry(entry, torch.device("cpu")),)
     number, attribute = int(way[1]), way[2]
     if number >= len(params):
         raise ValueError(
@@ -110,24 +87,8 @@ def _place(
             )
         if is_sharded(p):
             return (torch.empty_like(p, dtype=entry.properties.dtype),)
-    return (_like(entry, p.device),)
-
-
-def _like(entry: Any, device: torch.device) -> Tensor | None:
-    """Return a tensor to read an entry to; None if it is something else."""
-    if not hasattr(entry, "size"):
-        return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    return (like_entry(entry, p.device),)
 
 
 def _needs_all(p: Tensor, attribute: str) -> bool:
     return True
-
-
-def _with_lists(node: Any) -> Any:
-    """Turn dictionaries whose keys are numbers into lists."""
-    if not isinstance(node, dict):
-        return node
-    values = {key: _with_lists(value) for key, value in node.items()}
-    is_list = values and all(isinstance(key, int) for key in values)
-    return [values[i] for i in sorted(values)] if is_list else values

@@ -19,7 +19,7 @@ from backpack.core.engine import results
 from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED
 from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
-from backpack.core.engine.statistics import OfProducts, Statistics, of_value
+from backpack.core.engine.statistics import Loaded, OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Processes
 from backpack.core.record.calls import Call, all_live_calls, describe
@@ -149,7 +149,7 @@ class Combining:
                 raise NotImplementedError(NO_JOIN)
             self.groups |= dict.fromkeys(whole, Processes((group,)))
             self.is_waiting = True
-        elif is_nested and self.chosen == "module" and call.averaging is None and _are_several():
+        elif is_nested and self.chosen == "module" and call.averaging is None and are_several():
             raise NotImplementedError(NO_NESTED)
 
     @property
@@ -410,11 +410,13 @@ class Combining:
         same = all(other is first for other in others)
         if same and first is None:
             return nothing
-        known = first and (first.joined or first.local)
-        if not same or not _are_alike(known.exts, part.exts):
-            names = ", ".join(ext.savefield for ext in part.exts)
-            raise ValueError(OTHER_EXTENSIONS.format(names))
-        return first
+        if same and isinstance(first, Loaded):
+            if first.state["options"] == options_of(part.exts):
+                return Accumulated(first.restored(part), None)
+        elif same and _are_alike((first.joined or first.local).exts, part.exts):
+            return first
+        names = ", ".join(ext.savefield for ext in part.exts)
+        raise ValueError(OTHER_EXTENSIONS.format(names))
 
 
 class _Writing:
@@ -451,6 +453,11 @@ def _options(ext: Extension) -> Any:
     return type(ext), ext.savefield, ext.needs, ext.reads, ext.propagation, ext.max_factor_size
 
 
+def options_of(exts: Sequence[Extension]) -> list[str]:
+    """Describe all options of extensions that what they accumulate depends on, in any order."""
+    return sorted(f"{type(ext).__qualname__} {_options(ext)[1:]!r}" for ext in exts)
+
+
 def gathered() -> shards.gathered:
     """Let weights that are sharded be there when they are read, outside of a backward pass."""
 
@@ -466,7 +473,7 @@ def _is_one(group: Any, processes: Processes) -> bool:
     return len(processes.groups) == 1 and ranks(group) == ranks(processes.groups[0])
 
 
-def _are_several() -> bool:
+def are_several() -> bool:
     """Whether there are other processes."""
     known = distributed.is_available() and distributed.is_initialized()
     return known and distributed.get_world_size() > 1

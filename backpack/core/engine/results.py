@@ -215,6 +215,22 @@ def accumulated(p: Parameter, name: str) -> Any:
     return own.accumulated.get(name) if isinstance(own, Attributes) else None
 
 
+def all_accumulated(p: Tensor) -> list[Any]:
+    """Return what all results of a parameter are made of that accumulate."""
+    own = vars(p)
+    return list(own.accumulated.values()) if isinstance(own, Attributes) else []
+
+
+def start_accumulated(p: Tensor, name: str, state: Any) -> None:
+    """Let the result of the next backward pass be added to something; there is none until then."""
+    own: Any = vars(p)
+    if not isinstance(own, Attributes):
+        own = p.__dict__ = Attributes(own)
+    own.results.setdefault(name, None)
+    own.pop(name, None)
+    own.accumulated[name] = state
+
+
 def note_gradient(p: Parameter, name: str) -> None:
     """Note that a result belongs to the gradient that a parameter has now."""
     value, grad = getattr(p, name, None), p.grad

@@ -8,7 +8,7 @@ samples. The result for the whole batch is then made of them as it is made for o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -365,6 +365,48 @@ class OfMaps(Statistics):
         """Copy all but the maps."""
         both = object.__new__(OfMaps)
         vars(both).update(vars(self))
+        return both
+
+
+class Loaded:
+    """What was accumulated in another program, until a backward pass shows how results are made.
+
+    Attributes:
+        name: Of the parameter.
+        state: ``values`` and ``numbers`` of :class:`OfProducts`, and ``options`` and ``savefields``
+            of the extensions.
+    """
+
+    def __init__(self, name: str, state: Mapping[str, Any]):
+        """Store it."""
+        self.name = name
+        self.state: dict[str, Any] = dict(state)
+
+    def restored(self, part: Statistics) -> OfProducts:
+        """Return the statistics, which results are made of as of those of a backward pass.
+
+        Raises:
+            ValueError: If these are others.
+        """
+        values, numbers = self.state["values"], self.state["numbers"]
+        is_alike = isinstance(part, OfProducts) and values.keys() == part.values.keys()
+        if not isinstance(part, OfProducts) or not is_alike:
+            raise ValueError(f"{self.name} has other statistics than those that were loaded.")
+        both = part.copy()
+        for name, own in part.values.items():
+            axis, found = OVER_PARTS[name].sample_axis, _listed(values[name])
+            pairs = zip(found, _listed(own), strict=False)
+            if len(found) != len(_listed(own)) or any(
+                a.shape != b.shape and axis is None for a, b in pairs
+            ):
+                shapes = [[list(v.shape) for v in each] for each in (found, _listed(own))]
+                raise ValueError(
+                    f"{self.name}: {name} was loaded with shapes {shapes[0]}, but this backward "
+                    f"pass has {shapes[1]}."
+                )
+            moved = [a.to(b.device, b.dtype) for a, b in zip(found, _listed(own), strict=True)]
+            both.values[name] = moved if isinstance(own, list) else moved[0]
+        both.numbers = {name: numbers[name or "samples"] for name in part.numbers}
         return both
 
 

@@ -1,0 +1,78 @@
+"""Reads states that ``torch.distributed.checkpoint`` has written, where there are none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader
+
+# Says, given the name of an entry, the keys that lead to it, and what the checkpoint says about it,
+# where it is read to; None if it is not needed.
+Place = Callable[[str, Sequence[Any], Any], tuple[Any] | None]
+
+
+def read_state(
+    key: str,
+    checkpoint_id: str | PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    place: Place,
+) -> dict[str, Any]:
+    """Read what was saved under a key.
+
+    Args:
+        key: The key.
+        checkpoint_id: The folder.
+        storage_reader: Reads from elsewhere, in the place of a folder.
+        place: Where entries are read to.
+
+    Raises:
+        ValueError: If nothing was saved under that key.
+    """
+    from torch.distributed import checkpoint  # takes long to import
+
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("Give a checkpoint_id (a folder), or a storage_reader.")
+        storage_reader = checkpoint.FileSystemReader(checkpoint_id)
+    metadata = storage_reader.read_metadata()
+    entries, ways = metadata.state_dict_metadata, metadata.planner_data or {}
+    own = {name: way[1:] for name, way in ways.items() if way[0] == key}
+    if not own:
+        known = ", ".join(dict.fromkeys(str(way[0]) for way in ways.values()))
+        raise ValueError(f"The checkpoint has no state {key!r}, but {known or 'nothing'}.")
+    found: dict[str, Any] = {}
+    for name, way in own.items():
+        there = place(name, way, entries[name])
+        if there is not None:
+            found[name] = there[0]
+    checkpoint.load(found, storage_reader=storage_reader)
+    state: dict[str, Any] = {}
+    for name, value in found.items():
+        node: dict[Any, Any] = state
+        *above, last = own[name]
+        for step in above:
+            node = node.setdefault(step, {})
+        node[last] = value
+    return _with_lists(state)
+
+
+def like_entry(entry: Any, device: torch.device) -> Tensor | None:
+    """Return a tensor to read an entry to; None if it is something else."""
+    if not hasattr(entry, "size"):
+        return None
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _with_lists(node: Any) -> Any:
+    """Turn dictionaries whose keys are numbers into lists."""
+    if not isinstance(node, dict):
+        return node
+    values = {key: _with_lists(value) for key, value in node.items()}
+    is_list = values and all(isinstance(key, int) for key in values)
+    return [values[i] for i in sorted(values)] if is_list else values
