@@ -82,8 +82,8 @@ class Step:
         ("Variance", 105, 305),
         ("DiagGGNExact", 105, 390),
         ("BatchGrad DiagGGNExact KFAC", 105, 800),
-        ("recorded", 1130, 50),
-        ("recorded BatchGrad", 1130, 1410),
+        ("recorded", 990, 50),
+        ("recorded BatchGrad", 990, 1230),
     ],
     ids=["none", "first order", "second order", "all", "recorded", "recorded, first order"],
 )

@@ -108,8 +108,6 @@ class Functions:
 
         Which that is does not matter while there is space.
         """
-        if key in self.applications and len(self.applications) < MAX_APPLICATIONS // 2:
-            return
         with self.lock:
             self.applications[key] = what
             self.applications.move_to_end(key)
@@ -195,12 +193,14 @@ class Recorder(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         compiler = set_compiler(None)
         try:
+            if gives_value(func):
+                return func(*args, **(kwargs or {}))
             return self._record(func, args, kwargs or {})
         finally:
             set_compiler(compiler)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.silent or STATE.get().disabled or in_transform() or gives_value(func):
+        if self.silent or STATE.get().disabled or in_transform():
             return func(*args, **kwargs)
         if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
             with disable():  # this is no backward pass for extensions
@@ -213,9 +213,10 @@ class Recorder(TorchFunctionMode):
         function = resolve(func)
         if function is None:
             return self._alike(func(*args, **kwargs), args)
-        if any(map(_is_trained, tensors)):
+        if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = self.read_parameters(args, kwargs)
-        if function.in_place or _changes_input(func, args, kwargs):
+        may_change = bool(kwargs) or _position_of_inplace(func) is not None
+        if function.in_place or (may_change and _changes_input(func, args, kwargs)):
             return self._in_place(func, function, args, kwargs)
         result, is_view = None, function.row is not None and function.row.is_view
         if is_view:
@@ -234,8 +235,10 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, what: Apply, tensors: Sequence[Tensor], result: Any) -> Any:
         """Record what was computed, as a call of the module that stands for the function."""
-        inputs = tuple(self._inputs(what, tensors))
-        seen = record(what.module, inputs, {}, result, BackwardPass.reached, BackwardPass.missed)
+        takes_all = what.takes_tensors and len(what.inputs) == len(tensors)
+        inputs = tuple(tensors if takes_all else self._inputs(what, tensors))
+        module, reached, missed = what.module, BackwardPass.reached, BackwardPass.missed
+        seen = record(module, inputs, {}, result, reached, missed, is_function=True)
         return result if seen is None else seen
 
     def _pass_by(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -391,7 +394,9 @@ class Recorder(TorchFunctionMode):
             numbers = {id(x): Slot(i) for i, x in enumerate(tensors)}
             args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (args, kwargs))
             what = self._new_application(function, args, kwargs, len(tensors), at_once)
-        if key is not None:
+            if key is not None:
+                self.functions.keep(key, what)
+        elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:
             self.functions.keep(key, what)
         return what, tensors
 
@@ -435,6 +440,7 @@ class Recorder(TorchFunctionMode):
 
 # --- What is called -------------------------------------------------------------------------------
 
+ONLY_TENSORS = frozenset({Tensor})
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -451,7 +457,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
             found.append(x)
         elif kind is tuple or kind is list:
             found += tensors_among(x)
-        elif kind not in EXACT and kind is not float:
+        elif kind not in EXACT and kind not in (float, slice):
             found += [y for y in tree_leaves(x) if isinstance(y, Tensor)]
     return found
 
@@ -749,19 +755,20 @@ class Guard:
 
 
 def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
-    recorder = _recorder()
+    state = STATE.get()
+    recorder = state.recorders[-1] if state.recorders else None
     if recorder is None:
         return None
-    is_outermost = not recorder.silent
+    is_outermost, read = not recorder.silent, None
     recorder.pause()
-    if is_outermost and torch.is_grad_enabled() and disable.should_store_io():
+    if is_outermost and torch.is_grad_enabled() and not state.disabled:
         given = tensors_among((*args, *kwargs.values()) if kwargs else args)
-        if any(map(_is_trained, given)):
-            args, kwargs = recorder.read_parameters(args, kwargs)
+        if not ONLY_TENSORS.issuperset(map(type, given)) and any(map(_is_trained, given)):
+            args, kwargs = read = recorder.read_parameters(args, kwargs)
         if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
             recorder.opened.append(module)
             recorder.resume()
-    return args, kwargs
+    return read
 
 
 def _leave_leaf(module: Module, args: Any, output: Any) -> None:

@@ -105,6 +105,10 @@ class Rule(Protocol):
         """Whether there is anything to keep from the forward pass."""
 
     @property
+    def keeps_facts_alone(self) -> bool:
+        """Whether that is found without computing anything."""
+
+    @property
     def has_samples_first(self) -> bool:
         """Whether the samples are along the first axis of all that the rule sees."""
 

@@ -59,6 +59,7 @@ class AutomaticDerivatives(BaseDerivatives):
     """
 
     includes_children = True
+    keeps_facts_alone = True
 
     def own(self, module: Module) -> Mapping[str, Parameter | None]:
         """Return all parameters, those of children included: the call is one function."""
@@ -81,8 +82,8 @@ class AutomaticDerivatives(BaseDerivatives):
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
         """Keep which inputs need a gradient."""
-        tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        return {"needed": [i for i, x in tensors if x.requires_grad]}
+        needed = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+        return {"needed": needed}
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""

@@ -57,6 +57,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("repeats_output", "reads_input", "reads_inputs"): set(),
     ("hessian_is_zero",): {"vjp"},
     ("is_linear_in_params",): {"affine", "param_vjp"},
+    ("keeps_facts_alone",): {"saved"},
 }
 
 
@@ -101,6 +102,7 @@ class BaseDerivatives(Interface):
             left out of the Kronecker factor A.
         kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
         keeps_something: Whether there is anything to keep from the forward pass.
+        keeps_facts_alone: Whether that is found without computing anything.
         has_samples_first: Whether the samples are along the first axis of all that the rule sees.
         has_usual_layouts: Whether they are along the first axis of all that it returns, then.
         squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
@@ -124,6 +126,7 @@ class BaseDerivatives(Interface):
     has_positions_apart: ClassVar[bool] = False
     kronecker_rows_are_shared: ClassVar[bool] = False
     keeps_something: ClassVar[bool] = False
+    keeps_facts_alone: ClassVar[bool] = False
     has_samples_first: ClassVar[bool] = True
     has_usual_layouts: ClassVar[bool] = True
     squares_with_input: ClassVar[bool] = False

@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -221,10 +221,13 @@ class Call:
             self.read = [module._parameters.copy(), module._buffers.copy()]
             if module._buffers:
                 self._cut_buffers()
-        self.is_astray, self.views, self.shards = False, tuple[Shard, ...](), tuple[Shard, ...]()
+        self.is_astray = False
+        self.views: tuple[Shard, ...] = ()
+        self.shards: tuple[Shard, ...] = ()
         if shards.FSDP in sys.modules:
             self.is_astray = not shards.note(module)
-            self.views, self.shards = self._find_shards(leaves, outputs)
+            if shards.KNOWN:
+                self.views, self.shards = self._find_shards(leaves, outputs)
         has_own = not self.shards and (module._parameters or module._modules)
         self.addresses = addresses_of(self.read) if has_own else ()
         self.training = module.training
@@ -274,7 +277,8 @@ class Call:
         self.saved: dict[str, Any] = {}
         self.kept: frozenset[str] = frozenset()
         if rule is not None and rule.keeps_something:
-            self.saved = _saved(rule, module, tuple(leaves), outputs)
+            save = rule.saved if rule.keeps_facts_alone else partial(_saved, rule)
+            self.saved = save(module, tuple(leaves), outputs)
             self.kept = frozenset(self.saved)
         self.repeats: int | None = None
         self.misplaced: str | None = None
@@ -289,7 +293,8 @@ class Call:
                 layouts_in[i] = self._layout_in(i, leaves[i], origins_in[i])
         self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
-        self.is_usual, self.unbatched_inputs = False, tuple[int, ...]()
+        self.is_usual = False
+        self.unbatched_inputs: tuple[int, ...] = ()
         self.layouts_out = self._laid_out()
         if not self.is_usual:
             self.find_places()
@@ -342,8 +347,6 @@ class Call:
         self, leaves: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
         """Find sharded parameters that tensors of the call are views of, and all it has read."""
-        if not shards.KNOWN:
-            return (), ()
         views = shards.shards_in((*leaves, *outputs))
         read = shards.shards_in(self.own())
         return views, (*views, *(shard for shard in read if shard not in views))
@@ -851,9 +854,10 @@ class Call:
             and all(map(_is_first, layouts_out, self.shape_out))
         )
         self.is_direct = self.is_plain and rule is not None and rule.has_samples_first
-        self.is_unbatched = any(map(_has_no_samples, layouts_out))
-        alone = () if self.is_unbatched else map(_has_no_samples, layouts_in)
-        self.unbatched_inputs = tuple([i for i, has_none in enumerate(alone) if has_none])
+        self.is_unbatched = 0 in _numbers_of_samples(layouts_out)
+        self.unbatched_inputs = ()
+        if not self.is_unbatched and 0 in (counts := _numbers_of_samples(layouts_in)):
+            self.unbatched_inputs = tuple([i for i, count in enumerate(counts) if count == 0])
 
     def _only_reshapes_rows(self) -> bool:
         """Whether the entries of the only input stay where they are in its rows, the samples."""
@@ -1113,10 +1117,11 @@ def _saved(
         return rule.saved(module, inputs, outputs)
 
 
-def _has_no_samples(layout: Layout | None) -> bool:
-    if layout is None:
-        return False
-    return not (layout if layout._same is None else layout._root)._facts[1]
+def _numbers_of_samples(layouts: Sequence[Layout | None]) -> list[int | None]:
+    return [
+        None if one is None else (one if one._same is None else one._root)._facts[1]
+        for one in layouts
+    ]
 
 
 def _is_first(layout: Layout | None, shape: Size | None) -> bool:
@@ -1132,7 +1137,10 @@ def _cast(x: Any, precision: torch.dtype) -> Any:
 
 
 def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
-    return None if layout is None else layout.facts
+    if layout is None or layout._same is not None:
+        return None if layout is None else layout.facts
+    before, samples, *_ = layout._facts
+    return before, samples, layout.owners
 
 
 def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:

@@ -59,6 +59,11 @@ class Apply:
         """Whether the results of other modules are among the inputs."""
         return any(isinstance(x, Apply) for x in self.inputs)
 
+    @cached_property
+    def takes_tensors(self) -> bool:
+        """Whether the inputs are the tensors of the function, all of them, in their order."""
+        return self.inputs == tuple(map(Slot, range(len(self.inputs))))
+
 
 class TrainingFlag(int):
     """What modules have as ``training`` while they are traced.

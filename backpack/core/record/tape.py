@@ -166,6 +166,7 @@ def record(
     missed: OnMiss,
     altered: str | None = None,
     was_first: bool = True,
+    is_function: bool = False,
 ) -> Any:
     """Record a call if a backward pass can reach it.
 
@@ -180,18 +181,21 @@ def record(
             that cannot be recorded.
         altered: Which hooks have changed what it returned, if any have: the call is none of its.
         was_first: Whether no hook has seen what it returned.
+        is_function: Whether the module stands for a function, outside of transforms, and calls are
+            recorded here: the caller has seen to that.
 
     Returns:
         The output that users are to see; None for the one given.
     """
     state = STATE.get()
-    if state.disabled or not torch.is_grad_enabled():
+    if not is_function and (state.disabled or not torch.is_grad_enabled()):
         return None
     known = derivatives_of(module)
-    if known is None and not _is_recorded(module):
-        return None
-    if state.recorders and _is_opened(module, state.recorders):
-        return None
+    if not is_function:
+        if known is None and not _is_recorded(module):
+            return None
+        if state.recorders and _is_opened(module, state.recorders):
+            return None
     if is_traced():
         return None
     if "_is_replica" in vars(module):
@@ -200,7 +204,7 @@ def record(
     outputs = (output,) if is_one else flatten_outputs(output)
     apart = repeated = None
     given = (*args, *kwargs.values()) if kwargs else args
-    if _transform() is not None:
+    if not is_function and _transform() is not None:
         note_miss(module, given, outputs, IN_TRANSFORM, missed)
         return None
     tensors = given if TENSORS.issuperset(map(type, given)) else tensors_in(given)
