@@ -87,6 +87,22 @@ def permuted_tokens(m: Any, x: Tensor) -> Tensor:
     return m.gru(m.tokens(x.transpose(0, 1)).permute(1, 0, 2))[0][:, -1]
 
 
+def class_token(m: Any, x: Tensor) -> Tensor:
+    token = m.bias.expand(x.shape[0], 1, -1)
+    return torch.cat((token, m.first(x), 2 * token), 1).sin().sum(1)
+
+
+def rows_of_a_table(m: Any, x: Tensor) -> Tensor:
+    index = (x[:, 0] > 0).long()
+    table = m.tokens.weight
+    return (table[index] * m.first(x)).sin() + torch.index_select(table, 0, 1 - index)
+
+
+def padded_tables(m: Any, x: Tensor) -> Tensor:
+    table = F.pad(m.weight.expand(x.shape[0], -1, -1), (0, 0, 1, 0), value=3.0)
+    return torch.stack((table.sum(1), m.first(x)), 1).sin().sum(1)
+
+
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]] = {
     "two embeddings, sequence first": (two_embeddings, text),
     "their product": (two_embeddings_multiplied, text),
@@ -94,6 +110,9 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]
     "positions, with an axis of one": (positions_with_an_axis, text),
     "attention pooling": (attention_pooling, steps),
     "a parameter as the sequence": (started_by_a_parameter, steps),
+    "class token": (class_token, steps),
+    "rows of a table": (rows_of_a_table, vectors),
+    "padded tables": (padded_tables, vectors),
     "first layer by hand": (lambda m, x: (x @ m.weight + m.bias).tanh(), vectors),
     "first layer as a function": (lambda m, x: F.linear(x, m.weight.t(), m.bias).exp(), vectors),
     "square root": (lambda m, x: (m.first(x).sigmoid() ** 0.5).log(), vectors),

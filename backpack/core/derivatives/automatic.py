@@ -34,6 +34,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
+    moved_products,
     per_sample_products,
     products,
     second_products,
@@ -43,10 +44,11 @@ from backpack.core.derivatives.following import Conditions, Following, tensors_i
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
-from backpack.core.record.functions import ENTRIES
+from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
+from backpack.custom_module.function_module import FunctionModule
 
 UNKNOWN: Final = object()
 
@@ -134,11 +136,17 @@ class AutomaticDerivatives(BaseDerivatives):
         if together:
             found |= transposed_products(evaluation, vs, together, c.rows)
         if alone:
-            numbers = c.numbers(evaluation.num_samples)
-            found |= per_sample_products(evaluation, vs, alone, c.rows, numbers)
+            found |= self._apart(evaluation, vs, alone)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
+
+    def _apart(
+        self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
+    ) -> dict[Any, Tensor | None]:
+        """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
+        rows, numbers = evaluation.c.rows, evaluation.c.numbers(evaluation.num_samples)
+        return per_sample_products(evaluation, vs, keys, rows, numbers)
 
     @staticmethod
     def _has_samples(evaluation: Evaluation) -> bool:
@@ -294,6 +302,22 @@ class FunctionDerivatives(AutomaticDerivatives):
         tangents |= {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
         found = {i: t.squeeze(1) for i, t in second_products(padded, grads, tangents, [0]).items()}
         return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
+
+    def unsupported_reason(self, c: Context) -> str | None:
+        """Say why the derivatives of the call at hand cannot be computed; None if they can.
+
+        What moves entries draws nothing, and reads its arguments alone.
+        """
+        return None if _moves_entries(c.module) else super().unsupported_reason(c)
+
+    def _apart(
+        self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
+    ) -> dict[Any, Tensor | None]:
+        """Apply the transposed Jacobian of inputs without samples: entries move back."""
+        c, found = evaluation.c, None
+        if _moves_entries(c.module) and not torch.is_grad_enabled():
+            found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
+        return super()._apart(evaluation, vs, keys) if found is None else found
 
     def sees_samples_first(self, module: Module) -> bool:
         """Return False: the rule needs to know the axes."""
@@ -542,6 +566,10 @@ class FunctionDerivatives(AutomaticDerivatives):
             and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
             for b, x, y, z in zip(*values, strict=True)
         )
+
+
+def _moves_entries(module: Module) -> bool:
+    return isinstance(module, FunctionModule) and treatment_by(module) in (MOVES, RESHAPES)
 
 
 def refuse_totals(call: Call) -> None:

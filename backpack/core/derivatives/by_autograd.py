@@ -374,6 +374,57 @@ def per_sample_products(
     return results
 
 
+def moved_products(
+    evaluation: Evaluation,
+    mats: Sequence[Tensor | None],
+    keys: Sequence[int],
+    numbers: Sequence[int],
+) -> dict[Any, Tensor | None] | None:
+    """Apply the transposed Jacobian of a function that moves entries, for each sample apart.
+
+    Numbers in the place of the entries tell where each one goes.
+
+    Args:
+        evaluation: The call.
+        mats: ``[V, *out]`` for each output, or None.
+        keys: Inputs without samples.
+        numbers: Samples that ``mats`` hold.
+
+    Returns:
+        ``[V, N, *in]`` for each key; None if numbers do not come through as they are.
+    """
+    given, start = list(evaluation.inputs), 1
+    values: Values = {}
+    for i, x in enumerate(given):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            given[i] = torch.zeros_like(x, dtype=torch.float64)
+    for i in keys:
+        end = start + given[i].numel()
+        values[i] = torch.arange(start, end, device=given[i].device).to(given[i])
+        values[i], start = values[i].reshape(given[i].shape), end
+    try:
+        with torch.no_grad():
+            moved = evaluation.outputs(values, given)
+            doubled = evaluation.outputs({i: 2 * x for i, x in values.items()}, given)
+    except RuntimeError:  # it is not for this precision
+        return None
+    used = [m for m in mats if m is not None]
+    if any(y.dtype is not torch.float64 for y in moved):
+        return None
+    result = used[0].new_zeros(len(used[0]), len(numbers), start)
+    for m, axis, y, other in zip(mats, evaluation.axes_out, moved, doubled, strict=True):
+        if m is not None and axis is not None:
+            places = torch.where(other == 2 * y, y, 0).long()  # others are constants
+            places = places.movedim(axis, 0)[list(numbers)].flatten(1)
+            vectors = m.movedim(axis + 1, 1).flatten(2)
+            result.scatter_add_(2, places.expand(len(vectors), -1, -1), vectors)
+    parts = result[..., 1:].split([values[i].numel() for i in keys], -1)
+    return {
+        i: part.reshape(*part.shape[:2], *values[i].shape)
+        for i, part in zip(keys, parts, strict=True)
+    }
+
+
 def _agree(
     found: Mapping[Any, Tensor | None],
     of_sample: Callable[[int, int], Mapping[Any, Tensor | None]],
