@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from backpack.core.features import set_variable, variable_of_caller
 from backpack.core.types import Extension
 
+__all__ = ["CTX", "disable"]
+
 ExtensionHook = Callable[[Module], Any]
 
 

@@ -56,7 +56,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": torch.min,
     "max": torch.max,
 }
-"""Functions of the entries ``[K]`` of a quantity, by name: norm, mean, sum, min, max.
+"""Functions of the entries ``[K]`` of a quantity by name (norm, mean, sum, min, max).
 
 :meta hide-value:
 """

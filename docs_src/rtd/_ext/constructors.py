@@ -1,4 +1,4 @@
-"""Constructors are documented by their arguments: the line above these says nothing on a page."""
+"""Lines that say nothing on a page: that above the arguments of a constructor, and Python's own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ def leave_out_first_line(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     """Take the first line of ``__init__`` out of the text of its class, which precedes it there."""
+    if lines[:1] and lines[0].startswith("Alias for field number "):  # of a named tuple
+        lines.clear()
     if what not in ("class", "exception"):
         return
     if issubclass(obj, tuple):  # a line that Python has written
