@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,31 +17,50 @@ from backpack.core.derivatives.following import Following
 N = 5
 
 
+class Config:
+    """Options, as models of libraries have them."""
+
+    def __init__(self) -> None:
+        self.of_layers = {"shift": 0}
+
+
 class Turning(nn.Module):
     """Moves the samples by numbers, of its own and given: column n of the result is one of x."""
 
     table: Tensor
+    by = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = 0
         self.shifts = [0]
+        self.config = Config()
+        self.array = np.zeros(1, int)
         self.register_buffer("table", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor, more: Tensor) -> Tensor:
-        by = self.shift + sum(self.shifts) + int(self.table) + int(more.sum())
-        return x.roll(by, 0).T
+        return x.roll(self.own_shift() + int(more.sum()), 0).T
+
+    def own_shift(self) -> int:
+        own = self.by + self.shift + sum(self.shifts) + self.config.of_layers["shift"]
+        return own + int(self.table) + int(self.array[0])
 
 
 class Plain(Turning):
     """Has no attribute but those that can be compared."""
 
+    array = [0]  # noqa: RUF012
+
     def __init__(self) -> None:
         super().__init__()
-        del self.shifts
+        del self.array
+
+
+class Alone(Plain):
+    """Reads no numbers but those of its own."""
 
     def forward(self, x: Tensor, more: Tensor) -> Tensor:
-        return x.roll(self.shift + int(self.table) + int(more.sum()), 0).T
+        return x.roll(self.own_shift(), 0).T
 
 
 class Model(nn.Module):
@@ -58,6 +79,18 @@ def set_shift(model: Any) -> None:
 
 def extend_list(model: Any) -> None:
     model.turning.shifts.append(2)
+
+
+def change_option(model: Any) -> None:
+    model.turning.config.of_layers["shift"] = 2
+
+
+def change_array(model: Any) -> None:
+    model.turning.array[0] = 2
+
+
+def change_class(model: Any) -> None:
+    type(model.turning).by = 2
 
 
 def change_buffer(model: Any) -> None:
@@ -93,15 +126,24 @@ def truth(model: Any, x: Tensor, y: Tensor, by: int) -> list[Tensor]:
     return [torch.stack(each) for each in zip(*rows, strict=True)]
 
 
-CHANGES = [set_shift, change_buffer, replace_buffer, change_argument, replace_argument]
+OF_ITSELF = [set_shift, extend_list, change_option, change_array, change_class]
+CHANGES = [*OF_ITSELF, change_buffer, replace_buffer, change_argument, replace_argument]
 
 
 @pytest.mark.parametrize(
     ("make", "change"),
-    [*((make, change) for make in (Turning, Plain) for change in CHANGES), (Turning, extend_list)],
+    [
+        *((make, change) for make in (Turning, Plain) for change in CHANGES),
+        *((Alone, change) for change in OF_ITSELF),
+    ],
 )
-def test_a_step_after_a_change(make: type[Turning], change: Callable[[Any], None]) -> None:
+def test_a_step_after_a_change(
+    make: type[Turning], change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where samples go depends on values, and on the state of a module."""
+    for name in ("by", "array"):  # of classes, to be as they were afterwards
+        if hasattr(make, name):
+            monkeypatch.setattr(make, name, copy.copy(getattr(make, name)))
     torch.manual_seed(0)
     model = extend(Model(make()).double(), use_converter="record")
     lossfunc = extend(nn.MSELoss(reduction="sum"))
@@ -115,11 +157,11 @@ def test_a_step_after_a_change(make: type[Turning], change: Callable[[Any], None
         change(model)
 
 
-@pytest.mark.parametrize(("make", "count"), [(Turning, 3), (Plain, 1)])
+@pytest.mark.parametrize(("make", "count"), [(Turning, 3), (Plain, 1), (Alone, 1)])
 def test_an_answer_that_is_reused(
     make: type[Turning], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list may have changed: it is found out again what a module does that has one."""
+    """An array may have changed: it is found out again what a module does that has one."""
     model = extend(Model(make()), use_converter="record")
     lossfunc, places = extend(nn.MSELoss()), Following.places
     searches: list[nn.Module] = []

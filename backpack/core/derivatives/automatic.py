@@ -435,12 +435,9 @@ class FunctionDerivatives(AutomaticDerivatives):
                 return None
             following = self._following(call, counts.pop() if counts else 0)
             found = self._found(call, following)
-            if following.depends_on_values or following.relies_on_values:
-                conditions = following.conditions()
-                if conditions is not None:
-                    answers[key] = found, conditions
-            else:
-                answers[key] = found, None
+            conditions = following.conditions()
+            if conditions is not None:
+                answers[key] = found, None if conditions.are_none else conditions
         if found is None:
             return None
         affine, places = found

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import ref
 
@@ -73,8 +75,45 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _CannotTell(Exception):
+    """It cannot be told whether an object will be the same once more."""
+
+
+def _frozen(x: Any, depth: int = 6) -> Any:
+    """Return what is equal for an object as long as nothing in it has changed.
+
+    Raises:
+        _CannotTell: If the object may change unseen, such as an array or a closure.
+    """
+    kind = type(x)
+    if isinstance(x, (*_PLAIN, type, Enum)):
+        return kind, x
+    if isinstance(x, Tensor):
+        try:
+            return kind, _Same(x)
+        except RuntimeError as error:  # without version
+            raise _CannotTell from error
+    if not depth:
+        raise _CannotTell
+    if isinstance(x, FunctionType | BuiltinFunctionType):
+        if getattr(x, "__closure__", None) or getattr(x, "__self__", None) is not None:
+            raise _CannotTell
+        return kind, x
+    if isinstance(x, Mapping):
+        return kind, [(_frozen(k, depth - 1), _frozen(v, depth - 1)) for k, v in x.items()]
+    if isinstance(x, list | tuple):
+        return kind, [_frozen(one, depth - 1) for one in x]
+    if kind.__module__ == "builtins" or isinstance(x, Module) or not hasattr(x, "__dict__"):
+        raise _CannotTell
+    if any(vars(cls).get("__slots__") for cls in kind.__mro__):
+        raise _CannotTell
+    return kind, _frozen(vars(x), depth - 1)
+
+
 def state_of(module: Module) -> list[Any] | None:
-    """Return what a module may have changed between two calls: its attributes and buffers.
+    """Return what may have changed of a module between two calls: attributes and buffers.
+
+    Those of its class as well, and what they hold; not what ``forward`` reads elsewhere.
 
     Returns:
         Equal if they are the same, values of parameters aside; None if that cannot be told.
@@ -82,15 +121,21 @@ def state_of(module: Module) -> list[Any] | None:
     if isinstance(module, FunctionModule):
         return []
     found: list[Any] = []
-    for part in module.modules():
-        own = vars(part)
-        others = [(n, x) for n, x in own.items() if n not in _OF_EACH and n[:10] != "_backpack_"]
-        for name, x in (*others, *own["_buffers"].items()):
-            try:
-                found.append((name, type(x), x if isinstance(x, _PLAIN) else _Same(x)))
-            except (TypeError, RuntimeError):  # a list, a dictionary; a tensor without version
-                return None
+    try:
+        for part in module.modules():
+            own = vars(part)
+            others = {n: x for n, x in own.items() if n not in _OF_EACH and n[:10] != "_backpack_"}
+            found.append(_frozen({**others, **own["_buffers"]}))
+            for cls in type(part).__mro__[: type(part).__mro__.index(Module)]:
+                of_class = [x for n, x in vars(cls).items() if n[:2] != "__" and not _is_code(x)]
+                found.append(_frozen(of_class))
+    except _CannotTell:
+        return None
     return found
+
+
+def _is_code(x: Any) -> bool:
+    return callable(x) or hasattr(type(x), "__get__")
 
 
 @dataclass(frozen=True)
@@ -104,6 +149,11 @@ class Conditions:
 
     values: Mapping[int, Tensor]
     state: list[Any]
+
+    @property
+    def are_none(self) -> bool:
+        """Whether the answer depends on nothing else."""
+        return not (self.values or self.state)
 
     def hold(self, call: Call) -> bool:
         """Whether a call of the same module reads the same values, of the same shapes."""
@@ -155,9 +205,12 @@ class Following:
     def conditions(self) -> Conditions | None:
         """Return what the answer depends on besides shapes; None if that is more than can be told.
 
-        Only to be asked if it depends on values of the inputs.
+        A function, or a module whose treatment of entries is known, has no state of its own.
         """
         call = self.call
+        if not (self.depends_on_values or self.relies_on_values):
+            state = [] if self.treatment is not None else state_of(call.module)
+            return None if state is None else Conditions({}, state)
         if any(layout is not None and layout.owners is not None for layout in call.layouts_in):
             return None
         moved = self._value_inputs() if self.treatment in (MOVES, RESHAPES) else None
