@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backpack import CTX, backpack, disable, extend
 from backpack.core import memory
@@ -572,6 +573,18 @@ def test_results_are_those_of_the_outer_pass() -> None:
         loss.backward()
     for one, other in zip(found, results(model), strict=True):
         assert_equal(one, other)
+
+
+@pytest.mark.parametrize("where", ["inside twice", "inside and outside", "outside and inside"])
+def test_a_module_in_a_pass_and_in_one_inside_of_it(where: str) -> None:
+    """Which has a part of its uses each."""
+    model, (X, y) = extend(nn.Linear(3, 3).double()), (torch.rand(5, 3).double(), torch.arange(5))
+    inside = partial(checkpoint, model, use_reentrant=True)
+    first = model if where == "outside and inside" else inside
+    second = model if where == "inside and outside" else inside
+    loss = extend(nn.CrossEntropyLoss())(second(first(X.requires_grad_())), y % 3)
+    with backpack(BatchGrad()), pytest.warns(UserWarning, match="Linear uses a parameter of shape"):
+        loss.backward()
 
 
 def test_threads_share_a_graph() -> None:

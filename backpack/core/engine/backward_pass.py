@@ -85,6 +85,12 @@ NESTED = (
     "that is torch.utils.checkpoint, use it with use_reentrant=False."
 )
 
+IN_PARTS = (
+    "{} uses a parameter of shape {} that is used by another backward pass, too, inside of which "
+    "(or around which) this one runs: results would be those of a part of its uses. If that is "
+    "torch.utils.checkpoint, use it with use_reentrant=False."
+)
+
 NESTED_IN_THREADS = (
     "A backward pass runs inside of others that several threads have started on one device: whose "
     "context it belongs to is not known. If it is that of torch.utils.checkpoint, use "
@@ -176,6 +182,7 @@ class BackwardPass:
         self.keeping: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = calls.Users()
+        self.inside: set[Parameter] = set()  # those that passes inside of this one have used
         self.combining = Combining(configuration, self.results)
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
@@ -403,6 +410,8 @@ class BackwardPass:
                 self._find_trained(call)
                 if call.trained:
                     self.combining.note(call, self.is_nested)
+                    if self.inside:
+                        self._refuse_parts(call, self.inside)
                 if call.derivatives is not None:
                     self.parameters.append(call.params)
             if not self.has_parameters:
@@ -439,6 +448,24 @@ class BackwardPass:
         if call in self.keeping:
             self.keeping[mine] = self.keeping.pop(call)
         return mine
+
+    def _refuse_parts(self, call: Call, others: Collection[Parameter]) -> None:
+        """Refuse parameters of a call that passes inside of, or around, this one use as well."""
+        for p in call.trained.values():
+            if p in others:
+                for ext in self.first_order:
+                    ext.fail(IN_PARTS.format(describe(call.module), list(p.shape)))
+
+    def _leave_outer(self) -> None:
+        """Let the passes around this one know which parameters are done."""
+        here, scope = get_ident(), self.configuration.scope
+        for outer in [*self._running.values()]:
+            if outer is not self and here in outer.threads and outer.configuration.scope is scope:
+                reached = outer.reached_calls.values()
+                around = outer.inside.union(*(call.trained.values() for call in reached))
+                for call in self.reached_calls.values():
+                    self._refuse_parts(call, around)
+                    outer.inside.update(call.trained.values())
 
     def _complete(self, call: Call) -> None:
         call = self.reached_calls.get(call, call)
@@ -696,6 +723,8 @@ class BackwardPass:
                 error = error or NotImplementedError(NO_GRAPH)
             self.combining.finish(error)
             self._note_first_order()
+        if error is None and self.is_nested and not self.results.is_mute:
+            self._leave_outer()
         self._done(sorted(self.calls, key=attrgetter("index"), reverse=True))
         if self.results and torch.is_grad_enabled() and not self.configuration.retain_graph:
             # results that have a graph let that of the forward pass live as long as they do

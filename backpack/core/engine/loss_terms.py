@@ -70,10 +70,10 @@ class LossTerms:
             if node is None or is_output(node) or _is_usual(node):
                 continue
             path = path_above(node, slot)
-            if not path.nodes or not path.sources:
-                continue
             if path.leaves:
                 self._note_leaves(path)
+            if not path.nodes or not path.sources:
+                continue
             batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
             forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
             structure = slot, forms, describe_structure(path, batched)
