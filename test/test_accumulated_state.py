@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from test_several_processes import batch, check_same, in_processes, plain_net
 from test_spread_optimisers import sharded
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
@@ -183,6 +184,37 @@ def test_mistakes(tmp_path: Path) -> None:
     passes(other, range(1), e.GGNMP())
     with pytest.raises(NotImplementedError, match=r"ggnmp of 0\.weight cannot be saved"):
         accumulated_state(other)
+
+
+class Turns(nn.Module):
+    """Two layers that share their weight, of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.layers[1].weight = self.layers[0].weight
+        self.used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.used](x)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_joined_bias_is_known_after_loading(used: int, tmp_path: Path) -> None:
+    model, loss = extend(Turns()), extend(nn.MSELoss())
+
+    def one_pass() -> None:
+        with backpack(e.KFLR(joint_bias=True), accumulate=True):
+            loss(model(torch.rand(4, 3)), torch.rand(4, 3)).backward()
+
+    one_pass()
+    checkpoint.save({"accumulated": accumulated_state(model)}, checkpoint_id=tmp_path)
+    clear(model)
+    load_accumulated_checkpoint(model, tmp_path)
+    model.used = used
+    refusal = pytest.raises(NotImplementedError, match="joined there with")
+    with refusal if used else nullcontext():
+        one_pass()
 
 
 def test_factors_of_other_sizes_are_refused() -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.core.engine import results
 from backpack.core.engine.combining import are_several, options_of
 from backpack.core.engine.extracted import OVER_PARTS
-from backpack.core.engine.statistics import Loaded, OfProducts
+from backpack.core.engine.statistics import JOINED, Loaded, OfProducts
 from backpack.distributed.checkpoints import like_entry, read_state
 from backpack.distributed.shards import is_sharded, own_part, whole
 
@@ -45,15 +45,16 @@ def accumulated_state(model: Module) -> dict[str, Any]:
             several; products with blocks; results of rules for one extension.
     """
     found: dict[str, Any] = {}
+    names: dict[Parameter | None, str] = {p: name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         states = {id(state): state for state in results.all_accumulated(p)}
         for state in states.values():
-            of_exts = _exported(name, state)
+            of_exts = _exported(name, state, names)
             found.setdefault(name, {})["+".join(of_exts["savefields"])] = of_exts
     return found
 
 
-def _exported(name: str, state: Any) -> dict[str, Any]:
+def _exported(name: str, state: Any, names: Mapping[Parameter | None, str]) -> dict[str, Any]:
     """Return what extensions have accumulated at one parameter."""
     if isinstance(state, Loaded):
         return state.state
@@ -72,9 +73,11 @@ def _exported(name: str, state: Any) -> dict[str, Any]:
         )
     if are_several():
         _check_no_samples(name, total.values)
+    partner = None if JOINED.isdisjoint(total.values) else total.products.partner
     return {
         "savefields": savefields,
         "options": options_of(total.exts),
+        "partner": names.get(partner, ""),
         "values": dict(total.values),
         "numbers": {key or "samples": count for key, count in total.numbers.items()},
     }
@@ -113,7 +116,8 @@ def load_accumulated_state(model: Module, state: Mapping[str, Any]) -> None:
                 key: _placed(name, key, value, own[name])
                 for key, value in of_exts["values"].items()
             }
-            loaded = Loaded(name, {**of_exts, "values": values})
+            partner = own.get(of_exts["partner"])
+            loaded = Loaded(name, {**of_exts, "values": values}, partner)
             for savefield in of_exts["savefields"]:
                 results.start_accumulated(own[name], savefield, loaded)
 

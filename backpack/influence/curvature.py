@@ -142,8 +142,8 @@ class Influence(Attribution):
         ``(t1, t2)`` is ``t1 · T2 + t2``, and ``scores.unflatten(2, (T1, T2))`` has both axes again.
         Layers are added up position by position. With axes of other sizes (``[N, T2, T1, O]``, or
         windows ``[N·W, T, O]``) that is an error. A model that changes the order and keeps the
-        sizes in between (``flip``, ``roll``, the transpose of a square) is not noticed: look at its
-        layers with ``by="parameter"``.
+        sizes in between (``flip``, ``roll``, the transpose of a square, as many windows as a
+        window has rows) is not noticed: look at its layers with ``by="parameter"``.
 
         Args:
             queries: As for :meth:`scores`.

@@ -169,7 +169,8 @@ class OfProducts(Statistics):
             NotImplementedError: If a weight has its Kronecker factors with two biases.
         """
         if not JOINED.isdisjoint(self.values):
-            _check_same_partner(self.products, other.products)
+            partners = self.products.partner, other.products.partner
+            _check_same_partner(self.products.parameter, *partners)
         both = self.copy()
         for name, value in other.values.items():
             axis = OVER_PARTS[name].sample_axis
@@ -375,11 +376,13 @@ class Loaded:
         name: Of the parameter.
         state: ``values`` and ``numbers`` of :class:`OfProducts`, and ``options`` and ``savefields``
             of the extensions.
+        partner: The bias (or the weight) that has joined it.
     """
 
-    def __init__(self, name: str, state: Mapping[str, Any]):
+    def __init__(self, name: str, state: Mapping[str, Any], partner: Parameter | None):
         """Store it."""
         self.name = name
+        self.partner = partner
         self.state: dict[str, Any] = dict(state)
 
     def restored(self, part: Statistics) -> OfProducts:
@@ -387,11 +390,14 @@ class Loaded:
 
         Raises:
             ValueError: If these are others.
+            NotImplementedError: If a weight has its Kronecker factors with two biases.
         """
         values, numbers = self.state["values"], self.state["numbers"]
         is_alike = isinstance(part, OfProducts) and values.keys() == part.values.keys()
         if not isinstance(part, OfProducts) or not is_alike:
             raise ValueError(f"{self.name} has other statistics than those that were loaded.")
+        if not JOINED.isdisjoint(values):
+            _check_same_partner(part.products.parameter, self.partner, part.products.partner)
         both = part.copy()
         for name, own in part.values.items():
             axis, found = OVER_PARTS[name].sample_axis, _listed(values[name])
@@ -416,16 +422,16 @@ def of_value(parameter: Parameter, ext: Extension, value: Any) -> Statistics:
     return (OfMaps if is_map else OfRule)(parameter, ext, value)
 
 
-def _check_same_partner(one: Products, other: Products) -> None:
+def _check_same_partner(p: Parameter, one: Parameter | None, other: Parameter | None) -> None:
     """Refuse sums of Kronecker factors of a weight with one bias and with another one.
 
     Raises:
         NotImplementedError: If they are those of two modules that share one of both.
     """
-    if one.partner is not other.partner:
-        shapes = [None if p is None else list(p.shape) for p in (one.partner, other.partner)]
+    if one is not other:
+        shapes = [None if partner is None else list(partner.shape) for partner in (one, other)]
         raise NotImplementedError(
-            f"joint_bias=True: a parameter {list(one.parameter.shape)} is shared by modules that "
+            f"joint_bias=True: a parameter {list(p.shape)} is shared by modules that "
             f"take part in different backward passes, and is joined there with {shapes[0]} and "
             f"with another one, {shapes[1]} (weight and bias have one pair of Kronecker factors). "
             "Use joint_bias=False, or one pass for each module."
