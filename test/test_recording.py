@@ -1606,3 +1606,26 @@ def test_properties_without_a_name() -> None:
     with backpack(extensions.BatchGrad()):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
     compare(model, {"grad_batch": expected})
+
+
+class BesideTable(nn.Module):
+    """A layer, and a row of a table that all samples have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.table.expand(len(x), -1, -1)[:, -1]
+
+
+def test_samples_counted_from_the_end() -> None:
+    model, loss = extend(BesideTable(), use_converter="record"), extend(nn.MSELoss())
+    X, y = torch.rand(4, 4), torch.rand(4, 4)
+    found = []
+    for rows in ([-1, 0], [3, 0]):
+        exts = extensions.BatchGrad(rows), extensions.BatchDiagGGNExact(rows)
+        with backpack(*exts):
+            loss(model(X), y).backward()
+        found.append([(p.grad_batch, p.diag_ggn_exact_batch) for p in model.parameters()])
+    torch.testing.assert_close(*found)

@@ -14,6 +14,8 @@ def row_numbers(size: int, subsampling: Rows) -> Sequence[int]:
         return range(size)
     if isinstance(subsampling, slice):
         return range(*subsampling.indices(size))
+    if min(subsampling, default=0) < 0:  # from the end
+        return [n + size if n < 0 else n for n in subsampling]
     return subsampling
 
 
