@@ -24,6 +24,7 @@ from test_several_processes import (
     check_averaged,
     check_same,
     in_processes,
+    leave,
     local_quantities,
     net,
     one_process,
@@ -704,6 +705,7 @@ def _one_has_no_context(rank: int, count: int) -> None:
         for _ in range(2):
             step(model, own, *([e.Variance()] if rank == 0 else []))
     assert time.monotonic() - start < 3 * PATIENCE + 5
+    leave()
 
 
 @pytest.mark.slow
