@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
+from ranks import run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -34,15 +36,8 @@ Program = Callable[[int, int], None]
 
 def in_processes(program: Program, tmp_path: Path, count: int = 2, within: float = 240) -> None:
     """Run a program on several processes that know of each other."""
-    context = torch.multiprocessing.spawn(
-        _in_group, (program, count, str(tmp_path / "store")), nprocs=count, join=False
-    )
-    deadline = time.monotonic() + within
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the processes hang")
+    store = str(tmp_path / "store")
+    run_on_ranks([partial(_in_group, i, program, count, store) for i in range(count)], within)
 
 
 def leave() -> NoReturn:
@@ -596,6 +591,22 @@ def _mistakes(rank: int, count: int) -> None:
 
 def test_mistakes_are_errors_on_all_processes(tmp_path: Path) -> None:
     in_processes(_mistakes, tmp_path, within=100)
+
+
+def _graph_outlives_its_group(rank: int, count: int) -> None:
+    own = batch([2, 3], rank)
+    group = distributed.new_group()
+    alive = DistributedDataParallel(extend(plain_net()), process_group=group)(own[0])
+    distributed.destroy_process_group(group)
+    squares = e.SumGradSquared()
+    squares.set_module_extension(Unknown, Fails())
+    with pytest.raises(ArithmeticError, match="a rule has failed"):
+        step(extend(nn.Sequential(plain_net(), Unknown(fails=True))), own, squares)
+    assert alive.requires_grad
+
+
+def test_errors_beside_the_graph_of_a_group_that_is_gone(tmp_path: Path) -> None:
+    in_processes(_graph_outlives_its_group, tmp_path, within=100)
 
 
 def _one_dies(rank: int, count: int) -> None:

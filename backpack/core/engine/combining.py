@@ -218,7 +218,7 @@ class Combining:
         calls = all_live_calls()
         found = dict.fromkeys(map(self._group_of, calls))
         whole = [Processes((group,)) for group in found if group is not None]
-        return whole + self._of_shards(calls)
+        return [processes for processes in whole + self._of_shards(calls) if processes.exist]
 
     def _of_shards(self, calls: Sequence[Call]) -> list[Processes]:
         """Return the processes that have shards of the parameters of calls."""

@@ -47,6 +47,13 @@ class Processes(NamedTuple):
         return prod(group.size() for group in self.groups)
 
     @property
+    def exist(self) -> bool:
+        """Whether the groups still do: a graph may outlive them."""
+        from torch.distributed import distributed_c10d
+
+        return all(group in distributed_c10d._world.pg_map for group in self.groups)
+
+    @property
     def divisor(self) -> float:
         """What the sum of gradients is divided by."""
         return self.number if self.factor is None else self.factor

@@ -1,0 +1,86 @@
+"""Processes for tests: each imports PyTorch once and runs many programs, one after another."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+
+import pytest
+
+Job = Callable[[], None]
+
+
+class _Rank:
+    """A process that waits for programs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other,))
+        self.process.start()
+        other.close()
+
+    def answer(self) -> str | None:
+        """What has gone wrong; an end of the process without an error is what a program wants."""
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            code = self.process.exitcode
+            return None if code == 0 else f"The process has ended with exit code {code}."
+
+    def end(self) -> None:
+        self.pipe.close()  # which it waits for, unless it hangs
+        self.process.kill()
+        self.process.join()
+
+
+_ranks: list[_Rank] = []
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except EOFError:
+            return
+        wrong = None
+        try:
+            job()
+        except BaseException:  # also the end of the interpreter that a program asks for
+            wrong = traceback.format_exc()
+        pipe.send(wrong)
+
+
+@atexit.register
+def _end_all() -> None:
+    while _ranks:
+        _ranks.pop().end()
+
+
+def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
+    """Run a program on each of several processes.
+
+    They are new where the last program has ended its process, or was wrong. The test fails with the
+    traceback of the first program that does, or after ``within`` seconds.
+    """
+    _ranks.extend(_Rank() for _ in range(len(jobs) - len(_ranks)))
+    waiting = {rank.pipe: (number, rank) for number, rank in enumerate(_ranks[: len(jobs)])}
+    for job, (_, rank) in zip(jobs, waiting.values(), strict=True):
+        rank.pipe.send(job)
+    deadline = time.monotonic() + within
+    while waiting:
+        ready = wait(list(waiting), max(0, deadline - time.monotonic()))
+        if not ready:
+            _end_all()
+            pytest.fail("the processes hang")
+        for pipe in ready:
+            number, rank = waiting.pop(pipe)
+            if wrong := rank.answer():
+                _end_all()
+                pytest.fail(f"process {number}: {wrong}")
+    _ranks[:] = [rank for rank in _ranks if rank.process.is_alive()]
