@@ -28,13 +28,13 @@ from rich.table import Table
 from backpack.core import fast
 from benchmark.libraries import Backpack
 from benchmark.measure import MEMORY_SHARE, total_memory
-from benchmark.problems import ALL, SHORT, Problem
+from benchmark.problems import ALL, LAYERS, SHORT, Problem
 from benchmark.quantities import EXACT, FIRST, HESSIAN, QUANTITIES
 from benchmark.report import table
 from benchmark.worker import Memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PROBLEMS = ("logreg", "mlp", "sigmoid-cnn", "3c3d", "lstm", "transformer", *SHORT)
+PROBLEMS = ("logreg", "mlp", "sigmoid-cnn", "3c3d", "lstm", "transformer", *SHORT, *LAYERS)
 QUANTITY_NAMES = (*FIRST, "DiagGGNMC", "KFAC", *EXACT, *HESSIAN)
 # What a path has to earn somewhere.
 WORTHWHILE = 1.05

@@ -198,6 +198,42 @@ class Transformer(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2)
 
 
+def many_layers(classes: int) -> nn.Module:
+    """Layers on images that no other problem has."""
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.PReLU(8),
+        nn.GroupNorm(2, 8),
+        nn.ConvTranspose2d(8, 8, 3, stride=2),
+        nn.ReflectionPad2d(1),
+        nn.GLU(1),
+        nn.Conv2d(4, 8, 3, stride=2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.LogSigmoid(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.LogSoftmax(1),
+        nn.Flatten(),
+        nn.Linear(8 * 12 * 12, 64),
+        nn.Softmax(1),
+        nn.Linear(64, classes),
+    )
+
+
+class ManyLayersOfTokens(nn.Module):
+    """Layers on sequences that no other problem has."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.bilinear, self.head = nn.Bilinear(width, width, width), nn.Linear(width, vocabulary)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.embedding(input)
+        x = self.bilinear(x, self.attention(x, x, x, need_weights=False)[0])
+        return self.head(x).transpose(1, 2)
+
+
 # data
 
 Draw = Callable[[Generator], Tensor]
@@ -411,6 +447,28 @@ SHORT = _named(
     _transformer("short-transformer", 20, 16, 48, 4, 2, 16),
 )
 
+# for ``fast_paths`` of rules for other layers
+LAYERS = _named(
+    Problem(
+        "layers-images",
+        "Many layers, 12×12, N=16",
+        lambda _: many_layers(10),
+        reals(16, 4, 12, 12),
+        10,
+        16,
+    ),
+    Problem(
+        "layers-tokens",
+        "Attention and bilinear layer, width 24, 12 tokens, N=16",
+        lambda _: ManyLayersOfTokens(20, 24, 3),
+        integers(20, 16, 12),
+        20,
+        16,
+        positions=(12,),
+        converter=True,
+    ),
+)
+
 # for tests of the benchmark itself
 TINY = _named(
     _mlp("tiny", "MLP 8-6-3, N=5", 8, 6, 3, batch=5),
@@ -426,4 +484,10 @@ TINY = _named(
     _transformer("tiny-transformer", 5, 3, 8, 2, 1, 2),
 )
 
-ALL = PROBLEMS | _named(*(p for s in SERIES.values() for p in s.problems.values())) | SHORT | TINY
+ALL = (
+    PROBLEMS
+    | _named(*(p for s in SERIES.values() for p in s.problems.values()))
+    | SHORT
+    | LAYERS
+    | TINY
+)

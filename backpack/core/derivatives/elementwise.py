@@ -107,16 +107,6 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
         y = c.y
         return (y > 0).to(y.dtype)
 
-    @fast.body("Autograd's kernel takes one pass instead of three.", "df")
-    def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Apply autograd's own kernel: one pass instead of three."""
-        return torch.ops.aten.threshold_backward(v, c.y, 0)
-
-    @fast.body("Autograd's kernel takes one pass instead of three.", "df", "vjp")
-    def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Return :meth:`vjp`: the Jacobian is diagonal, so it is its own transpose."""
-        return self.vjp(c, t)
-
 
 @register(LeakyReLU)
 class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
