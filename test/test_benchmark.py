@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import fast_paths, large_models, processes
+from benchmark import fast_paths, large_models, processes, recorded_models
 from benchmark.__main__ import main
 from benchmark.figures import Data, goals
 from benchmark.floor import Floor, Rates, layers_of
@@ -284,6 +284,19 @@ def test_large_models(tmp_path: Path) -> None:
     # tokens, positions, 12 H² + 13 H of the block, 2 H of the last normalisation
     assert figure["weights"] == 4 * (11 * 8 + 1024 * 8 + 12 * 64 + 13 * 8 + 2 * 8)
     assert "| BatchL2Grad |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_recorded_models(tmp_path: Path) -> None:
+    out = tmp_path / "recorded_models.md"
+    chosen = ["--models", "BERT", "ViT", "--quantities", "no extension", "BatchL2Grad"]
+    assert recorded_models.main([*chosen, "--rounds", "1", "--out", str(out)]) == 0
+    header, _, idle, norms = out.read_text().splitlines()[-4:]
+    assert header == "| quantity | BERT | ViT | goal |"
+    assert idle.startswith("| no extension | ") and idle.endswith("met |")
+    assert all(float(cell) > 0 for cell in norms.split("|")[2:4])
+    assert recorded_models.verdict("BatchGrad", [3.0, 4.0]) == "≤ 4.0: met"
+    assert recorded_models.verdict("BatchGrad", [3.0, 4.1]) == "≤ 4.0: not met"
 
 
 def test_goals_of_large_models() -> None:
