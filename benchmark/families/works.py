@@ -58,7 +58,7 @@ WORKS = {
         Work(
             "clipped-sum",
             "Sum of clipped individual gradients",
-            LARGE,
+            (*LARGE, "gpt2-small"),
             ("opacus ghost", "opacus materialising", "vmap"),
             0.6,
             1.0,
@@ -133,6 +133,16 @@ def _problems() -> Iterator[Problem]:
         64,
         100,
         positions=(32,),
+        converter=True,
+    )
+    yield Problem(
+        "gpt2-small",
+        "Transformer of the size of GPT-2 small, not tied, 128 tokens, N=4",
+        lambda _: Transformer(50257, 128, 768, 12, 12),
+        integers(50257, 4, 128),
+        50257,
+        4,
+        positions=(128,),
         converter=True,
     )
     # for tests
