@@ -23,14 +23,7 @@ beyond what is there before. The *floor* is the plain pass, plus the operations 
 quantity at the measured rates ({operations:.0f} GFLOP/s, {bytes:.1f} GB/s). The last columns are
 our time divided by that of the released version and by that of the fastest peer.
 [How it is measured](../README.md)
-
-{spared}
 """
-# Leave it out once first order was measured again.
-SPARED = """\
-First-order figures of convolutions, of LSTMs and of linear layers at several positions are those of
-`backpack(..., sum_individual_gradients=True)`, which was always on when they were measured. Without
-that option, which is off unless it is asked for, such a step takes longer."""
 
 
 def table(header: list[str], rows: Iterable[list[str]]) -> str:
@@ -195,7 +188,6 @@ def markdown(contents: dict[str, Any], file: str, pictures: Iterable[str] = ()) 
             environment=environment(data),
             operations=rates["operations_per_second"] / 1e9,
             bytes=rates["bytes_per_second"] / 1e9,
-            spared=SPARED,
         ),
         goal_section(goals(data)),
         *(f"![{name}]({name})\n" for name in pictures),

@@ -10,7 +10,7 @@ from figures_of_peers import GROUPS
 from benchmark.figures import OURS, Data, geometric_mean
 from benchmark.problems import PROBLEMS
 from benchmark.quantities import NONE, TOGETHER
-from benchmark.report import SPARED, environment, table
+from benchmark.report import environment, table
 
 NETWORKS = {
     "mlp": "MLP",
@@ -97,7 +97,6 @@ def one_screen(data: Data) -> str:
         comparison=table(["", *GROUPS], ratios_of_groups(data)),
         networks=table(["network", "parameters", "plain pass", "its memory"], networks(data)),
         environment=of_which_runs(data),
-        spared=SPARED,
     )
 
 
@@ -112,8 +111,6 @@ much memory to be measured.
 
 {costs}
 {networks}
-{spared}
-
 ## How that compares
 
 Time of this library **divided by that of the other one**: geometric mean over all networks and
