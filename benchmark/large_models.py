@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +27,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from backpack import backpack, clear, extend, extensions
-from benchmark.measure import MEMORY_SHARE, commit, processor, total_memory
+from benchmark.measure import MEMORY_SHARE, circumstances, total_memory
 from benchmark.report import size, table
 from benchmark.worker import Memory, first_line
 
@@ -280,15 +279,7 @@ parameters, in the same process and in turn; goals are about memory that has the
 
 def write(figures: Sequence[Figure], args: argparse.Namespace) -> None:
     """Write the figures, and a report next to them."""
-    facts = {
-        "processor": processor(),
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "clock": args.clock,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit(),
-    }
+    facts = circumstances(threads=args.threads, rounds=args.rounds, clock=args.clock)
     if args.merge:
         before = json.loads(args.out.read_text())["environment"]
         facts["earlier figures"] = f"{before['date']} (commit {before['commit']})"

@@ -278,6 +278,17 @@ class Run:
                         cell.parts.setdefault(name, []).append(seconds)
 
 
+def circumstances(**options: Any) -> dict[str, Any]:
+    """Describe what figures of a small benchmark depend on: the machine, options, the code."""
+    return {
+        "processor": processor(),
+        **options,
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
 def environment(options: Options, rates: Rates) -> dict[str, Any]:
     """Describe what the figures depend on."""
     return {

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backpack import backpack, extend, extensions
 from backpack.core.engine.combining import Combining
 from backpack.distributed import reduced_in
-from benchmark.measure import commit, processor
+from benchmark.measure import circumstances
 from benchmark.report import table
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -326,13 +325,7 @@ with computing, and all devices come at the same time.
 def write(figures: Sequence[Figure], args: argparse.Namespace) -> None:
     """Write the figures, and a report next to them."""
     network = Network(args.bandwidth * 1e9, args.latency * 1e-6, args.request * 1e-6)
-    facts = {
-        "processor": processor(),
-        "rounds": args.rounds,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit(),
-    }
+    facts = circumstances(rounds=args.rounds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     contents = {"environment": facts, "figures": [asdict(one) for one in figures]}
     args.out.write_text(json.dumps(contents, indent=1) + "\n")

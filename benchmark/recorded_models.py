@@ -12,7 +12,6 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
 from benchmark.large_models import CLOCKS, RESULTS
-from benchmark.measure import commit, processor
+from benchmark.measure import circumstances
 from benchmark.report import table
 
 SAMPLES, TOKENS, WORDS, CLASSES = 8, 16, 100, 10
@@ -57,7 +56,7 @@ are times relative to a step of a plain copy, in the same process and in turn: t
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Make a model, its data and its targets."""
+    """Make a model, data ``[N, T]`` or ``[N, 3, 16, 16]``, and targets ``[N]`` or ``[N, T]``."""
     import transformers
 
     kind, configuration, sizes = MODELS[name]
@@ -120,7 +119,7 @@ def measure(name: str, quantities: Sequence[str], rounds: int, clock: str) -> di
 
 
 def verdict(quantity: str, figures: Sequence[float]) -> str:
-    """Say whether all models meet the goal."""
+    """Say whether times ÷ plain of all models meet the goal, if there is one."""
     if quantity not in GOALS:
         return ""
     met = max(figures) <= GOALS[quantity]
@@ -147,15 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         lines.append([quantity, *cells, verdict(quantity, figures)])
     shown = table(["quantity", *args.models, "goal"], lines)
     Console(highlight=False, soft_wrap=True).print(shown)
-    facts = {
-        "processor": processor(),
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "clock": args.clock,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit(),
-    }
+    facts = circumstances(threads=args.threads, rounds=args.rounds, clock=args.clock)
     environment = ", ".join(f"{name} {value}" for name, value in facts.items())
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(HEAD.format(environment=environment) + shown)

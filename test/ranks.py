@@ -65,8 +65,15 @@ def _end_all() -> None:
 def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
     """Run a program on each of several processes.
 
-    They are new where the last program has ended its process, or was wrong. The test fails with the
-    traceback of the first program that does, or after ``within`` seconds.
+    They are new where the last program has ended its process, or was wrong.
+
+    Args:
+        jobs: The program of each process.
+        within: How long they may take, in seconds.
+
+    Raises:
+        pytest.fail.Exception: With the traceback of the first program that fails, or if the time is
+            over.
     """
     _ranks.extend(_Rank() for _ in range(len(jobs) - len(_ranks)))
     waiting = {rank.pipe: (number, rank) for number, rank in enumerate(_ranks[: len(jobs)])}
