@@ -17,6 +17,7 @@ from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.calls import live_calls
+from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
@@ -341,11 +342,10 @@ class FisherMC(JacobianOperator):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         loss, hessian = loss_and_hessian(self._objective.loss_function, prediction, targets)
         self._check_order(loss.item() if weight else 0.0)  # without targets it is no number
-        devices = [prediction.device] if prediction.is_cuda else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            group = self._objective.group
-            rank, size = (0, 1) if group is None else (group.rank, group.size)
-            torch.manual_seed((1_000_003 * self._seed + self._number) * size + rank)
+        group = self._objective.group
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
+        seed = (1_000_003 * self._seed + self._number) * size + rank
+        with OwnGenerators(seed), torch.no_grad():
             drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
         self._number += 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +43,7 @@ from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
@@ -221,8 +220,8 @@ def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
         own = {name: c.params[name] for name in evaluation.rule.own(c.module)}
     values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
-    with torch.enable_grad(), seeded():
-        outputs = evaluation.outputs(values, inputs)
+    with torch.enable_grad():
+        outputs, _ = evaluated_apart(lambda: evaluation.outputs(values, inputs))
     leaves = [leaf for y in outputs for leaf in upstream(y, lambda mark: False)[1]]
     return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
 
@@ -233,27 +232,14 @@ def is_repeatable(evaluation: Evaluation) -> bool:
     A draw may come out as before by chance, but the derivatives would draw once more.
     """
     stored = evaluation.stored
-    with torch.no_grad(), seeded():
-        before = _generators()
-        again = evaluation.outputs({}, evaluation.inputs)
-        drawn = _generators() != before
-    if drawn:
+    with torch.no_grad():
+        again, is_random = evaluated_apart(lambda: evaluation.outputs({}, evaluation.inputs))
+    if is_random:
         return False
     return len(again) == len(stored) and all(
         a.shape == s.shape and close(a, s, evaluation.rounding)
         for a, s in zip(again, stored, strict=True)
     )
-
-
-def _generators() -> list[Any]:
-    """Return the states of the generators that a module may draw from."""
-    states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        states += [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()]
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states += [kind, keys.tobytes(), *rest]
-    return states
 
 
 class FunctionDerivatives(AutomaticDerivatives):
@@ -506,8 +492,9 @@ class FunctionDerivatives(AutomaticDerivatives):
                     x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
                     for x in leaves
                 ]
-            with seeded(), torch.no_grad(), disable():
-                return list(collect(self.evaluate(c, own, *leaves)))
+            with torch.no_grad(), disable():
+                found, _ = evaluated_apart(lambda: collect(self.evaluate(c, own, *leaves)))
+            return list(found)
 
         return Following(call, evaluate, call.shape_out, count)
 
@@ -585,28 +572,6 @@ def refuse_totals(call: Call) -> None:
             "results depend on each other. Compute it for each sample (dim=...), or detach() it if "
             "it is meant to be constant."
         )
-
-
-def _generator_of(device: int) -> torch.Generator:
-    return torch.cuda.default_generators[device]
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Repeat the same random numbers, and leave the generators of the user alone."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    numpy: Any = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            # torch.manual_seed would be one of devices that are used later, too
-            for generator in (torch.default_generator, *map(_generator_of, devices)):
-                generator.manual_seed(0)
-            yield
-    finally:
-        random.setstate(of_python)
-        if numpy:
-            numpy.random.set_state(of_numpy)
 
 
 register(

@@ -19,12 +19,13 @@ from torch.nn import (
     TripletMarginWithDistanceLoss,
 )
 
-from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters, seeded
+from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register, register_fallback
 
@@ -94,10 +95,14 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def _why_no_function(self, c: Context) -> str | None:
         """Say why the Hessian at the inputs is not all there is; None if it is."""
         evaluation = self.evaluation(c)
-        with torch.no_grad(), seeded():
+
+        def twice() -> list[Tensor]:
+            return [evaluation.outputs({}, evaluation.inputs)[0] for _ in range(2)]
+
+        with torch.no_grad():
             # the stored value may be of low precision (autocast): two new ones agree to more
-            again, once_more = (evaluation.outputs({}, evaluation.inputs)[0] for _ in range(2))
-            hidden = hidden_parameters(evaluation)
+            (again, once_more), _ = evaluated_apart(twice)
+        hidden = hidden_parameters(evaluation)
         if hidden:
             return (
                 f"{describe(c.module)} depends on parameters of shapes "
@@ -127,7 +132,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for m, p, i in zip(mats, places, numbers, strict=True)
         ]
         evaluation = self.evaluation(c)
-        with torch.enable_grad(), seeded():
+        with torch.enable_grad():
             leaves = list(evaluation.inputs)
             for i in numbers:
                 x = leaves[i]
@@ -137,7 +142,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                     leaves[i].requires_grad_()
             xs = [leaves[i] for i in numbers]
             try:
-                (loss,) = evaluation.outputs({}, leaves)
+                (loss,), _ = evaluated_apart(lambda: evaluation.outputs({}, leaves))
                 slopes = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
                 curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
                 each = [

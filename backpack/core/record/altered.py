@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import disable
+from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of_call
 
@@ -35,19 +36,17 @@ def alteration(
     seen = flatten_outputs(output)
     if not torch.is_grad_enabled() or derivatives_of_call(module, seen) is None:
         return None
+    draws = OwnGenerators()
     buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    state = torch.get_rng_state()
     try:
         for own, values in buffers:  # which the module may write to
             own.update({name: b if b is None else b.clone() for name, b in values.items()})
-        with disable(), torch.no_grad(), torch._C.DisableTorchFunction():
+        with disable(), torch.no_grad(), torch._C.DisableTorchFunction(), draws:
             computed = flatten_outputs(module.forward(*args, **kwargs))
-        is_random = not torch.equal(state, torch.get_rng_state())
     finally:
-        torch.set_rng_state(state)
         for own, values in buffers:
             own.update(values)
-    if is_random:
+    if draws.have_drawn:
         return RANDOM
     is_same = len(seen) == len(computed) and all(map(_agree, seen, computed))
     return None if is_same else CHANGED
