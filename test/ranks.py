@@ -1,4 +1,4 @@
-"""Processes for tests: each imports PyTorch once and runs many programs, one after another."""
+"""Processes for tests: each imports PyTorch once and runs many programs of one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class _Rank:
         self.process.join()
 
 
-_ranks: list[_Rank] = []
+# By number: DTensor keeps what it has found out for a mesh, and with it the rank of a process.
+_ranks: dict[int, _Rank] = {}
 
 
 def _serve(pipe: Connection) -> None:
@@ -59,13 +60,14 @@ def _serve(pipe: Connection) -> None:
 @atexit.register
 def _end_all() -> None:
     while _ranks:
-        _ranks.pop().end()
+        _ranks.popitem()[1].end()
 
 
 def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
     """Run a program on each of several processes.
 
-    They are new where the last program has ended its process, or was wrong.
+    A process has the same rank in all of them. It is new where the last program has ended it, or
+    was wrong.
 
     Args:
         jobs: The program of each process.
@@ -75,10 +77,10 @@ def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
         pytest.fail.Exception: With the traceback of the first program that fails, or if the time is
             over.
     """
-    _ranks.extend(_Rank() for _ in range(len(jobs) - len(_ranks)))
-    waiting = {rank.pipe: (number, rank) for number, rank in enumerate(_ranks[: len(jobs)])}
-    for job, (_, rank) in zip(jobs, waiting.values(), strict=True):
-        rank.pipe.send(job)
+    _ranks.update({number: _Rank() for number in range(len(jobs)) if number not in _ranks})
+    waiting = {_ranks[number].pipe: number for number in range(len(jobs))}
+    for number, job in enumerate(jobs):
+        _ranks[number].pipe.send(job)
     deadline = time.monotonic() + within
     while waiting:
         ready = wait(list(waiting), max(0, deadline - time.monotonic()))
@@ -86,8 +88,9 @@ def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
             _end_all()
             pytest.fail("the processes hang")
         for pipe in ready:
-            number, rank = waiting.pop(pipe)
-            if wrong := rank.answer():
+            number = waiting.pop(pipe)
+            if wrong := _ranks[number].answer():
                 _end_all()
                 pytest.fail(f"process {number}: {wrong}")
-    _ranks[:] = [rank for rank in _ranks if rank.process.is_alive()]
+            if not _ranks[number].process.is_alive():
+                del _ranks[number]
