@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from backpack import CTX, backpack, disable, extend
 from backpack.core import memory
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
+from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import calls
@@ -1027,3 +1029,22 @@ def test_threads_that_convert_models() -> None:
 
     side_by_side(*[partial(work, own) for own in models])
     assert before == (torch.rand, torch.autograd.Function.apply, isinstance, nn.Module.__call__)
+
+
+def test_two_threads_choose_kernels_of_attention() -> None:
+    """Whichever ends first, torch then has those that the program has chosen."""
+
+    def chosen() -> list[bool]:
+        cuda = torch.backends.cuda
+        return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        for order in ((0, 1), (1, 0)):
+            uses = [math_attention(), math_attention()]
+            for use in uses:
+                use.__enter__()
+                assert chosen() == [False, False, True]
+            for first_or_last in order:
+                assert chosen() == [False, False, True]
+                uses[first_or_last].__exit__(None, None, None)
+            assert chosen() == [True, False, True]

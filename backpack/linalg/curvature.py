@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.nn import Module, Parameter
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.calls import live_calls
 from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
@@ -115,9 +115,8 @@ class MatrixFreeOperator(LinearOperator):
         pieces = matrix.T.split([p.numel() for p in params], 1)
         vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
         weights = loss = 0.0
-        math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
         own = self._objective.telling()  # an error here is one of all processes
-        with own, torch.inference_mode(False), torch.enable_grad(), backpack(), math:
+        with own, torch.inference_mode(False), torch.enable_grad(), backpack(), math_attention():
             product = torch.zeros_like(matrix.T)  # [V, P]
             for X, targets in self._objective:
                 batch = self._batch(X, targets)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, disable
+from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.objective import Objective, check_read_again
 from backpack.linalg.operators import LinearOperator
@@ -103,8 +103,7 @@ class Jacobian(LinearOperator):
     def _outputs(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the rows and the output of each batch."""
         start, eps = 0, torch.finfo(self.dtype).eps
-        math = sdpa_kernel(SDPBackend.MATH)  # the fused attention has no second derivative
-        with torch.inference_mode(False), torch.enable_grad(), backpack(), math:
+        with torch.inference_mode(False), torch.enable_grad(), backpack(), math_attention():
             for i, (X, _) in enumerate(self._objective):
                 with disable():
                     output = self._output(X)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.context import disable
 from backpack.core import fast
+from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
 from backpack.core.record.origins import flatten_outputs
@@ -58,8 +58,7 @@ class Evaluation:
         """Evaluate the outputs with some inputs and parameters replaced."""
         leaves = [values.get(i, x) for i, x in enumerate(inputs)]
         params = {name: value for name, value in values.items() if isinstance(name, str)}
-        # the fused attention kernels have no second derivative
-        with disable(), sdpa_kernel(SDPBackend.MATH):
+        with disable(), math_attention():
             outputs = flatten_outputs(self.rule.evaluate(self.c, params, *leaves))
         precision = self.c.call.precision
         return [y if precision is None else y.to(precision) for y in outputs]
