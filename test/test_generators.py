@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record.generators import OwnGenerators, evaluated_apart
+from backpack.core.record.generators import evaluated_apart, seeded
 
 N = 3
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -32,7 +32,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
         *torch.ones(3, 1, 2, 9, 4).unbind(), dropout_p=0.5
     ),
     "layers": lambda: nn.LSTM(2, 3, 2, dropout=0.5)(torch.ones(4, 2))[0].detach(),
-    "generator of the user": lambda: torch.rand(3, generator=torch.default_generator),
+    "generator in an argument": lambda: torch.rand(3, generator=torch.default_generator),
 }
 
 
@@ -65,7 +65,7 @@ def test_numbers_of_others_are_put_back(draw: Callable[[], float]) -> None:
         lambda x: x.sin().sum(),
         lambda x: F.dropout(x, training=False),
         lambda x: F.scaled_dot_product_attention(x, x, x),
-        lambda x: nn.functional.embedding(torch.tensor([0]), x.flatten(1)),
+        lambda x: torch.rand(3, generator=torch.Generator().manual_seed(0)),
     ],
 )
 def test_no_draw(function: Callable[[Tensor], Any]) -> None:
@@ -74,12 +74,70 @@ def test_no_draw(function: Callable[[Tensor], Any]) -> None:
 
 def test_seed() -> None:
     """The numbers are those after torch.manual_seed."""
-    with OwnGenerators(5):
-        own = [torch.rand(3), torch.rand_like(own_like := torch.ones(3)), torch.randint(9, (4,))]
+    state = torch.get_rng_state()
+    with seeded(5):
+        own = torch.rand(3)
+    assert torch.equal(state, torch.get_rng_state())
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        expected = [torch.rand(3), torch.rand_like(own_like), torch.randint(9, (4,))]
-    assert all(map(torch.equal, own, expected))
+        assert torch.equal(own, torch.rand(3))
+
+
+def test_two_threads_seed() -> None:
+    """One after another: else the second one would put back the seed of the first one."""
+    state, order = torch.get_rng_state(), []
+    waits, first = Event(), seeded()
+
+    def other() -> None:
+        waits.set()
+        with seeded():
+            order.append("other")
+
+    with first:
+        thread = Thread(target=other)
+        thread.start()
+        waits.wait(60)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@torch.library.custom_op("backpack_test::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Draw where no mode of torch sees it."""
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def in_another_thread() -> Tensor:
+    found: list[Tensor] = []
+    thread = Thread(target=lambda: found.append(torch.rand(3)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def with_a_seed() -> Tensor:
+    torch.manual_seed(3)
+    return torch.rand(3)
+
+
+@pytest.mark.parametrize("draw", [lambda: noisy(torch.ones(3)), in_another_thread, with_a_seed])
+def test_hidden_draws(draw: Callable[[], Tensor]) -> None:
+    torch.manual_seed(1)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    assert evaluated_apart(draw)[1]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_nested() -> None:
+    assert evaluated_apart(lambda: evaluated_apart(lambda: torch.rand(3)))[0][1]
 
 
 class Meanwhile(nn.Module):
@@ -101,20 +159,20 @@ class Meanwhile(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("draw", "seed", "times"),
+    ("draw", "seed"),
     [
-        (lambda: torch.rand(()), torch.manual_seed, 10**6),
-        (random.random, random.seed, 3),
-        (numpy.random.rand, numpy.random.seed, 3),
+        (lambda: torch.rand(()), torch.manual_seed),
+        (random.random, random.seed),
+        (numpy.random.rand, numpy.random.seed),
     ],
     ids=["torch", "python", "numpy"],
 )
 @pytest.mark.parametrize("as_loss", [False, True])
-def test_another_thread_draws_meanwhile(draw: Any, seed: Any, times: int, as_loss: bool) -> None:
+def test_another_thread_draws_meanwhile(draw: Any, seed: Any, as_loss: bool) -> None:
     """It gets each of its numbers once, and the module is not taken for random."""
     torch.manual_seed(0)
     X, y = torch.rand(N, 3), torch.randint(4, (N,))
-    model, cross_entropy, leaf = nn.Linear(3, 4), nn.CrossEntropyLoss(), Meanwhile(draw, times)
+    model, cross_entropy, leaf = nn.Linear(3, 4), nn.CrossEntropyLoss(), Meanwhile(draw, 4)
     leaf.w.requires_grad_(not as_loss)
 
     class Loss(nn.Module):
@@ -131,6 +189,6 @@ def test_another_thread_draws_meanwhile(draw: Any, seed: Any, times: int, as_los
     with backpack(extensions.DiagHessian(), extensions.BatchGrad()):
         extend(loss)(model(X), y).backward()
     seen = leaf.numbers[0]
-    assert len(seen) >= 3
+    assert len(seen) == 4
     seed(1)
     assert seen == [float(draw()) for _ in seen]

@@ -1038,13 +1038,25 @@ def test_two_threads_choose_kernels_of_attention() -> None:
         cuda = torch.backends.cuda
         return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
 
+    def use(begun: threading.Event, ends: threading.Event) -> None:
+        with math_attention():
+            begun.set()
+            ends.wait(60)
+
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         for order in ((0, 1), (1, 0)):
-            uses = [math_attention(), math_attention()]
-            for use in uses:
-                use.__enter__()
+            events = [(threading.Event(), threading.Event()) for _ in order]
+            threads = [threading.Thread(target=use, args=pair) for pair in events]
+            for thread, (begun, _) in zip(threads, events, strict=True):
+                thread.start()
+                begun.wait(60)
+            for i in order:
                 assert chosen() == [False, False, True]
-            for first_or_last in order:
-                assert chosen() == [False, False, True]
-                uses[first_or_last].__exit__(None, None, None)
+                events[i][1].set()
+                threads[i].join()
             assert chosen() == [True, False, True]
+
+
+def test_attention_by_its_formula_within_a_choice_of_the_function() -> None:
+    with math_attention(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), math_attention():
+        assert not torch.backends.cuda.flash_sdp_enabled()

@@ -34,7 +34,6 @@ from backpack.core.record.functions import (
     kind,
     kind_of_call,
 )
-from backpack.core.record.generators import OwnGenerators
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch
 from backpack.custom_module.function_module import map_leaves
@@ -262,13 +261,17 @@ class BackpackTracer(Tracer):
             return self._trace(root, concrete_args)
 
     def _trace(self, root: Any, concrete_args: dict[str, Any] | None) -> Graph:
-        self._modes = _modes()
+        self._modes, before = _modes(), torch.get_rng_state()
         try:
-            with self._flags(root), self._patches(), OwnGenerators() as own:
+            with self._flags(root), self._patches():
                 graph = super().trace(root, concrete_args)
         except Exception as error:
             raise ConversionError(self._explain(root, error)) from error
-        if own.have_drawn:
+        finally:
+            is_random = not torch.equal(before, torch.get_rng_state())
+            if is_random:
+                torch.set_rng_state(before)
+        if is_random:
             places = {place_of(n) for n in graph.nodes if "_tensor_constant" in str(n.target)}
             raise ConversionError(
                 f"The forward pass of {type(root).__name__} draws random numbers in a way that "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import disable
-from backpack.core.record.generators import OwnGenerators
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of_call
 
@@ -36,20 +36,25 @@ def alteration(
     seen = flatten_outputs(output)
     if not torch.is_grad_enabled() or derivatives_of_call(module, seen) is None:
         return None
-    draws = OwnGenerators()
+    computed, is_random = evaluated_apart(lambda: _computed_again(module, args, kwargs))
+    if is_random:
+        return RANDOM
+    is_same = len(seen) == len(computed) and all(map(_agree, seen, computed))
+    return None if is_same else CHANGED
+
+
+def _computed_again(
+    module: Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
     buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     try:
         for own, values in buffers:  # which the module may write to
             own.update({name: b if b is None else b.clone() for name, b in values.items()})
-        with disable(), torch.no_grad(), torch._C.DisableTorchFunction(), draws:
-            computed = flatten_outputs(module.forward(*args, **kwargs))
+        with disable(), torch.no_grad(), torch._C.DisableTorchFunction():
+            return flatten_outputs(module.forward(*args, **kwargs))
     finally:
         for own, values in buffers:
             own.update(values)
-    if draws.have_drawn:
-        return RANDOM
-    is_same = len(seen) == len(computed) and all(map(_agree, seen, computed))
-    return None if is_same else CHANGED
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:

@@ -4,143 +4,104 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from threading import Lock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Generator, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
-# Times until it is no other thread that draws from Python's and NumPy's generators meanwhile.
+# If a generator was used during so many evaluations in a row, it was the function, and not another
+# thread.
 TRIES: Final = 5
-_SWAPPING: Final = Lock()
-
-
-class OwnGenerators(TorchDispatchMode):
-    """Draw the random numbers of this thread's functions from generators that are seeded here.
-
-    All threads share torch's own generators: numbers that are drawn and given back would come twice
-    in another thread.
-
-    Attributes:
-        have_drawn: Whether there were random numbers.
-    """
-
-    def __init__(self, seed: int = 0):
-        """Start anew with a seed."""
-        super().__init__()
-        self.have_drawn = False
-        self._seed = seed
-        self._own: dict[torch.device, Generator] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch."""
-        kwargs = kwargs or {}
-        if not _may_draw(func):
-            return func(*args, **kwargs)
-        device = _device(args, kwargs)
-        if device.type == "meta":
-            return func(*args, **kwargs)
-        own = self._generator(device)
-        before = own.get_state()
-        result = _drawn_from(own, func, args, kwargs)
-        self.have_drawn |= not torch.equal(before, own.get_state())
-        return result
-
-    def _generator(self, device: torch.device) -> Generator:
-        if device not in self._own:
-            self._own[device] = Generator(device).manual_seed(self._seed)
-        return self._own[device]
-
-
-@cache
-def _may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Return the device of a function's result."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-    if device.type in ("cpu", "meta") or device.index is not None:
-        return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
-
-
-def _drawn_from(own: Generator, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function that may draw, with a generator in place of the one that it would use."""
-    name = func._overloadname
-    with_generator = "generator" if name == "default" else f"{name}_generator"
-    func = getattr(func.overloadpacket, with_generator, func)
-    names = [argument.name for argument in func._schema.arguments]
-    if "generator" in names:
-        place = names.index("generator")
-        if place < len(args):
-            return func(*args[:place], own, *args[place + 1 :], **kwargs)
-        return func(*args, **{**kwargs, "generator": own})
-    # a kernel that takes none: for its time alone, torch's generator continues the own one
-    shared = torch.default_generator
-    if own.device.type != "cpu":
-        shared = torch.get_device_module(own.device).default_generators[own.device.index]
-    with _SWAPPING:
-        state = shared.get_state()
-        try:
-            shared.set_state(own.get_state())
-            result = func(*args, **kwargs)
-            own.set_state(shared.get_state())
-        finally:
-            shared.set_state(state)
-    return result
+_seeding: Final = RLock()
 
 
 def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
     """Evaluate a function whose random numbers are the same each time, and not the program's.
 
-    Those of torch come from :class:`OwnGenerators`. Those of Python and NumPy, which have one
-    generator for all threads, are put back: if no try was without, as another thread may have drawn
-    them.
+    All threads share the generators of torch, Python and NumPy. What draws nothing leaves them
+    alone: a state that is put back would give another thread its numbers twice. Whatever draws is
+    evaluated with a seed, and what it has drawn is put back.
 
     Returns:
         Its value, and whether it draws random numbers.
     """
-    before = first = _shared_states()
+    first = before = _states()
     for _ in range(TRIES):
-        own, error = OwnGenerators(), None
         try:
-            with own:
-                value = function()
-        except Exception as raised:
-            error = raised
-        after = _shared_states()
-        if after == before:
-            break
+            value = function()
+        except Exception:
+            if (after := _states()) == before:
+                raise
+        else:
+            if (after := _states()) == before and (before is first or not _sets(function, first)):
+                return value, False
         before = after
-    else:
-        own.have_drawn = True
+    try:
+        with seeded():
+            return function(), True
+    finally:
         _put_back(first)
-    if error is not None:
-        raise error
-    return value, own.have_drawn
 
 
-def _shared_states() -> list[Any]:
-    """Return the states of the generators of Python and, if it is there, NumPy."""
-    states: list[Any] = [random.getstate()]
+def _sets(function: Callable[[], Any], states: tuple[Any, ...]) -> bool:
+    """Whether a function that leaves generators as it finds them now would set those of before."""
+    now = _states()
+    _put_back(states)
+    function()
+    changes = _states() != states
+    _put_back(now)
+    return changes
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Seed torch's generators, in one thread at a time, and put back their states.
+
+    Unlike ``torch.manual_seed``, not those of devices that are used later.
+    """
+    with _seeding:
+        generators = _generators()
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _generators() -> list[torch.Generator]:
+    """List the generators of torch: of the processor and of the devices that are in use."""
+    found = [torch.default_generator]
+    for backend in (torch.cuda, torch.xpu):
+        if backend.is_initialized():
+            found += backend.default_generators
+    if torch.backends.mps.is_available():
+        found.append(torch.mps._get_default_mps_generator())
+    return found
+
+
+def _states() -> tuple[Any, ...]:
+    """Return the states of the generators of Python, torch and NumPy."""
+    of_torch = [generator.get_state().numpy().tobytes() for generator in _generators()]
+    of_numpy = None
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states.append((kind, keys.tobytes(), *rest))
-    return states
+        of_numpy = (kind, keys.tobytes(), *rest)
+    return random.getstate(), of_torch, of_numpy
 
 
-def _put_back(states: Sequence[Any]) -> None:
-    """Set the states of the generators of Python and NumPy."""
-    random.setstate(states[0])
-    for kind, keys, *rest in states[1:]:
-        numpy = sys.modules["numpy"]
+def _put_back(states: tuple[Any, ...]) -> None:
+    of_python, of_torch, of_numpy = states
+    random.setstate(of_python)
+    for generator, state in zip(_generators(), of_torch, strict=False):  # others are new
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    if of_numpy is not None:
+        numpy: Any = sys.modules["numpy"]
+        kind, keys, *rest = of_numpy
         numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
