@@ -426,3 +426,28 @@ def test_trials_show_no_warnings_of_torch() -> None:
     (own,) = caught
     assert "mixes the samples" in str(own.message)
     assert warnings.filters == filters
+
+
+@pytest.mark.parametrize("field", ["grad_batch", "diag_ggn_exact", "diag_h"])
+def test_a_compiled_function_inside(field: str) -> None:
+    """The compiler knows no ``vmap`` around a function that it has not compiled yet."""
+    exts = {
+        "grad_batch": extensions.BatchGrad,
+        "diag_ggn_exact": extensions.DiagGGNExact,
+        "diag_h": extensions.DiagHessian,
+    }
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    torch.manual_seed(0)
+    X, y = data()
+    model = around(Leaf(lambda m, x: function(x * m.w) @ m.v))
+    other = copy.deepcopy(model)
+    other[1].function = lambda m, x: compiled(x * m.w) @ m.v
+    for net in (model, other):
+        run(net, X, y, exts[field]())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(getattr(q, field), getattr(p, field))

@@ -360,7 +360,7 @@ def per_sample_products(
     if VMAP.is_on and separable and len(numbers) > 1:
         try:
             found = _vmapped_products(evaluation, mats, keys, inputs)
-        except RuntimeError:  # an operation without a batching rule: one sample at a time
+        except Exception:  # no batching rule, a compiler that knows no vmap: one sample at a time
             found = None
         if found is not None and _agree(found, of_sample, len(numbers) - 1):
             return found
