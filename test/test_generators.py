@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record.generators import evaluated_apart, seeded
+from backpack.core.record.generators import OwnGenerators, evaluated_alike, evaluated_apart
+from backpack.linalg import FisherMC
 
 N = 3
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -37,13 +39,13 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_numbers_are_the_same_each_time_and_not_those_of_the_program(draw: Any) -> None:
+def test_numbers_are_not_those_of_the_program(draw: Any) -> None:
     state = torch.get_rng_state()
-    first, second = evaluated_apart(draw), evaluated_apart(draw)
-    assert torch.equal(first[0], second[0]) and first[1]
+    assert evaluated_apart(draw)[1]
+    first, second = evaluated_alike(draw), evaluated_alike(draw)
+    assert torch.equal(first, second)
     assert torch.equal(state, torch.get_rng_state())
-    twice, _ = evaluated_apart(lambda: (draw(), draw()))
-    assert not torch.equal(*twice)
+    assert not torch.equal(*evaluated_alike(lambda: (draw(), draw())))
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: random.randint(0, 9), numpy.random.rand])
@@ -72,35 +74,26 @@ def test_no_draw(function: Callable[[Tensor], Any]) -> None:
     assert not evaluated_apart(lambda: function(torch.ones(1, 2, 3, 4)))[1]
 
 
-def test_seed() -> None:
-    """The numbers are those after torch.manual_seed."""
-    state = torch.get_rng_state()
-    with seeded(5):
-        own = torch.rand(3)
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        assert torch.equal(own, torch.rand(3))
-
-
-def test_two_threads_seed() -> None:
-    """One after another: else the second one would put back the seed of the first one."""
-    state, order = torch.get_rng_state(), []
-    waits, first = Event(), seeded()
-
-    def other() -> None:
-        waits.set()
-        with seeded():
-            order.append("other")
-
-    with first:
-        thread = Thread(target=other)
-        thread.start()
-        waits.wait(60)
-        order.append("first")
+def in_another_thread() -> Tensor:
+    found: list[Tensor] = []
+    thread = Thread(target=lambda: found.append(torch.rand(3)))
+    thread.start()
     thread.join()
-    assert order == ["first", "other"]
-    assert torch.equal(state, torch.get_rng_state())
+    return found[0]
+
+
+def test_seed() -> None:
+    """The numbers are those after torch.manual_seed, whatever other threads draw meanwhile."""
+
+    torch.manual_seed(1)
+    expected = [in_another_thread() for _ in DRAWS]
+    torch.manual_seed(1)
+    with OwnGenerators(5):
+        found = [(draw(), in_another_thread()) for draw in DRAWS.values()]
+    own, others = zip(*found, strict=True)
+    assert all(map(torch.equal, others, expected))
+    torch.manual_seed(5)
+    assert all(map(torch.equal, own, [draw() for draw in DRAWS.values()]))
 
 
 @torch.library.custom_op("backpack_test::noisy", mutates_args=())
@@ -112,14 +105,6 @@ def noisy(x: Tensor) -> Tensor:
 @noisy.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-
-def in_another_thread() -> Tensor:
-    found: list[Tensor] = []
-    thread = Thread(target=lambda: found.append(torch.rand(3)))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def with_a_seed() -> Tensor:
@@ -141,21 +126,25 @@ def test_nested() -> None:
 
 
 class Meanwhile(nn.Module):
-    """A leaf during which another thread draws."""
+    """A leaf during which another thread draws, a few times."""
 
-    def __init__(self, draw: Callable[[], float], times: int) -> None:
+    def __init__(self, other: ThreadPoolExecutor, draw: Callable[[], float]) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.rand(4))
         self.numbers: tuple[list[float], ...] = ([],)  # which no evaluation resets
-        self.draw, self.times = draw, times
+        self.other, self.draw = other, draw
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.numbers[0]
-        if len(own) < self.times:
-            thread = Thread(target=lambda: own.append(float(self.draw())))
-            thread.start()
-            thread.join()
+        if len(self.numbers[0]) < 3:
+            self.numbers[0].append(float(self.other.submit(self.draw).result()))
         return (x * self.w).sin()
+
+
+@pytest.fixture
+def other() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()
+        yield thread
 
 
 @pytest.mark.parametrize(
@@ -168,11 +157,13 @@ class Meanwhile(nn.Module):
     ids=["torch", "python", "numpy"],
 )
 @pytest.mark.parametrize("as_loss", [False, True])
-def test_another_thread_draws_meanwhile(draw: Any, seed: Any, as_loss: bool) -> None:
+def test_another_thread_draws_meanwhile(
+    other: ThreadPoolExecutor, draw: Any, seed: Any, as_loss: bool
+) -> None:
     """It gets each of its numbers once, and the module is not taken for random."""
     torch.manual_seed(0)
     X, y = torch.rand(N, 3), torch.randint(4, (N,))
-    model, cross_entropy, leaf = nn.Linear(3, 4), nn.CrossEntropyLoss(), Meanwhile(draw, 4)
+    model, cross_entropy, leaf = nn.Linear(3, 4), nn.CrossEntropyLoss(), Meanwhile(other, draw)
     leaf.w.requires_grad_(not as_loss)
 
     class Loss(nn.Module):
@@ -189,6 +180,66 @@ def test_another_thread_draws_meanwhile(draw: Any, seed: Any, as_loss: bool) -> 
     with backpack(extensions.DiagHessian(), extensions.BatchGrad()):
         extend(loss)(model(X), y).backward()
     seen = leaf.numbers[0]
-    assert len(seen) == 4
+    assert len(seen) == 3
     seed(1)
     assert seen == [float(draw()) for _ in seen]
+
+
+@pytest.mark.parametrize(
+    ("lossfunc", "targets"),
+    [
+        (nn.CrossEntropyLoss(), torch.randint(4, (N,))),
+        (nn.MSELoss(), torch.rand(N, 4)),
+        (nn.PoissonNLLLoss(), torch.rand(N, 4)),
+        (nn.BCEWithLogitsLoss(), torch.rand(N, 4).round()),
+    ],
+)
+def test_fisher_while_another_thread_draws(lossfunc: nn.Module, targets: Tensor) -> None:
+    """It is one matrix, and the other thread gets its own numbers."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 4), [(torch.rand(N, 3), targets)] * 3
+    operator = FisherMC(model, lossfunc, data, mc_samples=2, progress=False)
+    vectors = torch.rand(operator.shape[0], 2)
+    expected, ends, seen = operator @ vectors, Event(), []
+
+    def draw() -> None:
+        while not ends.is_set():
+            seen.append(float(torch.rand(())))
+
+    torch.manual_seed(1)
+    thread = Thread(target=draw)
+    thread.start()
+    found = [operator @ vectors for _ in range(5)]
+    ends.set()
+    thread.join()
+    assert all(torch.equal(one, expected) for one in found)
+    torch.manual_seed(1)
+    assert len(seen) > 9 and seen == torch.stack([torch.rand(()) for _ in seen]).tolist()
+
+
+def test_attributes_are_there_while_a_module_is_evaluated_again() -> None:
+    """Passes of other threads look at the modules of all calls."""
+
+    class Seen:
+        """An attribute that looks at its module when it is replaced."""
+
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def __del__(self) -> None:
+            looked.append("_parameters" in vars(self.module))
+
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = Seen(self)
+            return (x * self.w).sin()
+
+    looked: list[bool] = []
+    model = extend(nn.Sequential(nn.Linear(3, 4), Leaf()))
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(torch.rand(N, 3)), torch.tensor([0, 1, 2])).backward()
+    assert len(looked) > 1 and all(looked)

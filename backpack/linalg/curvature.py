@@ -17,7 +17,7 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.calls import live_calls
-from backpack.core.record.generators import seeded
+from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
@@ -344,7 +344,7 @@ class FisherMC(JacobianOperator):
         group = self._objective.group
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         seed = (1_000_003 * self._seed + self._number) * size + rank
-        with seeded(seed), torch.no_grad():
+        with OwnGenerators(seed), torch.no_grad():
             drawn = hessian.drawn_root(self._mc_samples)  # [M, N, *out]
         self._number += 1
 

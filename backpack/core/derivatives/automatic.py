@@ -43,7 +43,7 @@ from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
-from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
@@ -493,8 +493,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                     for x in leaves
                 ]
             with torch.no_grad(), disable():
-                found, _ = evaluated_apart(lambda: collect(self.evaluate(c, own, *leaves)))
-            return list(found)
+                return list(evaluated_alike(lambda: collect(self.evaluate(c, own, *leaves))))
 
         return Following(call, evaluate, call.shape_out, count)
 
@@ -604,9 +603,10 @@ def attributes_kept(module: Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for own, before in states:
-            own.clear()
+        for own, before in states:  # never empty: passes of other threads look at all calls
             own.update(before)
+            for name in own.keys() - before.keys():
+                del own[name]
         for value, as_it_was in held:
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(as_it_was)

@@ -1,107 +1,196 @@
-"""Functions that are evaluated again draw none of the program's random numbers."""
+"""Random numbers of functions that are evaluated again: not those of the program."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import count
+from threading import Lock, active_count
+from time import monotonic
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import Generator, Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
-# If a generator was used during so many evaluations in a row, it was the function, and not another
-# thread.
-TRIES: Final = 5
-_seeding: Final = RLock()
+# If a generator is used during so many evaluations in a row, and for so many seconds, it is taken
+# that the function uses it, and not another thread.
+TRIES: Final = 3
+PATIENCE: Final = 0.05
+_swapping: Final = Lock()
 
 
 def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
-    """Evaluate a function whose random numbers are the same each time, and not the program's.
+    """Evaluate a function without drawing numbers from the generators of torch, Python and NumPy.
 
-    All threads share the generators of torch, Python and NumPy. What draws nothing leaves them
-    alone: a state that is put back would give another thread its numbers twice. Whatever draws is
-    evaluated with a seed, and what it has drawn is put back.
+    All threads share them. If a function draws nothing, they are left alone: to put back a state
+    would give another thread its numbers twice. What a function draws is put back.
 
     Returns:
-        Its value, and whether it draws random numbers.
+        Its value, and whether it draws random numbers: each evaluation draws other ones.
     """
     first = before = _states()
-    for _ in range(TRIES):
-        try:
-            value = function()
-        except Exception:
-            if (after := _states()) == before:
-                raise
-        else:
-            if (after := _states()) == before and (before is first or not _sets(function, first)):
-                return value, False
-        before = after
     try:
-        with seeded():
-            return function(), True
+        for _ in _tries():
+            error = None
+            try:
+                value = function()
+            except Exception as raised:
+                error = raised
+            after = _states()
+            if after == before and (before is first or not _sets(function, first)):
+                break
+            before = after
+        else:
+            _put_back(first)
+            if error is None:
+                return value, True
+        if error is not None:
+            raise error
+        return value, False
     finally:
-        _put_back(first)
+        error = None  # its traceback leads here
+
+
+def _tries() -> Iterator[int]:
+    """Count evaluations: one is enough if there is no other thread."""
+    end = monotonic() + PATIENCE
+    for done in count():
+        if done and (active_count() == 1 or (done >= TRIES and monotonic() > end)):
+            return
+        yield done
+
+
+def evaluated_alike(function: Callable[[], T]) -> T:
+    """Evaluate a function apart, with the same random numbers of torch each time."""
+
+    def seeded() -> T:
+        with OwnGenerators():
+            return function()
+
+    value, is_random = evaluated_apart(function)
+    return evaluated_apart(seeded)[0] if is_random else value
+
+
+class OwnGenerators(TorchDispatchMode):
+    """Draws the random numbers of this thread from generators that are seeded here.
+
+    Those inside of operators that torch does not know, and of Python and NumPy, are the program's.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int = 0):
+        """Start anew with a seed."""
+        super().__init__()
+        self._seed = seed
+        self._own: dict[torch.device, Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        own = self._generator(args, kwargs) if _may_draw(func) else None
+        return func(*args, **kwargs) if own is None else _drawn_from(own, func, args, kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo: a second, and 130 MB
+
+    def _generator(self, args: Sequence[Any], kwargs: Any) -> Generator | None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if any(type(x) not in (Tensor, Parameter) for x in tensors):
+            return None
+        device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        if device.type not in ("cpu", "cuda", "xpu"):
+            return None
+        if device.type != "cpu" and device.index is None:
+            backend = torch.get_device_module(device)
+            device = torch.device(device.type, backend.current_device())
+        if device not in self._own:
+            self._own[device] = Generator(device).manual_seed(self._seed)
+        return self._own[device]
+
+
+@cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _drawn_from(own: Generator, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Run a function that may draw, with a generator in place of the one that it would use."""
+    name = func._overloadname
+    with_generator = "generator" if name == "default" else f"{name}_generator"
+    func = getattr(func.overloadpacket, with_generator, func)
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        place = names.index("generator")
+        if place < len(args):
+            return func(*args[:place], own, *args[place + 1 :], **kwargs)
+        return func(*args, **{**kwargs, "generator": own})
+    # a kernel that takes none: for as long as it runs, torch's generator has the state of ours,
+    # which other threads may see
+    shared = torch.default_generator
+    if own.device.type != "cpu":
+        shared = torch.get_device_module(own.device).default_generators[own.device.index]
+    with _swapping:
+        state = shared.get_state()
+        try:
+            shared.set_state(own.get_state())
+            result = func(*args, **kwargs)
+            own.set_state(shared.get_state())
+        finally:
+            shared.set_state(state)
+    return result
 
 
 def _sets(function: Callable[[], Any], states: tuple[Any, ...]) -> bool:
     """Whether a function that leaves generators as it finds them now would set those of before."""
     now = _states()
     _put_back(states)
-    function()
-    changes = _states() != states
-    _put_back(now)
-    return changes
-
-
-@contextmanager
-def seeded(seed: int = 0) -> Iterator[None]:
-    """Seed torch's generators, in one thread at a time, and put back their states.
-
-    Unlike ``torch.manual_seed``, not those of devices that are used later.
-    """
-    with _seeding:
-        generators = _generators()
-        states = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(seed)
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-
-def _generators() -> list[torch.Generator]:
-    """List the generators of torch: of the processor and of the devices that are in use."""
-    found = [torch.default_generator]
-    for backend in (torch.cuda, torch.xpu):
-        if backend.is_initialized():
-            found += backend.default_generators
-    if torch.backends.mps.is_available():
-        found.append(torch.mps._get_default_mps_generator())
-    return found
+    try:
+        function()
+        return not all(one in (None, other) for one, other in zip(states, _states(), strict=True))
+    finally:
+        _put_back(now)
 
 
 def _states() -> tuple[Any, ...]:
-    """Return the states of the generators of Python, torch and NumPy."""
-    of_torch = [generator.get_state().numpy().tobytes() for generator in _generators()]
+    """Return the states of the generators of Python, NumPy, and torch on each kind of device."""
     of_numpy = None
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         of_numpy = (kind, keys.tobytes(), *rest)
-    return random.getstate(), of_torch, of_numpy
+    of_torch = [
+        [generator.get_state().numpy().tobytes() for generator in own] or None
+        for own in _generators()
+    ]
+    return (random.getstate(), of_numpy, *of_torch)
+
+
+def _generators() -> list[Sequence[Generator]]:
+    """List the generators of torch, of each kind of device: none where none is in use."""
+    found: list[Sequence[Generator]] = [[torch.default_generator]]
+    for backend in (torch.cuda, torch.xpu):
+        found.append(backend.default_generators if backend.is_initialized() else ())
+    mps = torch.backends.mps.is_available()
+    found.append([torch.mps._get_default_mps_generator()] if mps else ())
+    return found
 
 
 def _put_back(states: tuple[Any, ...]) -> None:
-    of_python, of_torch, of_numpy = states
+    of_python, of_numpy, *of_torch = states
     random.setstate(of_python)
-    for generator, state in zip(_generators(), of_torch, strict=False):  # others are new
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     if of_numpy is not None:
         numpy: Any = sys.modules["numpy"]
         kind, keys, *rest = of_numpy
         numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+    for generators, known in zip(_generators(), of_torch, strict=True):
+        for generator, state in zip(generators, known or (), strict=False):  # the rest is new
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
