@@ -107,6 +107,29 @@ def plot(data: Data, folder: Path, stem: str) -> list[str]:
         return [*_overheads(data, folder, stem), *_scaling(data, folder, stem)]
 
 
+def plot_problem(data: Data, problem: str, path: Path) -> None:
+    """Draw the bars of one problem; what is around the picture says which one it is."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+        overhead_bars(axes, data, problem)
+        axes.set_title("", loc="left")
+        titles = {
+            n: t
+            for n, t in data.titles.items()
+            if any(p == problem and lib == n for p, _, lib in data.cells)
+        }
+        handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in titles]
+        handles.append(Line2D([], [], color="black", linewidth=1.4))
+        figure.legend(
+            handles,
+            [*titles.values(), "floor"],
+            ncols=min(len(handles), 4),
+            loc="outside upper center",
+            frameon=False,
+        )
+        _save(figure, path.parent, path.name)
+
+
 def _overheads(data: Data, folder: Path, stem: str) -> list[str]:
     problems = [
         name

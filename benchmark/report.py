@@ -25,6 +25,9 @@ our time divided by that of the released version and by that of the fastest peer
 [How it is measured](../README.md)
 """
 
+# The problem whose picture is in the README of the repository.
+IN_README = "3c3d"
+
 
 def table(header: list[str], rows: Iterable[list[str]]) -> str:
     """Return a Markdown table; the first column is text."""
@@ -217,10 +220,13 @@ def with_families(results: Path, pictures: Iterable[str] = ()) -> str:
 
 def report(results: Path) -> Path:
     """Write the report and its pictures next to a results file; return the Markdown file."""
-    from benchmark.plots import plot
+    from benchmark.plots import plot, plot_problem
 
     contents = json.loads(results.read_text())
-    pictures = plot(Data(contents), results.parent, results.stem)
+    data = Data(contents)
+    pictures = plot(data, results.parent, results.stem)
+    if results.stem == "cpu" and IN_README in data.problems:
+        plot_problem(data, IN_README, results.with_name("costs.png"))
     path = results.with_name("README.md" if results.stem == "cpu" else f"{results.stem}.md")
     path.write_text(with_families(results, pictures))
     return path

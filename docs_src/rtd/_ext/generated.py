@@ -121,7 +121,8 @@ def performance(folder: Path) -> str:
     data = Data(contents)
     pictures = []
     for problem in NETWORKS:
-        name = draw_problem(data, problem, folder)
+        name = f"benchmark-{problem}.png"
+        plots.plot_problem(data, problem, folder / name)
         pictures.append(
             f"### {data.problems[problem]['title']}\n\n![Time of all quantities]({name})\n"
         )
@@ -140,32 +141,6 @@ def performance(folder: Path) -> str:
 def with_code(match: re.Match[str]) -> str:
     """Write what is in backticks as HTML, since Markdown in HTML is left alone."""
     return re.sub("`([^`]*)`", r"<code>\1</code>", match[0])
-
-
-def draw_problem(data: Data, problem: str, folder: Path) -> str:
-    """Draw the bars of one problem; return the file name."""
-    with plt.rc_context(plots.STYLE):
-        figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
-        plots.overhead_bars(axes, data, problem)
-        axes.set_title("", loc="left")  # the heading says it
-        titles = {
-            n: t
-            for n, t in data.titles.items()
-            if any(p == problem and lib == n for p, _, lib in data.cells)
-        }
-        handles = [plt.Rectangle((0, 0), 1, 1, color=plots.COLORS[name]) for name in titles]
-        handles.append(plt.Line2D([], [], color="black", linewidth=1.4))
-        figure.legend(
-            handles,
-            [*titles.values(), "floor"],
-            ncols=min(len(handles), 4),
-            loc="outside upper center",
-            frameon=False,
-        )
-        name = f"benchmark-{problem}.png"
-        figure.savefig(folder / name)
-        plt.close(figure)
-    return name
 
 
 def draw_table(path: Path) -> None:
