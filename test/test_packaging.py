@@ -161,7 +161,8 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     venv.create(environment)
     python = environment / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # also what is on the path of modules already, such as an editable install of this repository
+    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
     (site,) = environment.glob("lib/python*/site-packages")
     # after its own folder, and without what an editable install would add
     (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
@@ -219,7 +220,8 @@ def test_type_checkers_see_an_editable_install(sdist: Path, tmp_path: Path) -> N
     run(sys.executable, "-c", build, "build_editable", metadata, cwd=folder)
     (wheel,) = metadata.glob("*.whl")
     pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # also what is on the path of modules already, such as an editable install of this repository
+    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
     (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
     # else the package would be found from the installed library, which torch.pth leads to
     program = tmp_path / "program.py"
