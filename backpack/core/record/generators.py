@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import count
-from threading import Lock, active_count
+from threading import RLock, active_count
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 # that the function uses it, and not another thread.
 TRIES: Final = 3
 PATIENCE: Final = 0.05
-_swapping: Final = Lock()
+_swapping: Final = RLock()
 
 
 def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
