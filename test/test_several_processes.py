@@ -34,10 +34,13 @@ PATIENCE = 20
 Program = Callable[[int, int], None]
 
 
-def in_processes(program: Program, tmp_path: Path, count: int = 2, within: float = 240) -> None:
+def in_processes(
+    program: Program, tmp_path: Path, count: int = 2, within: float = 240, anew: bool = False
+) -> None:
     """Run a program on several processes that know of each other."""
     store = str(tmp_path / "store")
-    run_on_ranks([partial(_in_group, i, program, count, store) for i in range(count)], within)
+    jobs = [partial(_in_group, i, program, count, store) for i in range(count)]
+    run_on_ranks(jobs, within, anew)
 
 
 def leave() -> NoReturn:

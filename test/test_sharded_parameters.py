@@ -686,7 +686,8 @@ def _tensor_parallel(rank: int, count: int) -> None:
 
 
 def test_mistakes_are_errors_on_all_processes(tmp_path: Path) -> None:
-    in_processes(_mistakes, tmp_path, within=100)
+    # in processes that have run other programs, the last step's reduce_scatter may time out
+    in_processes(_mistakes, tmp_path, within=100, anew=True)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
