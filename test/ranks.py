@@ -63,7 +63,7 @@ def _end_all() -> None:
         _ranks.popitem()[1].end()
 
 
-def run_on_ranks(jobs: Sequence[Job], within: float, anew: bool = False) -> None:
+def run_on_ranks(jobs: Sequence[Job], within: float) -> None:
     """Run a program on each of several processes.
 
     A process has the same rank in all of them. It is new where the last program has ended it, or
@@ -72,14 +72,11 @@ def run_on_ranks(jobs: Sequence[Job], within: float, anew: bool = False) -> None
     Args:
         jobs: The program of each process.
         within: How long they may take, in seconds.
-        anew: Take new processes.
 
     Raises:
         pytest.fail.Exception: With the traceback of the first program that fails, or if the time is
             over.
     """
-    if anew:
-        _end_all()
     _ranks.update({number: _Rank() for number in range(len(jobs)) if number not in _ranks})
     waiting = {_ranks[number].pipe: number for number in range(len(jobs))}
     for number, job in enumerate(jobs):

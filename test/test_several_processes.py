@@ -34,13 +34,10 @@ PATIENCE = 20
 Program = Callable[[int, int], None]
 
 
-def in_processes(
-    program: Program, tmp_path: Path, count: int = 2, within: float = 240, anew: bool = False
-) -> None:
+def in_processes(program: Program, tmp_path: Path, count: int = 2, within: float = 240) -> None:
     """Run a program on several processes that know of each other."""
     store = str(tmp_path / "store")
-    jobs = [partial(_in_group, i, program, count, store) for i in range(count)]
-    run_on_ranks(jobs, within, anew)
+    run_on_ranks([partial(_in_group, i, program, count, store) for i in range(count)], within)
 
 
 def leave() -> NoReturn:
@@ -203,6 +200,25 @@ def check_quantities(
 
 def test_every_quantity(tmp_path: Path) -> None:
     in_processes(_every_quantity, tmp_path)
+
+
+def _other_graph_of_one(rank: int, count: int) -> None:
+    sizes = [3] * count
+    X, y = batch(sizes, rank)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for converter in (False, "record"):
+        expected = one_process(net(converter), nn.CrossEntropyLoss(), sizes)
+        model = extend(net(converter), use_converter=converter)
+        wrapped = DistributedDataParallel(model)
+        logged = [lossfunc(model(X), y)] if rank == 0 else []  # as a program may keep losses
+        with backpack(*all_extensions()):
+            lossfunc(wrapped(X), y).backward()
+        check_quantities(quantities(model), expected, rank, sizes, converter)
+        del logged
+
+
+def test_graph_that_one_process_keeps(tmp_path: Path) -> None:
+    in_processes(_other_graph_of_one, tmp_path, within=60)
 
 
 # ------------------------------------------------------------------ ways to wrap a model

@@ -14,6 +14,7 @@ import torch
 from test_several_processes import (
     OF_SAMPLES,
     PATIENCE,
+    SUMMED,
     Checkpointed,
     Fails,
     Moments,
@@ -77,9 +78,9 @@ def shard(model: nn.Module, **options: Any) -> Any:
 LIKE_PARAMETERS = {"grad", "sum_grad_squared", "variance", "diag_ggn_exact", "diag_h"}
 
 
-def found_in(model: nn.Module) -> dict[str, list[Any]]:
+def found_in(model: nn.Module, names: Any = (*SUMMED, *OF_SAMPLES)) -> dict[str, list[Any]]:
     """The quantities, with shards put together; checks where they are."""
-    found = quantities(model)
+    found = quantities(model, names)
     for name, values in found.items():
         for p, value in zip(model.parameters(), values, strict=True):
             assert isinstance(p, DTensor)
@@ -140,6 +141,27 @@ def test_every_quantity(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ other models
+
+
+def _other_graph_of_one(rank: int, count: int) -> None:
+    sizes = [3] * count
+    X, y = batch(sizes, rank)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    expected = one_process(plain_net(), nn.CrossEntropyLoss(), sizes)
+    for where in range(count):
+        for exts in (all_extensions(), [e.BatchGrad(), e.BatchL2Grad()]):
+            model = shard(extend(plain_net()))
+            logged = lossfunc(model(X), y)
+            if rank != where:
+                del logged  # one keeps losses, as for a report
+            with backpack(*exts):
+                lossfunc(model(X), y).backward()
+            found = found_in(model, [ext.savefield for ext in exts])
+            check_quantities(found, expected, rank, sizes, (where, len(exts)))
+
+
+def test_graph_that_one_process_keeps(tmp_path: Path) -> None:
+    in_processes(_other_graph_of_one, tmp_path, within=60)
 
 
 class Odd(nn.Module):
@@ -686,8 +708,7 @@ def _tensor_parallel(rank: int, count: int) -> None:
 
 
 def test_mistakes_are_errors_on_all_processes(tmp_path: Path) -> None:
-    # in processes that have run other programs, the last step's reduce_scatter may time out
-    in_processes(_mistakes, tmp_path, within=100, anew=True)
+    in_processes(_mistakes, tmp_path, within=100)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -511,6 +511,8 @@ class BackwardPass:
         """Whether first-order quantities need no other call: known parameters and samples."""
         if call.is_unbatched or call.unbatched_inputs:  # samples are told apart later
             return False
+        if self.combining.is_sharded and not self.combining.can_reduce_early(call):
+            return False
         return self.whole_batch and (not call.params or self.users.is_alone(call))
 
     def _mark_first_order(self) -> None:

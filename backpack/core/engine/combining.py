@@ -120,6 +120,7 @@ class Combining:
         self.groups: dict[Parameter, Processes] = {}
         self.is_sharded = False
         self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
+        self._alike: dict[Processes, bool] = {}  # whether they have the same graphs
         self._told: set[Processes] = set()  # of an error
         self._held: list[Statistics] = []
         self._latest: Any = None  # which parameters are sharded together with that of the last one
@@ -250,6 +251,25 @@ class Combining:
         """
         self._agree(shard.processes, text)
 
+    def can_reduce_early(self, call: Call) -> bool:
+        """Whether what belongs to sharded parameters of a call may be reduced on the way.
+
+        That has to happen on all processes at the same time. A graph that a program keeps on one
+        of them lets that one put off what others would do at once: then all do it at the end.
+
+        Raises:
+            RuntimeError: If an error has stopped a process.
+        """
+        owners = dict.fromkeys(self.groups.get(home(p)) for p in call.trained.values())
+        found = [each for each in owners if each is not None and each.are_sharding]
+        if not found or not self._communicates():
+            return True
+        for processes in found:
+            if processes not in self._alike:
+                text = str([describe(one.module) for one in all_live_calls() if one.shards])
+                self._alike[processes] = self._agree(processes, text, may_differ=True)
+        return all(map(self._alike.__getitem__, found))
+
     def is_alike(self, text: str) -> bool:
         """Whether all processes that gather weights have the same text.
 
@@ -342,8 +362,10 @@ class Combining:
                 error = caught
         communicates = self._communicates()
         waiting = self.others() if communicates else list(dict.fromkeys(self.groups.values()))
+        place = {p: i for i, p in enumerate(self.groups)}  # that of all: some may defer what others
         for processes in waiting:
             own = [part for part in held if self.groups.get(part.parameter) == processes]
+            own.sort(key=lambda part: place[part.parameter])
             if not communicates:
                 for part in own:
                     part.scale(1 / processes.divisor)
