@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack.core.engine.results import averaged, has_other_gradient
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
-from backpack.distributed.shards import whole
+from backpack.distributed.shards import is_sharded, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -263,7 +263,10 @@ class Monitor:
                 together = metric(list(params.values()))
             tags = self._tags(tag)
             # copies: a histogram may be the memory of the attribute
-            values = [whole(torch.as_tensor(value)).clone() for value in (*each, together)]
+            values = [
+                _entries(torch.as_tensor(value), group is None).clone()
+                for value in (*each, together)
+            ]
             found.update(zip(tags, values, strict=True))
         return found if group is None else _agreed(group, found, device)
 
@@ -343,9 +346,9 @@ def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False
     Args:
         params: The parameters.
         attribute: The attribute.
-        is_alone: Do not ask other processes for their samples.
+        is_alone: Do not ask other processes for their samples and shards.
     """
-    vectors = [whole(_own(p, attribute)).flatten() for p in params]
+    vectors = [_entries(_own(p, attribute), is_alone).flatten() for p in params]
     found = [averaged(p, attribute) for p in params]
     for of in dict.fromkeys(found):
         if of is not None and of.is_of_samples and not is_alone:
@@ -355,6 +358,13 @@ def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False
             for i, vector in zip(places, gathered, strict=True):
                 vectors[i] = vector
     return vectors
+
+
+def _entries(tensor: Tensor, is_alone: bool) -> Tensor:
+    """Return all entries of a tensor that may be sharded, or those of this process alone."""
+    if is_alone and is_sharded(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined]
+    return whole(tensor)
 
 
 def _agreed(group: DataGroup, found: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -221,6 +221,115 @@ def test_graph_that_one_process_keeps(tmp_path: Path) -> None:
     in_processes(_other_graph_of_one, tmp_path, within=60)
 
 
+# ------------------------------------------------------------------ what differs between processes
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, in any order, and a head that may be called outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.functions = {"a": torch.tanh, "b": torch.sigmoid}
+
+    def forward(self, x: Tensor, names: str, with_head: bool = True) -> Tensor:
+        branches = [self.functions[name](getattr(self, name)(x)) for name in names]
+        z = branches[0] if len(branches) == 1 else branches[0] + branches[1]
+        return self.head(z) if with_head else z
+
+
+SUMS = ("sum_grad_squared", "diag_ggn_exact", "kflr")
+
+
+def sums() -> list[BackpropExtension]:
+    return [e.SumGradSquared(), e.DiagGGNExact(), e.KFLR()]
+
+
+def rows(sizes: list[int], rank: int | None = None) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    X, y = torch.randn(sum(sizes), 4), torch.randint(3, (sum(sizes),))
+    return (X, y) if rank is None else (X.split(sizes)[rank], y.split(sizes)[rank])
+
+
+def sums_of_one_process(sizes: list[int]) -> dict[str, list[Any]]:
+    alone = extend(Branches(), use_converter="record")
+    X, y = rows(sizes)
+    with backpack(*sums(), process_group=None):
+        extend(nn.CrossEntropyLoss())(alone(X, "ab"), y).backward()
+    return quantities(alone, SUMS)
+
+
+def _other_order(rank: int, count: int) -> None:
+    sizes = [3] * count
+    expected, (X, y) = sums_of_one_process(sizes), rows(sizes, rank)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    model = extend(Branches(), use_converter="record")
+    wrapped = DistributedDataParallel(model)
+    with backpack(*sums()):
+        lossfunc(wrapped(X, "ab" if rank else "ba"), y).backward()
+    check_same(quantities(model, SUMS), expected, "branches in another order")
+
+    model = extend(Branches(), use_converter="record")
+    wrapped = DistributedDataParallel(model)
+    with backpack(*sums()):
+        lossfunc(model.head(wrapped(X, "ab", with_head=False)), y).backward()
+    check_same(quantities(model, SUMS), expected, "a head outside of the wrapper")
+
+    wrapped = DistributedDataParallel(
+        extend(Branches(), use_converter="record"), find_unused_parameters=True
+    )
+    with (
+        pytest.raises(RuntimeError, match=r"process 0: .*\(.*a\.weight.*process 1: .*b\.weight"),
+        backpack(e.SumGradSquared()),
+    ):
+        lossfunc(wrapped(X, "ab"[rank]), y).backward()
+
+
+def _other_order_of_groups(rank: int, count: int) -> None:
+    patience = timedelta(seconds=PATIENCE)
+    groups = [distributed.new_group(timeout=patience) for _ in range(2)]
+    models = [DistributedDataParallel(extend(plain_net()), process_group=g) for g in groups]
+    lossfunc, (X, y) = extend(nn.CrossEntropyLoss()), batch([3] * count, rank)
+    with backpack(e.Variance()):
+        losses = [lossfunc(model(X), y) for model in (models if rank else models[::-1])]
+        (losses[0] + losses[1]).backward()
+    first, second = (quantities(model.module, ("variance",)) for model in models)
+    check_same(first, second, "the same twice")
+
+
+def _local_on_one(rank: int, count: int) -> None:
+    lossfunc, (X, y) = extend(nn.CrossEntropyLoss()), batch([3] * count, rank)
+    model = extend(plain_net())
+    wrapped = DistributedDataParallel(model)
+    loss = lossfunc(wrapped(X), y)
+    start = time.monotonic()
+    for ext in (e.DiagGGNExact(), e.Variance()) if rank == 0 else ():
+        probe = extend(nn.Linear(4, 3))
+        with pytest.raises(ValueError), backpack(ext):
+            probe(torch.ones(0 if ext.savefield == "variance" else 2, 4)).sum().backward()
+    with backpack(e.Variance(), e.BatchL2Grad()):
+        loss.backward()
+    check_same(*[quantities(model, ("variance",))] * 2, "is there")
+
+    alone = extend(plain_net())
+    with backpack(e.Variance(), process_group=None):
+        lossfunc(alone(X), y).backward()
+    loss = lossfunc(wrapped(X), y)
+    if rank == 0:
+        with backpack(e.Variance()):  # returns gradients that nobody averages
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            check_same(p.variance, q.variance, "torch.autograd.grad")  # type: ignore[attr-defined]
+    loss.backward()
+    assert time.monotonic() - start < PATIENCE / 2  # nobody has waited
+
+
+@pytest.mark.parametrize("program", [_other_order, _other_order_of_groups, _local_on_one])
+def test_programs_that_differ_between_processes(program: Program, tmp_path: Path) -> None:
+    in_processes(program, tmp_path, within=60)
+
+
 # ------------------------------------------------------------------ ways to wrap a model
 
 WRAPPED: list[dict[str, Any]] = [

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_several_processes import (
     OF_SAMPLES,
     PATIENCE,
     SUMMED,
+    Branches,
     Checkpointed,
     Fails,
     Moments,
@@ -31,7 +33,10 @@ from test_several_processes import (
     one_process,
     plain_net,
     quantities,
+    rows,
     step,
+    sums,
+    sums_of_one_process,
 )
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,6 +59,7 @@ from backpack import extensions as e
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import shards
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.monitor import Monitor
 from backpack.optim import KFAC, DiagGGN
 
 Extensions = Callable[[], Sequence[Any]]
@@ -162,6 +168,97 @@ def _other_graph_of_one(rank: int, count: int) -> None:
 
 def test_graph_that_one_process_keeps(tmp_path: Path) -> None:
     in_processes(_other_graph_of_one, tmp_path, within=60)
+
+
+class Attending(nn.Module):
+    """First-order quantities of an attention read its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x).unflatten(0, (-1, 1)).expand(-1, 2, -1)
+        return self.last(self.attention(z, z, z, need_weights=False)[0].mean(1))
+
+
+def _put_off_on_one(rank: int, count: int) -> None:
+    sizes = [3] * count
+    X, y = rows(sizes, rank)
+    lossfunc = extend(nn.CrossEntropyLoss())
+
+    def ready() -> Any:
+        model = shard(extend(Attending(), use_converter="record"))
+        model.set_requires_gradient_sync(syncs)
+        logged = lossfunc(model(X), y) if rank == 0 else (lossfunc(model(X), y), None)[1]
+        return model, logged
+
+    alone = extend(Attending(), use_converter="record")
+    with backpack(e.BatchGrad(), e.Variance(), process_group=None):
+        lossfunc(alone(X), y).backward()
+    for exts, options, syncs, factor in (
+        ([e.BatchGrad()], {}, True, count),
+        ([e.Variance()], {"process_group": None}, True, 1),
+        ([e.Variance()], {}, False, 1),
+    ):
+        model, logged = ready()
+        with backpack(*exts, **options):  # type: ignore[arg-type]
+            lossfunc(model(X), y).backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            name = exts[0].savefield
+            check_same(factor * getattr(p, name), getattr(q, name), (name, options, syncs))
+        assert not any(one.is_there for one in shards.KNOWN.values() if one.parameter is p)
+        del logged
+
+    model, (X, y) = shard(extend(Recurrent(), use_converter="record")), batch(sizes, rank)
+    with backpack(*([e.BatchL2Grad()] if rank == 0 else [])):  # nothing is sent
+        lossfunc(model(X), y).backward()
+
+
+def _differ(rank: int, count: int) -> None:
+    sizes = [3] * count
+    X, y = rows(sizes, rank)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    expected = sums_of_one_process(sizes)
+    model: Any = fully_shard(extend(Branches(), use_converter="record"))
+    with backpack(*sums()):
+        lossfunc(model(X, "ab" if rank else "ba"), y).backward()
+    for name in ("sum_grad_squared", "diag_ggn_exact", "kflr"):
+        found = [whole(getattr(p, name)) for p in model.parameters()]
+        check_same(found, expected[name], ("branches in another order", name))
+
+    own = batch(sizes, rank)
+    model = shard(extend(plain_net()))
+    with pytest.raises(RuntimeError, match=r"process 0: Variance\(subsampling=\[0\]\)"):
+        step(model, own, e.Variance(subsampling=[0] if rank == 0 else None))
+
+    models = [shard(extend(plain_net())) for _ in range(2)]  # of the same names
+    losses = [lossfunc(one(own[0]), own[1]) for one in models]
+    logged = losses[rank]
+    del losses
+    step(models[0], own, e.Variance())
+    del logged
+
+    for options in ({}, {"process_group": None}):
+        loss = lossfunc(models[0](own[0]), own[1])
+        if rank == 0:  # an error of a local model does not concern the others
+            probe = extend(nn.Linear(4, 3))
+            with pytest.raises(ValueError), backpack(e.DiagGGNExact(), **options):  # type: ignore[arg-type]
+                probe(torch.ones(2, 4)).sum().backward()
+        with backpack(e.Variance()):
+            loss.backward()
+    if rank == 0:
+        writer: Any = SimpleNamespace(add_scalar=lambda tag, value, step: None)
+        values = Monitor(models[0], ["variance.mean"], writer, process_group=None).step()
+        mean = models[0][0].weight.variance.to_local().mean()
+        check_same(values["variance.mean/0.weight"], mean, "what the process has")
+
+
+@pytest.mark.parametrize("program", [_put_off_on_one, _differ])
+def test_programs_that_differ_between_processes(program: Any, tmp_path: Path) -> None:
+    in_processes(program, tmp_path, within=100)
 
 
 class Odd(nn.Module):

@@ -145,12 +145,17 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
     if error is not None:
         text = agreement.stopped(error)
         return text, text
-    lines = [f"{', '.join(map(repr, part.exts))}: {part.signature()}" for part in parts]
-    parameters: dict[str, int] = {}
+    lines = [
+        f"{part.name.key} {', '.join(map(repr, part.exts))}: {part.signature()}" for part in parts
+    ]
+    parameters: dict[str, list[str]] = {}
     for part in parts:
         for ext in part.exts:
-            parameters[repr(ext)] = parameters.get(repr(ext), 0) + 1
-    short = [f"{name} of {count} parameters" for name, count in parameters.items()]
+            parameters.setdefault(repr(ext), []).append(part.name.shown)
+    short = [
+        f"{ext} of {len(names)} parameters ({shorten(' '.join(names), 120, placeholder=' …')})"
+        for ext, names in parameters.items()
+    ]
     return "\n".join(lines), ", ".join(short) or "nothing"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby
 from operator import attrgetter
 from threading import get_ident
@@ -183,7 +183,9 @@ class BackwardPass:
         self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = calls.Users()
         self.inside: set[Parameter] = set()  # those that passes inside of this one have used
-        self.combining = Combining(configuration, self.results)
+        nodes = [torch._C._current_autograd_node()] if entry is None else entry.nodes
+        self.combining = Combining(configuration, self.results, nodes)
+        self.copied = shards.copied()  # whole parameters that deferred calls read
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
@@ -434,8 +436,8 @@ class BackwardPass:
                 call.g_out[slot] = placeholder(grad)
         else:
             self.deferred.append(call)
-            if call.shards and call.reads_parameters(travels=False, is_shown=False):
-                self.combining.note_gathering(call)
+            if call.shards and (self.has_rules or call.reads_parameters(False, is_shown=False)):
+                self.copied.add(call.shards)
 
     def _take(self, call: Call) -> Call:
         """Return what this pass works on: a copy where another one that runs has the call, too."""
@@ -511,7 +513,9 @@ class BackwardPass:
         """Whether first-order quantities need no other call: known parameters and samples."""
         if call.is_unbatched or call.unbatched_inputs:  # samples are told apart later
             return False
-        if self.combining.is_sharded and not self.combining.can_reduce_early(call):
+        if self.combining.is_sharded and not self.combining.can_reduce_early(
+            call, self.users, self.whole_batch
+        ):
             return False
         return self.whole_batch and (not call.params or self.users.is_alone(call))
 
@@ -668,6 +672,7 @@ class BackwardPass:
                 return True
         except RuntimeError:  # torch.autograd.grad does not say
             self.restricted = False
+            self.combining.average_nothing()
             return True
         if self.entry is not None and p in self.entry.elided:
             if not self.configuration.gradients:  # nobody wants it
@@ -703,16 +708,21 @@ class BackwardPass:
         if self.keeping:
             self._see_parameters_before(self.calls)
             self.kept = None
-        if self.deferred:
-            self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
-        for call in self.deferred if self.owed else ():
-            self._accumulate(call)
+        with self.copied if self.copied else nullcontext():
+            self._run_deferred()
         self.results.finish_extensions()
         if not self.combining.is_waiting:
             self._note_first_order()
         if self.second_order:
             self._run_second_order()
             self.results.finish_extensions()
+
+    def _run_deferred(self) -> None:
+        """Do what first order has put off."""
+        if self.deferred:
+            self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
+        for call in self.deferred if self.owed else ():
+            self._accumulate(call)
 
     def _end(self, error: Exception | None = None) -> None:
         """Write what other processes and passes have a part in, and release the calls.

@@ -19,11 +19,12 @@ from backpack.core.engine import results
 from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED
 from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
-from backpack.core.engine.statistics import Loaded, OfProducts, Statistics, of_value
+from backpack.core.engine.statistics import Loaded, Name, OfProducts, Statistics, of_value
 from backpack.core.record import shards
-from backpack.core.record.averaging import Processes
-from backpack.core.record.calls import Call, all_live_calls, describe
+from backpack.core.record.averaging import Averaging, Processes, is_wrapped
+from backpack.core.record.calls import Call, Users, all_live_calls, describe
 from backpack.core.record.shards import Shard, home, shard_of
+from backpack.core.record.tape import calls_above
 from backpack.core.record.weights import TENSORS
 from backpack.core.types import Extension
 
@@ -97,6 +98,7 @@ class Combining:
     Args:
         configuration: Of the pass.
         results: Writes at parameters.
+        nodes: Where the pass begins in the graph.
 
     Attributes:
         groups: Parameters whose gradients are averaged, with the processes.
@@ -110,22 +112,30 @@ class Combining:
     tell: ClassVar[Tell]
     agree: ClassVar[Agree]
 
-    def __init__(self, configuration: Configuration, results: Writer):
+    def __init__(self, configuration: Configuration, results: Writer, nodes: Sequence[Any]):
         """Hold nothing yet."""
         self.accumulates = self.is_waiting = configuration.accumulate
         self.chosen = configuration.process_group
+        self._nodes = nodes
         self.exts = configuration.exts
         self.write = results.write
         self.originals = results.originals
         self.groups: dict[Parameter, Processes] = {}
         self.is_sharded = False
         self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
+        self._names: dict[Parameter, Name] = {}  # of those whose gradients are averaged
+        self._averagings: list[Averaging] | None = None  # of the wrappers that live calls are in
         self._alike: dict[Processes, bool] = {}  # whether they have the same graphs
         self._told: set[Processes] = set()  # of an error
         self._held: list[Statistics] = []
         self._latest: Any = None  # which parameters are sharded together with that of the last one
 
     # ------------------------------------------------------------------ what is combined
+
+    def average_nothing(self) -> None:
+        """Note that gradients are returned, not accumulated: a wrapper does not see them."""
+        if self.chosen == "module":
+            self.chosen = None
 
     def note(self, call: Call, is_nested: bool) -> None:
         """Note whether the gradients of a reached call's parameters are averaged.
@@ -135,20 +145,25 @@ class Combining:
         """
         whole: Iterable[Parameter] = call.params.values()
         if shards.KNOWN:
-            for p in call.params.values():
-                self._note_shard(p)
+            for name, p in call.params.items():
+                self._note_shard(p, call, name)
             whole = [p for p in whole if shard_of(p) is None]
             if not whole:
                 return
-        group = self._group_of(call)
-        is_plain = TENSORS.issuperset(map(type, whole)) or not (group or self._travels)
+        averaged = self._averaged(call)
+        is_plain = TENSORS.issuperset(map(type, whole)) or not (averaged or self._travels)
         if not is_plain and any(map(shards.is_distributed, whole)):
             names = ", ".join(type(ext).__name__ for ext in self.exts)
             raise NotImplementedError(shards.TENSOR_PARALLEL.format(names, describe(call.module)))
-        if group is not None:
-            if call.averaging is not None and call.averaging.may_stop:
-                raise NotImplementedError(NO_JOIN)
-            self.groups |= dict.fromkeys(whole, Processes((group,)))
+        if averaged:
+            for name, p in call.params.items():
+                if p in averaged:
+                    group, averaging = averaged[p]
+                    if averaging is not None and averaging.may_stop:
+                        raise NotImplementedError(NO_JOIN)
+                    self.groups[p] = Processes((group,))
+                    number = None if averaging is None else averaging.places.get(id(p))
+                    self._note_name(p, call, name, None if number is None else f"{number:09}")
             self.is_waiting = True
         elif is_nested and self.chosen == "module" and call.averaging is None and are_several():
             raise NotImplementedError(NO_NESTED)
@@ -158,7 +173,21 @@ class Combining:
         """Whether something travels back besides the gradient."""
         return any(ext.expects_backpropagation_quantities() for ext in self.exts)
 
-    def _note_shard(self, p: Parameter) -> None:
+    def _note_name(self, p: Parameter, call: Call, name: str, key: str | None) -> None:
+        """Note what a parameter is called on all processes, whose calls may have another order.
+
+        Args:
+            p: The parameter.
+            call: A call that uses it.
+            name: What it is called there.
+            key: What tells it from others, if there is something better than its first name.
+        """
+        own = vars(call.module).get("_backpack_name", "")
+        name = f"{own}.{name}" if own else name
+        noted = Name(name if key is None else key, name)
+        self._names[p] = min(noted, self._names.get(p, noted))
+
+    def _note_shard(self, p: Parameter, call: Call, name: str) -> None:
         """Note where results of a parameter belong that was sharded."""
         shard = shard_of(p)
         if shard is None:
@@ -166,6 +195,7 @@ class Combining:
         shard.check()
         self.is_sharded = True
         own = self.originals[p] = shard.parameter
+        self._note_name(own, call, name, shard.name)
         if own in self.groups or self.chosen is None:
             return
         processes = shard.averaging()
@@ -184,18 +214,41 @@ class Combining:
             self.is_sharded = self.is_waiting = True
             self._gathering[shard.processes] = None
 
-    def _group_of(self, call: Call) -> Any:
-        """Return the processes over which gradients are averaged; None if there are no others."""
-        of_module = call.averaging
-        if self.chosen is None or (of_module is not None and not of_module.is_on):
-            return None
-        if self.chosen != "module":
+    def _averaged(self, call: Call) -> dict[Parameter, tuple[Any, Averaging | None]]:
+        """Return which parameters of a call have averaged gradients.
+
+        Returns:
+            The processes of each, if there are others, and what averages, if that is a wrapper.
+        """
+        found: dict[Parameter, tuple[Any, Averaging | None]] = {}
+        if self.chosen is None or not (call.averaging or self.chosen != "module" or is_wrapped()):
+            return found
+        for p in call.params.values():
+            if shard_of(p) is not None:
+                continue
+            averaging = call.averaging or self._averaging_around(p)
+            if averaging is not None and not averaging.is_on:
+                continue
             group = self.chosen
-        elif of_module is None:
+            if group == "module":
+                if averaging is None or id(p) not in averaging.places:
+                    continue
+                group = averaging.group
+            if group.size() > 1:
+                found[p] = group, averaging
+        return found
+
+    def _averaging_around(self, p: Parameter) -> Averaging | None:
+        """Return what averages the gradient of a parameter that is used outside of the wrapper."""
+        if not is_wrapped():
             return None
-        else:
-            group = of_module.group
-        return group if group.size() > 1 else None
+        if self._averagings is None:
+            self._averagings = [one.averaging for one in all_live_calls() if one.averaging]
+        return next((one for one in self._averagings if id(p) in one.places), None)
+
+    def _in_graph(self) -> Sequence[Call]:
+        """Return the calls that the pass may reach: all live ones, if that is not known."""
+        return calls_above(self._nodes) or all_live_calls()
 
     def _communicates(self) -> bool:
         """Whether something is summed over samples, on all processes that have the extensions.
@@ -216,9 +269,9 @@ class Combining:
             return []
         if self.groups or self._gathering:
             return list(dict.fromkeys((*self.groups.values(), *self._gathering)))
-        calls = all_live_calls()
-        found = dict.fromkeys(map(self._group_of, calls))
-        whole = [Processes((group,)) for group in found if group is not None]
+        calls = self._in_graph()
+        found = dict.fromkeys(group for one in calls for group, _ in self._averaged(one).values())
+        whole = [Processes((group,)) for group in found]
         return [processes for processes in whole + self._of_shards(calls) if processes.exist]
 
     def _of_shards(self, calls: Sequence[Call]) -> list[Processes]:
@@ -235,7 +288,7 @@ class Combining:
         Returns:
             Whether the pass has to go on as long as others do.
         """
-        if not (self.is_sharded or any(call.shards for call in all_live_calls())):
+        if not (self.is_sharded or any(call.shards for call in self._in_graph())):
             return bool(self.others())
         for processes in self.others():
             if processes.are_sharding and processes not in self._told:
@@ -251,11 +304,16 @@ class Combining:
         """
         self._agree(shard.processes, text)
 
-    def can_reduce_early(self, call: Call) -> bool:
+    def can_reduce_early(self, call: Call, users: Users, is_early: bool) -> bool:
         """Whether what belongs to sharded parameters of a call may be reduced on the way.
 
         That has to happen on all processes at the same time. A graph that a program keeps on one
         of them lets that one put off what others would do at once: then all do it at the end.
+
+        Args:
+            call: The call.
+            users: Tells whether it is the only one that uses its parameters.
+            is_early: Whether this process would do it on the way.
 
         Raises:
             RuntimeError: If an error has stopped a process.
@@ -266,7 +324,9 @@ class Combining:
             return True
         for processes in found:
             if processes not in self._alike:
-                text = str([describe(one.module) for one in all_live_calls() if one.shards])
+                live = [one for one in all_live_calls() if one.shards]
+                alone = [f"{describe(one.module)}: {users.is_alone(one)}" for one in live]
+                text = f"early: {is_early} {alone}"
                 self._alike[processes] = self._agree(processes, text, may_differ=True)
         return all(map(self._alike.__getitem__, found))
 
@@ -362,10 +422,12 @@ class Combining:
                 error = caught
         communicates = self._communicates()
         waiting = self.others() if communicates else list(dict.fromkeys(self.groups.values()))
-        place = {p: i for i, p in enumerate(self.groups)}  # that of all: some may defer what others
+        waiting.sort(key=lambda processes: [group.group_name for group in processes.groups])
         for processes in waiting:
             own = [part for part in held if self.groups.get(part.parameter) == processes]
-            own.sort(key=lambda part: place[part.parameter])
+            for part in own:
+                part.name = self._names[part.parameter]
+            own.sort(key=lambda part: part.name)  # others may come to them in another order
             if not communicates:
                 for part in own:
                     part.scale(1 / processes.divisor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,18 @@ JOINED = frozenset(JOINT_FACTORS.values())
 Total = Callable[[Tensor], Tensor]
 
 
+class Name(NamedTuple):
+    """What a parameter is called on all processes.
+
+    Attributes:
+        key: Tells it from others: its number in the wrapper, or its name in the sharded module.
+        shown: Its name, for messages.
+    """
+
+    key: str
+    shown: str
+
+
 class Statistics(ABC):
     """The statistics of a part of the batch that the results of some extensions are made of.
 
@@ -32,6 +44,7 @@ class Statistics(ABC):
         exts: The extensions, which have one propagation.
         is_sharded: Whether processes have shards of the parameter, and of what has its shape.
         unit: What the parameter is sharded together with.
+        name: What the parameter is called on all processes, if there are several.
     """
 
     def __init__(self, parameter: Parameter, exts: Sequence[Extension], unit: Any = None):
@@ -40,6 +53,7 @@ class Statistics(ABC):
         self.exts = tuple(exts)
         self.is_sharded = False
         self.unit = unit
+        self.name = Name("", "")
 
     @property
     def order(self) -> float:

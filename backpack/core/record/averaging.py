@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+# Of each wrapper, the places of its parameters, by their ids.
+_places: WeakKeyDictionary[Any, Mapping[int, int]] = WeakKeyDictionary()
 
 
 class Averaging(NamedTuple):
@@ -13,18 +18,29 @@ class Averaging(NamedTuple):
         group: The processes that it is one of.
         is_on: Whether it averages them: not under ``no_sync()``.
         may_stop: Whether some processes may have no batch left (``model.join()``).
+        places: Which parameters it averages the gradients of, by their ids: their numbers, the same
+            on all processes.
     """
 
     group: Any
     is_on: bool
     may_stop: bool
+    places: Mapping[int, int]
 
     @classmethod
     def by(cls, wrapper: Any) -> Averaging:
         """Ask the wrapper while it runs: whether it averages cannot be found out later."""
-        return cls(
-            wrapper.process_group, wrapper.require_backward_grad_sync, wrapper._join_config.enable
-        )
+        places = _places.get(wrapper)
+        if places is None:
+            places = {id(p): i for i, p in enumerate(wrapper._module_parameters)}
+            _places[wrapper] = places
+        is_on, may_stop = wrapper.require_backward_grad_sync, wrapper._join_config.enable
+        return cls(wrapper.process_group, is_on, may_stop, places)
+
+
+def is_wrapped() -> bool:
+    """Whether a model inside of a ``DistributedDataParallel`` was called."""
+    return bool(_places)
 
 
 class Processes(NamedTuple):

@@ -85,6 +85,11 @@ class Shard:
         return self._of.sharded_param
 
     @property
+    def name(self) -> str | None:
+        """Its name in the module that ``fully_shard`` began with, the same on all processes."""
+        return getattr(self._of, "_param_fqn", None)
+
+    @property
     def local(self) -> Tensor:
         """The entries that this process has."""
         return self.parameter._local_tensor
@@ -306,6 +311,55 @@ class gathered:
             if not shard.is_there:
                 raise NotImplementedError(NOT_GATHERED.format(name_of(module)))
             self.open[module] = None
+
+
+class copied:
+    """Context manager: whole parameters are put back when somebody needs them, from copies.
+
+    No other process takes part: it may not know that this one puts something off.
+    """
+
+    def __init__(self) -> None:
+        """Hold no copies yet."""
+        self._copies: dict[Shard, torch.UntypedStorage] = {}
+        self._open: list[Shard] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are copies."""
+        return bool(self._copies)
+
+    def add(self, shards: Iterable[Shard]) -> None:
+        """Copy whole parameters that are there."""
+        for shard in shards:
+            if shard.is_there and shard not in self._copies:
+                self._copies[shard] = shard.whole.untyped_storage().clone()
+
+    def __enter__(self) -> copied:
+        """Let others ask."""
+        self._outer = getattr(_here, "current", None)
+        _here.current = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Let everything go, copies included."""
+        _here.current = self._outer
+        for shard in self._open:
+            shard.whole.untyped_storage().resize_(0)
+        self._open.clear()
+        self._copies.clear()
+
+    def gather(self, shards: Sequence[Shard]) -> None:
+        """Put back what is not there; gather what there is no copy of."""
+        for shard in shards:
+            if not shard.is_there and shard in self._copies:
+                copy, storage = self._copies[shard], shard.whole.untyped_storage()
+                storage.resize_(copy.nbytes())
+                storage.copy_(copy)
+                self._open.append(shard)
+        if not all(shard.is_there for shard in shards):
+            if self._outer is None:
+                raise RuntimeError(NOT_THERE)
+            self._outer.gather(shards)
 
 
 def name_of(module: Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -95,6 +95,10 @@ NO_REPLICAS = (
 )
 
 
+# With the number of an output: where those are who listen to its gradient.
+LISTENERS = "backpack listeners"
+
+
 def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
     """Let somebody have the gradient of a tensor, before those that have asked for it so far.
 
@@ -102,7 +106,7 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
     """
     node: Any = tensor.grad_fn
     slot = tensor.output_nr
-    key = ("backpack listeners", slot)
+    key = (LISTENERS, slot)
     listeners = node.metadata.get(key)
     if listeners is None:
         listeners = node.metadata[key] = [listener]
@@ -114,6 +118,23 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
         node.register_prehook(tell)
     else:
         listeners.append(listener)
+
+
+def calls_above(nodes: Iterable[Any]) -> list[Call]:
+    """Return the recorded calls that gradients of these nodes of the graph may reach."""
+    found: dict[Call, None] = {}
+    stack = [node for node in nodes if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        for key, listeners in node.metadata.items():
+            if isinstance(key, tuple) and key[0] == LISTENERS:
+                given = [x for each in listeners for x in each.args]
+                found |= dict.fromkeys(x for x in given if isinstance(x, Call))
+        above = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= above
+        stack += above
+    return list(found)
 
 
 def _inner_base(call: Call, i: int, out: Tensor) -> Tensor | None:
