@@ -1438,7 +1438,7 @@ def test_dp_sgd_refuses_terms_that_cannot_be_told_apart(name: str) -> None:
     assert messages_of_loss(UNDECIDED_TERMS[name], BatchGrad()) == []
 
 
-@pytest.mark.parametrize("name", [name for name in TERMS if name not in UNDECIDED_TERMS])
+@pytest.mark.parametrize("name", sorted(TERMS.keys() - UNDECIDED_TERMS.keys() - {"ignored"}))
 def test_dp_sgd_takes_terms_of_one_sample_each(name: str) -> None:
     step_privately(lambda z, _: TERMS[name](z))
 

@@ -1166,3 +1166,84 @@ def test_copies_of_extended_models_take_the_same_steps(joint: bool) -> None:
         optimiser.step()
     for each in copies:
         assert_close(list(each.parameters()), list(model.parameters()))
+
+
+class LossInside(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.options = nn.Linear(5, 4), options
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x), y, **self.options)
+
+
+VALUES, LABELS, ONES = torch.linspace(-1, 1, 8), torch.arange(8) % 4, torch.ones(4)
+SQUARES: Callable[..., Tensor] = lambda x, y: (x - y).square().mean()  # noqa: E731
+FUNCTIONAL = nn.functional
+# a loss, targets, whether each individual gradient depends on one sample
+LOSSES: dict[str, tuple[Any, Any, bool]] = {
+    "mean square": (nn.MSELoss(), VALUES[:, None], True),
+    "mean square of a constant": (nn.MSELoss(), torch.zeros(1, 1), True),
+    "targets that broadcast": (nn.MSELoss(), VALUES, False),
+    "targets that broadcast, absolute": (nn.L1Loss(), VALUES, False),
+    "targets that broadcast, counts": (nn.PoissonNLLLoss(), VALUES.abs(), False),
+    "function": (FUNCTIONAL.mse_loss, VALUES[:, None], True),
+    "function, targets that broadcast": (FUNCTIONAL.mse_loss, VALUES, False),
+    "own": (SQUARES, VALUES[:, None], True),
+    "own, of one axis": (lambda x, y: SQUARES(x.squeeze(1), y), VALUES, True),
+    "own, targets that broadcast": (SQUARES, VALUES, False),
+    "classes": (nn.CrossEntropyLoss(), LABELS, True),
+    "own, of pairs of classes": (lambda x, _: (x[:, None] - x[..., None]).exp().mean(), None, True),
+    "weights": (nn.CrossEntropyLoss(weight=ONES), LABELS, False),
+    "weights, probabilities": (nn.CrossEntropyLoss(weight=ONES), torch.eye(4)[LABELS], True),
+    "weights, summed": (nn.CrossEntropyLoss(weight=ONES, reduction="sum"), LABELS, True),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=2), LABELS, False),
+    "none is ignored": (nn.CrossEntropyLoss(ignore_index=9), LABELS, True),
+    "function of classes": (FUNCTIONAL.cross_entropy, LABELS, True),
+    "function, ignored": (partial(FUNCTIONAL.cross_entropy, ignore_index=2), LABELS, False),
+    "function, weights": (partial(FUNCTIONAL.cross_entropy, weight=ONES), LABELS, False),
+    "inside": (LossInside(), LABELS, True),
+    "inside, weights": (LossInside(weight=ONES), LABELS, False),
+    "inside, weights, summed": (LossInside(weight=ONES, reduction="sum"), LABELS, True),
+    "inside, ignored": (LossInside(ignore_index=2), LABELS, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.filterwarnings("ignore:The network mixes:UserWarning")
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_whose_terms_depend_on_targets_of_others_are_refused(name: str) -> None:
+    loss, y, is_private = LOSSES[name]
+    torch.manual_seed(0)
+    X, inside = torch.randn(8, 5), isinstance(loss, LossInside)
+    model = loss if inside else nn.Linear(5, 4 if y is None or y.dtype == torch.long else 1)
+    if "probabilities" in name:
+        model = nn.Linear(5, 4)
+    model = extend(copy.deepcopy(model), use_converter="record")
+    if not inside and isinstance(loss, nn.Module):
+        loss = extend(copy.deepcopy(loss))
+    reduction: Any = "sum" if "summed" in name else "mean"
+    optimizer = DPSGD(
+        model.parameters(),
+        lr=0.1,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=8,
+        loss_reduction=reduction,
+    )
+    with backpack(*optimizer.extensions):
+        (model(X, y) if inside else loss(model(X), y)).backward()
+    if is_private:
+        optimizer.step()
+    else:
+        with pytest.raises(ValueError, match="private"):
+            optimizer.step()
+
+
+def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
+    model, loss = extend(nn.Linear(5, 1)), extend(nn.L1Loss())
+    with pytest.warns(UserWarning, match="Using a target size"):
+        value = loss(model(torch.randn(8, 5)), torch.randn(8))
+    told = pytest.warns(UserWarning, match="mixes the samples of a batch, in L1Loss")
+    with told, backpack(extensions.BatchGrad()):
+        value.backward()

@@ -752,3 +752,27 @@ def test_names_on_the_page_exist() -> None:
         name = before.replace("<name>", "gain")
         translated = [method for method, _ in _translations(name, lambda module: None)]
         assert now.replace("<name>", "gain") in translated
+
+
+class SquareRoot(nn.Module):
+    """Has a derivative that is a formula of its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().sqrt()
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_rules_that_read_the_output_have_to_say_so(says_so: bool) -> None:
+    class Rule(BaseDerivatives):
+        needs_output = reads_output = says_so
+
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return v * c.y / 2
+
+        def hessian_is_zero(self, module: nn.Module) -> bool:
+            return False
+
+    register(SquareRoot)(Rule)
+    expected = pytest.raises(AssertionError, match="needs_output = reads_output = True")
+    with nullcontext() if says_so else expected:
+        check_rule(SquareRoot(), torch.randn(4, 3))

@@ -285,7 +285,9 @@ class DPOptimizer(ExtensionOptimizer):
             raise ValueError(
                 f"{name}: the individual gradients of {self._describe(p)} depend on other "
                 f"samples, because the network mixes them in {mixing}: the steps would not be "
-                "private. Use modules that treat samples alone, such as GroupNorm."
+                "private. Use modules that treat samples alone, such as GroupNorm; targets of the "
+                "shape of the predictions; reduction='sum' (and loss_reduction='sum' here) for a "
+                "loss with class weights or ignored targets."
             )
         undecided = getattr(clipped, "_backpack_undecided", None)
         if undecided is not None:

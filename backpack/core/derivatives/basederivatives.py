@@ -227,6 +227,10 @@ class BaseDerivatives(Interface):
         """Return whether a call mixes samples though :meth:`couples_samples` does not say so."""
         return False
 
+    def divides_by_targets(self, call: Call) -> bool:
+        """Return whether a loss divides by a number that depends on the targets of all samples."""
+        return False
+
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters that the rule knows."""
         return self.params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from backpack.core.derivatives import by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call, describe, placeholder
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import REGISTRY, derivatives_of
@@ -29,6 +29,12 @@ OF_SOME_SAMPLES = (
     ". It is right for all samples and vectors in the usual order in memory: take those at hand, "
     "c.x or c.select(tensor), of tensors of the whole batch such as c.inputs, and give vectors "
     "another shape with reshape, not view"
+)
+
+OF_OUTPUT = (
+    ". A rule that reads the output (c.y, c.outputs, module.output) beyond its shape has to say "
+    "so, or it is not noticed that the output was changed in place, and a result has no derivative "
+    "through it: write `needs_output = reads_output = True` in the class"
 )
 
 
@@ -159,6 +165,8 @@ def _compare(
         if shape != list(truth.shape):
             what = f"{where} has shape {shape}, expected {list(truth.shape)}{advice}"
             raise AssertionError(what)
+        if one.isnan().any() and not truth.isnan().any():
+            raise AssertionError(f"{where} has entries that are no numbers{OF_OUTPUT}")
         if not allclose(one.to(truth), truth, RTOL, ATOL):
             gap, size = (one - truth).abs().max().item(), truth.abs().max().item()
             what = f"entries of up to {size:.3g} deviate by up to {gap:.3g}"
@@ -199,6 +207,9 @@ def _is_generic(rule: Any, method: str) -> bool:
 
 def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
     truth = rule.evaluation(c)
+    if not (rule.needs_output or rule.reads_output):
+        c = copy(c)
+        c.outputs = list(map(placeholder, c.outputs))  # whoever reads them will notice
     numbers, mixes = c.numbers(truth.num_samples), rule.couples_samples(c.module)
     along = {i: _random(c.select(c.inputs[i], rule.axis_in(c, i)), c.rows) for i in keys}
     ys = [c.select(y, rule.axis_out(c, i)) for i, y in enumerate(c.outputs)]

@@ -14,7 +14,7 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
-from backpack.core.record.calls import describe
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
@@ -64,6 +64,13 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             total = own.sum(dtype=x.dtype)
         scale = scale / total if c.module.reduction == "mean" else scale.to(x.dtype)
         return c.select(scale).unsqueeze(1)
+
+    def divides_by_targets(self, call: Call) -> bool:
+        """Return whether a mean is that over the weights, or the targets that are not ignored."""
+        y, module = call.inputs[1], call.module
+        if module.reduction != "mean" or y.is_floating_point():
+            return False
+        return module.weight is not None or bool((y == module.ignore_index).any())
 
     def counted(self, c: Context) -> Tensor | None:
         """Return which targets are not ``ignore_index``: ``[N, *d]``; None for probabilities."""

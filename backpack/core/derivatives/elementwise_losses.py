@@ -32,7 +32,7 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
-from backpack.core.record.calls import describe
+from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
@@ -45,6 +45,15 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     """
 
     batch_axis = BatchAxis.LEADING
+
+    def couples_samples_unseen(self, call: Call) -> bool:
+        """Return whether predictions meet targets of other samples, which broadcast."""
+        x, y = call.shape_in[:2]
+        if x is None or y is None or x == y:
+            return False
+        if torch.broadcast_shapes(x, y) != x:
+            return True
+        return len(y) < len(x) and y[:1] == x[:1]
 
     def second(self, c: Context) -> Tensor:
         """Second derivative ``l''(f, y)``: ``[N, *d]``."""

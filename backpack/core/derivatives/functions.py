@@ -141,9 +141,21 @@ class SumModuleDerivatives(FunctionDerivatives):
         return v.sum(new) if new else v
 
 
+# Losses that stay functions if weights are given: a mean is that over the weights of the targets.
+WEIGHTED_MEANS = frozenset({"cross_entropy", "nll_loss"})
+
+
 @register(FunctionModule, MulModule)
 class AnyFunctionDerivatives(FunctionDerivatives):
     """What the converter has made of a function: derivatives are found automatically."""
+
+    def divides_by_targets(self, call: Call) -> bool:
+        """Return whether it is the mean of a loss over weights that are arguments."""
+        module = call.module
+        if not isinstance(module, FunctionModule) or module.name not in WEIGHTED_MEANS:
+            return False
+        options = [*module.args, *module.kwargs.values()]
+        return call.shape_out == ((),) and "sum" not in [x for x in options if isinstance(x, str)]
 
 
 @register(ParameterModule)

@@ -105,6 +105,8 @@ NOT_LEFT_ALONE = (
 )
 
 
+DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
+
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
 
 LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
@@ -142,6 +144,7 @@ class BackwardPass:
         self.wanted: set[str] = set()  # of first order
         self.whole_batch = True  # of first order
         self.has_rules = False  # of modules, for a first-order extension
+        self.looks_at_loss = any(ext.looks_at_loss for ext in self.exts)
         # whether code of users sees inputs and outputs of calls
         self.shows_calls = self.configuration.extension_hook is not None
         self.notes_accumulation = False
@@ -525,6 +528,8 @@ class BackwardPass:
         self.sample_flow.compare()
         sizes, hidden = self.sample_flow.sizes, self._mixing_without_gradient()
         terms = None if self.entry is None else self.entry.terms
+        if terms is not None and self.looks_at_loss:
+            hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
         in_loss = () if terms is None else terms.mixing
         mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
         if self.sample_flow.single and self.results:
@@ -618,6 +623,8 @@ class BackwardPass:
         rule = call.derivatives
         if call.couples_samples or (rule and not call.params and rule.couples_samples_unseen(call)):
             self.mixing[describe(call.module)] = None
+        if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
+            self.mixed_data[f"{describe(call.module)}, {DIVIDES}"] = None
 
     def _check_foreign_uses(self, call: Call, paths: Mapping[int, Path]) -> None:
         """Notice parameters of extended modules that a function above the call uses as well."""

@@ -106,7 +106,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
         if any(not ext.expects_backpropagation_quantities() for ext in CTX.configuration.exts):
-            entry.terms = LossTerms(roots)
+            looks = any(ext.looks_at_loss for ext in CTX.configuration.exts)
+            entry.terms = LossTerms(roots, looks)
         hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
         update(entry=entry)
         try:

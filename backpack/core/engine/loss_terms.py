@@ -36,10 +36,15 @@ LINEAR = frozenset({"Nansum", "NllLoss", "NllLoss2D"})
 ROWWISE = frozenset({"MultiMarginLoss", "MultilabelMarginLoss"})
 # Linear on either side of a point, which a loss as a whole may never come to.
 KINKED = frozenset({"Abs", "Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum", "Relu"})
+# Of each entry, but an argument may have fewer entries than the result.
+EXPANDING = frozenset({"Add", "Div", "Expand", "Mul", "Rsub", "Sub"})
 # How many entries of a tensor are looked at.
 ENTRIES = 7
 # How many structures of losses are remembered.
 MOST_KNOWN = 256
+
+# Number of the reduction in torch.
+MEAN = 1
 
 Edge = tuple[Any, int]
 
@@ -49,10 +54,12 @@ class LossTerms:
 
     Args:
         roots: Those losses.
+        looks_at_targets: Whether it matters what targets do that broadcast, or that are ignored.
 
     Attributes:
         mixing: Functions whose results depend on several samples, and are no sum.
         unknown: Functions for which that cannot be found out.
+        divided: Losses that are divided by a number that depends on the targets of all samples.
         leaves: Parameters that functions read themselves, such as those of a penalty, by the name
             of one that does.
     """
@@ -60,14 +67,19 @@ class LossTerms:
     # Structures whose terms depend on one sample each, whatever numbers are stored.
     _apart: ClassVar[set[Hashable]] = set()
 
-    def __init__(self, roots: Sequence[Any]):
+    def __init__(self, roots: Sequence[Any], looks_at_targets: bool = False):
         """Look at the graph, before ``backward()`` frees what it stores."""
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
+        self.divided: dict[str, None] = {}
         self.leaves: dict[Tensor, str] = {}
         for root in roots:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
-            if node is None or is_output(node) or _is_usual(node):
+            if node is None or is_output(node):
+                continue
+            if looks_at_targets:
+                self._look_at_targets(path_above(node, slot))
+            if _is_usual(node):
                 continue
             path = path_above(node, slot)
             if path.leaves:
@@ -84,6 +96,16 @@ class LossTerms:
                     if len(self._apart) >= MOST_KNOWN:
                         self._apart.clear()
                     self._apart.add(structure)
+
+    def _look_at_targets(self, path: Path) -> None:
+        """Note what targets do that are no part of the graph."""
+        for node in path.nodes:
+            if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
+                self.divided[f"a loss that is not extended ({node.name()})"] = None
+        counts = {m.layout.samples for m in path.sources.values() if _is_batched(m)}  # type: ignore[union-attr]
+        for node in _carrying(path) if counts - {1} else ():
+            if kind(node) in EXPANDING and counts & _added_sizes(node):
+                self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
 
     def _note_leaves(self, path: Path) -> None:
         for node in path.nodes:
@@ -163,6 +185,23 @@ def _is_usual(node: Any) -> bool:
     if name == "LogSoftmax":
         return mark.layout.before == 1 and node._saved_dim == 1
     return name in ("MseLoss", "Pow", "BinaryCrossEntropyWithLogits")
+
+
+def _added_sizes(node: Any) -> set[int]:
+    """Return along which sizes of axes the result is larger than each of the arguments."""
+    total = shape_of(node, 0).shape
+    shapes = [shape_of(*edge).shape for edge in node.next_functions if edge[0] is not None]
+    filled = [(1,) * (len(total) - len(shape)) + tuple(shape) for shape in shapes]
+    return {size for i, size in enumerate(total) if size > max(shape[i] for shape in filled)}
+
+
+def _divides_by_targets(node: Any) -> bool:
+    """Whether the mean of a loss is over the weights, or over targets that are not ignored."""
+    if node._saved_reduction != MEAN:
+        return False
+    if node._saved_weight is not None:
+        return True
+    return bool((node._saved_target == node._saved_ignore_index).any())
 
 
 def _is_euclidean(node: Any) -> bool:
