@@ -325,7 +325,30 @@ def _local_on_one(rank: int, count: int) -> None:
     assert time.monotonic() - start < PATIENCE / 2  # nobody has waited
 
 
-@pytest.mark.parametrize("program", [_other_order, _other_order_of_groups, _local_on_one])
+class Longest(FirstOrderBackpropExtension):
+    """Takes the axis of samples away, of which each process has another part."""
+
+    needs = ("square_norm",)
+
+    def __init__(self) -> None:
+        super().__init__("longest")
+
+    def extract(self, products: Any) -> Tensor:
+        return products["square_norm"].max()
+
+
+def _over_own_samples(rank: int, count: int) -> None:
+    own, model = batch([3] * count, rank), extend(plain_net())
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(NotImplementedError, match=r"Longest\(\): .*without an axis of samples"):
+        step(wrapped, own, Longest())
+    assert not any(hasattr(p, "longest") for p in model.parameters())
+    step(wrapped, own, Longest(), process_group=None)
+
+
+@pytest.mark.parametrize(
+    "program", [_other_order, _other_order_of_groups, _local_on_one, _over_own_samples]
+)
 def test_programs_that_differ_between_processes(program: Program, tmp_path: Path) -> None:
     in_processes(program, tmp_path, within=60)
 

@@ -52,6 +52,12 @@ NOT_OF_PARTS = (
     "together from parts of the batch. Use BatchGrad() or SumGradSquared(), or "
     "backpack(..., process_group=None) and no accumulate=True."
 )
+OF_OWN_SAMPLES = (
+    "extract() makes something without an axis of samples of values for each sample, of which a "
+    "process has those of its own samples alone: the result would be another one on each process. "
+    "Name a sum over samples in 'needs' (such as 'square'), keep the axis, or use "
+    "backpack(..., process_group=None)."
+)
 NOT_IN_BASES = (
     "eigenvalues in the eigenbasis of the whole batch do not follow from those of its parts. Use "
     "KFAC or KFLR, or backpack.linalg.EKFAC of several batches, or backpack(..., "
@@ -454,7 +460,12 @@ class Combining:
             joined = _plus(old.joined, part) if is_joined else old.joined
             after.append(Accumulated(joined, None if is_joined else part))
             whole = part if joined is None else joined if is_joined else joined.plus(part)
+            samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(writing)
+            for ext, count in zip(part.exts, samples, strict=False):
+                value = getattr(part.parameter, ext.savefield, None)
+                if count is not None and isinstance(value, Tensor) and count not in value.shape:
+                    raise NotImplementedError(f"{ext!r}: {OF_OWN_SAMPLES}")
         for state, part in zip(after, held, strict=True):
             processes = self.groups.get(part.parameter)
             for ext in part.exts:

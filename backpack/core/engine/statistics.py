@@ -76,6 +76,11 @@ class Statistics(ABC):
     def counts(self) -> list[int]:
         """Return the numbers of samples, which add up over parts."""
 
+    def own_samples(self, ext: Extension) -> int | None:
+        """Return the number of samples on this process, if an extension reads a value of each."""
+        del ext
+        return None
+
     def like_parameter(self) -> list[Tensor]:
         """Return what adds up and has the shape of a sharded parameter: not among the sums."""
         return []
@@ -116,6 +121,14 @@ class OfProducts(Statistics):
         self.products, self.values = products, products.settle(names)
         for name, count in averaged.items():
             self.values[name] = _multiplied(self.values[name], count)
+
+    def own_samples(self, ext: Extension) -> int | None:
+        """Return the number of samples on this process, if an extension reads a value of each."""
+        for name in ext.reads:
+            axis = OVER_PARTS[name].sample_axis
+            if axis is not None:
+                return _listed(self.values[name])[0].shape[axis]
+        return None
 
     def signature(self) -> str:
         """Name the statistics and the shapes of those that add up."""
