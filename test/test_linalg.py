@@ -969,7 +969,7 @@ def test_wrong_vectors() -> None:
     with pytest.raises(TypeError, match="to_scipy"):
         operator @ torch.ones(31).tolist()
     with pytest.raises(TypeError, match=r"got list.*parameter_list_to_vector\(tensors\)"):
-        operator @ [torch.ones_like(p) for p in operator.params]  # type: ignore[operator]
+        operator @ [torch.ones_like(p) for p in mlp().parameters()]  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"\[31\], got shape \[30\]"):
         operator.solve(torch.ones(30))
     with pytest.raises(ValueError, match="between 1 and 30, got 31"):
