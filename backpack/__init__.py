@@ -80,8 +80,7 @@ def _instead(given: object) -> str:
     """Name what was given in place of an extension, and say what to give."""
     name = type(given).__name__
     if isinstance(given, type) and issubclass(given, BackpropExtension):
-        hint = f"Did you mean {given.__name__}()? backpack expects instances, not classes."
-        return f"{given!r}. {hint}"
+        return f"the class {given.__name__}. Did you mean {given.__name__}()?"
     if isinstance(given, list | tuple):
         return f"{given!r}. Give them one by one: backpack(*extensions)."
     if hasattr(given, "extensions"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from inspect import Parameter, signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -44,18 +46,41 @@ def load(name: str) -> Module:
             without arguments in it that returns the model, or the model itself.
 
     Raises:
-        ValueError: If that is something else.
+        ImportError: If there is no such module.
+        AttributeError: If there is no such function in it.
+        ValueError: If that is something else, or needs arguments.
     """
     path, _, factory = name.partition(":")
+    if not path or path.startswith("."):
+        raise ValueError(f"{name!r} names no module")
+    if not factory:
+        raise ValueError(f"{name!r} names a module alone")
     sys.path.insert(0, "")
     try:
         made: Any = attrgetter(factory)(import_module(path))
     finally:
         sys.path.pop(0)
-    model = made if isinstance(made, Module) else made()
+    if isinstance(made, Module):
+        return made
+    if not callable(made):
+        raise ValueError(f"{name} is no function, but a {type(made).__name__}")
+    missing = _needed(made)
+    if missing:
+        raise ValueError(f"{name} needs the arguments {', '.join(missing)}")
+    model = made()
     if not isinstance(model, Module):
-        raise ValueError(f"{name} is no torch.nn.Module, but {type(model).__name__}.")
+        raise ValueError(f"{name} returns no torch.nn.Module, but a {type(model).__name__}")
     return model
+
+
+def _needed(factory: Callable[..., Any]) -> list[str]:
+    """Return the names of arguments that have to be given."""
+    try:
+        parameters = signature(factory).parameters.values()
+    except (TypeError, ValueError):  # nothing is known of some functions of C
+        return []
+    optional = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def main() -> None:
@@ -76,7 +101,10 @@ def main() -> None:
         try:
             model = load(options.model)
         except (ImportError, AttributeError, ValueError) as error:
-            support_of.error(f"{error}. Give an importable module and a function in it.")
+            support_of.error(
+                f"{error}. Give module:factory, an importable module and a function in it that "
+                "returns the model, without arguments."
+            )
         print(support.report_of(model))
 
 

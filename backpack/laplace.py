@@ -103,8 +103,9 @@ class Laplace:
         given = built(curvature, objective.model, loss_function, data, *options)
         if not isinstance(given, SpectralOperator) or given.shape[0] != len(self.mean):
             raise ValueError(
-                f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
-                "matrix is KroneckerOperator([[matrix]])."
+                f"Laplace needs the curvature of {len(self.mean)} weights as a structured operator "
+                f"of {len(self.mean)} rows, got {given!r}. Give KroneckerGGN, EKFAC or "
+                "DiagonalGGN; a dense matrix is KroneckerOperator([[matrix]])."
             )
         self.loss, scale = self._summed_loss()
         self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)

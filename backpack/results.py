@@ -160,6 +160,7 @@ class Summary:
     rows: tuple[Row, ...]
 
     HEADER = ("parameter", "quantity", "shape", "bytes", "norm")
+    NOTHING = "nothing yet: call backward() inside of `with backpack(...)`"
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         """Write every line as text, the name of a parameter once, and the sum."""
@@ -173,6 +174,8 @@ class Summary:
 
     def __str__(self) -> str:
         """Write aligned columns."""
+        if not self.rows:
+            return self.NOTHING
         lines = [self.HEADER, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = (
@@ -185,6 +188,8 @@ class Summary:
 
     def _repr_html_(self) -> str:
         """Write a table, which notebooks show."""
+        if not self.rows:
+            return f"<p>{escape(self.NOTHING)}</p>"
         lines = [("th", self.HEADER), *(("td", cells) for cells in self._cells())]
         rows = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -284,6 +284,16 @@ def data_read_once() -> None:
     GGN(mlp(), nn.CrossEntropyLoss(), batches)
 
 
+@mistake("An operator with a function as the loss", ValueError, "cross_entropy", "a module")
+def operator_of_a_function() -> None:
+    GGN(mlp(), F.cross_entropy, [(X, y)])  # type: ignore[arg-type]
+
+
+@mistake("The extension in place of the optimiser", TypeError, "KFAC", "backpack.optim.KFAC")
+def extension_as_optimiser() -> None:
+    KFAC(mlp().parameters(), lr=0.1)  # type: ignore[call-arg, arg-type]
+
+
 # ------------------------------------------------------------------ results
 
 

@@ -102,10 +102,34 @@ def check_works(model: nn.Module) -> None:
 
 @each(ALL)
 def test_class_instead_of_instance(ext: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{ext.__name__}\(\).*instance"):
+    with pytest.raises(ValueError, match=rf"instances.*{ext.__name__}\(\)"):
         backpack(ext)
     with pytest.raises(ValueError, match=rf"{ext.__name__}\(\)"):
         backpack(extensions.BatchGrad(), ext)
+
+
+def test_message_about_a_class_is_short() -> None:
+    with pytest.raises(ValueError) as caught:
+        backpack(extensions.BatchGrad)  # type: ignore[arg-type]
+    told = "backpack expects instances of extensions, got the class BatchGrad. Did you mean "
+    assert str(caught.value) == told + "BatchGrad()?"
+
+
+@pytest.mark.parametrize(
+    ("name", "optimiser"),
+    [
+        ("KFAC", r"KFAC"),
+        ("EKFAC", r"KFAC\(\.\.\., ekfac=True\)"),
+        ("DiagGGNExact", "DiagGGN"),
+        ("DiagGGNMC", "DiagGGN"),
+    ],
+)
+def test_extension_in_the_place_of_an_optimiser(name: str, optimiser: str) -> None:
+    model = mlp()
+    with pytest.raises(
+        TypeError, match=rf"{name} of .*optimiser is backpack\.optim\.{optimiser}\.$"
+    ):
+        getattr(extensions, name)(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("thing", [1, "BatchGrad", None, nn.Linear(1, 1), [extensions.BatchGrad()]])

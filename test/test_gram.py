@@ -184,6 +184,15 @@ def test_mistakes(call: Any, message: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("function", [noise_scale, gradient_diversity, cosine_similarities])
+def test_what_is_no_gram_matrix(function: Any) -> None:
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"got Linear\. .*{name}\(total_gram\(model\)\)"):
+        function(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=rf"{name} needs .*got one of shape \[3, 2\]"):
+        function(torch.ones(3, 2))
+
+
 def jacobian(model: nn.Module, X: Tensor, params: list[Any]) -> Tensor:
     """Return ``[N, C, P]`` by autograd."""
     rows = [

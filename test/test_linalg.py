@@ -968,6 +968,8 @@ def test_wrong_vectors() -> None:
         operator @ torch.ones(31, dtype=torch.float32)
     with pytest.raises(TypeError, match="to_scipy"):
         operator @ torch.ones(31).tolist()
+    with pytest.raises(TypeError, match=r"got list.*parameter_list_to_vector\(tensors\)"):
+        operator @ [torch.ones_like(p) for p in mlp().parameters()]  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"\[31\], got shape \[30\]"):
         operator.solve(torch.ones(30))
     with pytest.raises(ValueError, match="between 1 and 30, got 31"):
@@ -1028,6 +1030,14 @@ def test_wrong_losses() -> None:
     for loss in (nn.CrossEntropyLoss(reduction="none"), nn.Identity()):
         with pytest.raises(ValueError, match="'reduction'"):
             build(GGN, problem._replace(loss_function=loss))
+    for kind in (GGN, Hessian, DiagonalGGN, KroneckerGGN):
+        for loss, name in (
+            (nn.functional.cross_entropy, "the function cross_entropy"),
+            (nn.CrossEntropyLoss, "the class CrossEntropyLoss"),
+        ):
+            message = rf"module, such as nn.CrossEntropyLoss\(\) .*got {name}\."
+            with pytest.raises(ValueError, match=message):
+                build(kind, problem._replace(loss_function=loss))
     container = nn.Sequential(nn.CrossEntropyLoss())
     container.reduction = "mean"
     container.forward = lambda f, y: container[0](f, y)  # type: ignore

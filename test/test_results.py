@@ -147,6 +147,8 @@ def test_summary_of_other_gradients() -> None:
     """Sparse ones, those of low precision, and none."""
     model = nn.Embedding(4, 2, sparse=True)
     assert summary(model).rows == ()
+    assert str(summary(model)) == "nothing yet: call backward() inside of `with backpack(...)`"
+    assert "nothing yet" in summary(model)._repr_html_()
     model(torch.tensor([0, 0, 1])).sum().backward()
     (row,) = summary(model).rows
     assert row[1:4] == ("grad", (4, 2), 16)

@@ -353,6 +353,17 @@ def test_half_precision_has_no_eigenvalues_of_rounding(dtype: torch.dtype) -> No
     assert (step - exact.newton_step(damping=1.0)).norm() < 0.1 * exact.newton_step().norm()
 
 
+def test_data_of_one_batch() -> None:
+    model, batch = network()
+    expected = GGNSpectrum(model, nn.CrossEntropyLoss(), batch).eigenvalues
+    for data in ([batch], (batch,), [list(batch)]):
+        found = GGNSpectrum(model, nn.CrossEntropyLoss(), data)
+        assert_close(found.eigenvalues, expected)
+    for count in (2, 3):
+        with pytest.raises(ValueError, match=rf"one batch \(X, y\), got {count} of them"):
+            GGNSpectrum(model, nn.CrossEntropyLoss(), count * [batch])
+
+
 def test_groups_of_no_parameter() -> None:
     model, batch = network()
     with pytest.raises(ValueError, match="groups"):

@@ -16,6 +16,7 @@ from cases import CASES, Case, select
 from torch import nn
 
 from backpack import backpack, extend, extensions
+from backpack.__main__ import main
 from backpack.core.derivatives import (
     REGISTRY,
     BaseDerivatives,
@@ -212,7 +213,31 @@ def test_command_of_the_package() -> None:
         cwd=ROOT,
     )
     assert done.returncode == 2
-    assert "has no attribute 'nothing'. Give an importable module" in done.stderr
+    assert "has no attribute 'nothing'. Give module:factory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("torch", "'torch' names a module alone."),
+        ("torch:", "'torch:' names a module alone."),
+        (":Identity", "':Identity' names no module."),
+        (".nn:Identity", "'.nn:Identity' names no module."),
+        ("no_such_module:model", "No module named 'no_such_module'."),
+        ("torch:nn", "torch:nn is no function, but a module."),
+        ("torch.nn:Linear", "torch.nn:Linear needs the arguments in_features, out_features."),
+        ("builtins:list", "builtins:list returns no torch.nn.Module, but a list."),
+    ],
+)
+def test_command_for_what_makes_no_model(
+    name: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["backpack", "support", name])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{problem} Give module:factory, an importable module and a function in it" in told
 
 
 def command(*options: str, module: str = "backpack.support") -> str:

@@ -429,6 +429,34 @@ def test_a_wrong_rule_is_found_by_name(names: dict[str, Any], case: str) -> None
         check_rule(module(*arguments), *map(torch.randn, shapes))
 
 
+class StoredTransposed(nn.Module):
+    """y = x W with W ``[I, O]``."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@register(StoredTransposed)
+class StoredTransposedDerivatives(BaseDerivatives):
+    params = ("weight",)
+
+    def vjp(self, c: Any, v: Any) -> Any:
+        return v @ c.params["weight"].T
+
+    def affine(self, c: Any, name: str, v: Any) -> Any:
+        return [(v, c.x)]
+
+
+@pytest.mark.parametrize("outputs", [3, 4])
+def test_a_parameter_that_is_stored_transposed(outputs: int) -> None:
+    with pytest.raises(AssertionError, match=r"affine of 'weight' .*transposed.*write `assemble`"):
+        check_rule(StoredTransposed(4, outputs), torch.randn(5, 4))
+
+
 class Cubed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x**3

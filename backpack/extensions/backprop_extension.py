@@ -57,6 +57,23 @@ class BackpropExtension(ShowsOptions):
     looks_at_loss: bool = False
     overrides_extract: ClassVar[bool] = False
     collects: ClassVar[bool] = False
+    # the optimiser that is made of this extension, and is easily taken for it
+    _optimiser: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Say where the optimiser is, if that was meant.
+
+        Raises:
+            TypeError: If there is a learning rate, but no such option.
+        """
+        known = cls.__signature__.parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        if cls._optimiser and "lr" in kwargs and "lr" not in known and not takes_any:
+            raise TypeError(
+                f"{cls.__name__} of backpack.extensions is no optimiser: it takes no parameters "
+                f"and no lr. The optimiser is backpack.optim.{cls._optimiser}."
+            )
+        return super().__new__(cls, *args, **kwargs)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""

@@ -195,7 +195,7 @@ class Influence(Attribution):
     def self_scores(self) -> Tensor:
         """Compute the influence of each training sample on its own loss, ``[N]``.
 
-        High where a sample is learned by heart: an outlier, or a wrong label.
+        High where a sample is memorised: an outlier, or a wrong label.
 
         Raises:
             NotImplementedError: On several processes with a matrix-free curvature.

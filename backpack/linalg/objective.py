@@ -64,8 +64,8 @@ class Objective:
 
         Raises:
             ValueError: If there are no trainable parameters, they are not the model's, of several
-                precisions or on several devices, the reduction of the loss is unknown, or a module
-                in training mode is no function of a sample.
+                precisions or on several devices, the loss is no module or its reduction is unknown,
+                or a module in training mode is no function of a sample.
             NotImplementedError: On several processes of ``torch.distributed`` without a choice, or
                 with sharded parameters.
         """
@@ -109,6 +109,11 @@ class Objective:
                 "them with params."
             )
         self.reduction = getattr(loss_function, "reduction", None)
+        if self.reduction not in REDUCTIONS and not isinstance(loss_function, Module):
+            raise ValueError(
+                "The loss of an operator has to be a module, such as nn.CrossEntropyLoss() in the "
+                f"place of F.cross_entropy, got {_named(loss_function)}."
+            )
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"How the losses of several batches are put together is up to the attribute "
@@ -199,6 +204,13 @@ class Objective:
     def _with_bar(self) -> Iterable[Any]:
         # short passes have none; conjugate gradients make many
         return with_bar(self.data, "batches", self.progress, delay=1)
+
+
+def _named(given: object) -> str:
+    """Name what was given in place of a loss module."""
+    kind = "class" if isinstance(given, type) else type(given).__name__
+    name = getattr(given, "__name__", None)
+    return f"{given!r}" if name is None else f"the {kind} {name}"
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:

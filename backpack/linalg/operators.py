@@ -72,10 +72,13 @@ class LinearOperator(ABC):
         if isinstance(other, LinearOperator):
             return ProductOperator(self, other)
         if not isinstance(other, Tensor):
-            raise TypeError(
-                f"{self!r} multiplies with tensors, got {type(other).__name__}. For numpy arrays, "
-                "use to_scipy()."
-            )
+            hint = "For numpy arrays, use to_scipy()."
+            if isinstance(other, (list, tuple)) and any(isinstance(x, Tensor) for x in other):
+                hint = (
+                    "Tensors that are shaped like the parameters make one vector by "
+                    "parameter_list_to_vector(tensors) of backpack.utils.convert_parameters."
+                )
+            raise TypeError(f"{self!r} multiplies with tensors, got {type(other).__name__}. {hint}")
         size = self.shape[1]
         if other.dim() not in (1, 2) or other.shape[0] != size:
             raise ValueError(

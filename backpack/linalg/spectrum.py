@@ -151,7 +151,8 @@ class GGNSpectrum(LinearOperator):
         Args:
             model: The model. It has to treat samples alone.
             loss_function: The loss, called as ``loss_function(model(X), y)``.
-            batch: ``(X, y)``, or ``(X, y, ...)`` with further arguments of the loss.
+            batch: ``(X, y)``, or ``(X, y, ...)`` with further arguments of the loss; a list of one
+                such batch, as other operators take it, is that batch.
             params: Parameters, in the order of the rows. Default: the trainable ones of the model.
             per: Which blocks of the matrix are kept: all of it (``"model"``), that of each
                 parameter (``"parameter"``), or those of groups, sequences of parameters.
@@ -162,11 +163,12 @@ class GGNSpectrum(LinearOperator):
                 or ``"trace"``, see :func:`backpack.extend`.
 
         Raises:
-            ValueError: As for :class:`~backpack.linalg.GGN`, if groups are not the parameters each
-                once, or samples merge between layers that share a block.
+            ValueError: As for :class:`~backpack.linalg.GGN`, if there are several batches, groups
+                are not the parameters each once, or samples merge between layers that share a
+                block.
             NotImplementedError: If the loss is the sum of several.
         """
-        objective = Objective(model, loss_function, [tuple(batch)], params, progress=False)
+        objective = Objective(model, loss_function, [_one_batch(batch)], params, progress=False)
         self.params = objective.params
         ((X, targets),) = objective
         root: SqrtGGNExact | SqrtGGNMC = SqrtGGNExact(subsampling, factored=True)
@@ -312,6 +314,25 @@ class GGNSpectrum(LinearOperator):
             for entries, rows in block.product(matrix):
                 product[entries] = rows
         return product
+
+
+def _one_batch(given: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a batch that is given as it is, or as data that has no other.
+
+    Raises:
+        ValueError: If there are several batches.
+    """
+    batch = tuple(given)
+    parts = [x for x in batch if isinstance(x, (tuple, list)) and len(x) > 1]
+    if len(parts) == len(batch) == 1:
+        return tuple(parts[0])
+    # several inputs and several targets make a batch of two tuples, too
+    if len(parts) == len(batch) and (len(batch) > 2 or not isinstance(given, tuple)):
+        raise ValueError(
+            f"GGNSpectrum needs one batch (X, y), got {len(batch)} of them. Concatenate them, or "
+            "use GGN(...).eigsh(k) for all of the data."
+        )
+    return batch
 
 
 def _groups(params: Sequence[Parameter], per: Per) -> Sequence[Sequence[Parameter]]:

@@ -46,8 +46,29 @@ def total_gram(model: Module | Iterable[Parameter], savefield: str = "grad_gram"
     return sum(grams[1:], start=grams[0].clone())
 
 
+def _check_gram(gram: object, name: str) -> None:
+    """Require a Gram matrix.
+
+    Raises:
+        TypeError: If it is something else, such as the model.
+        ValueError: If it is not square.
+    """
+    if not isinstance(gram, Tensor):
+        raise TypeError(
+            f"{name} needs the Gram matrix of the gradients, a tensor [N, N], got "
+            f"{type(gram).__name__}. That of a model is {name}(total_gram(model)), after a "
+            "backward pass inside `with backpack(GradGram()):`."
+        )
+    if gram.dim() != 2 or gram.shape[0] != gram.shape[1]:
+        raise ValueError(
+            f"{name} needs the Gram matrix of the gradients, a tensor [N, N], got one of shape "
+            f"{list(gram.shape)}."
+        )
+
+
 def cosine_similarities(gram: Tensor) -> Tensor:
     """Return the cosines between gradients, ``[N, N]``; 0 where one is zero."""
+    _check_gram(gram, "cosine_similarities")
     norms = gram.diagonal().clamp(min=0).sqrt()
     inverse = norms.reciprocal().masked_fill(norms == 0, 0)
     return inverse.unsqueeze(1) * gram * inverse
@@ -59,6 +80,7 @@ def gradient_diversity(gram: Tensor) -> Tensor:
     Source: Yin, Pananjady, Lam, Papailiopoulos, Ramchandran, Bartlett, Gradient diversity: a key
     ingredient for scalable distributed learning (AISTATS 2018), definition 1.
     """
+    _check_gram(gram, "gradient_diversity")
     return gram.diagonal().sum() / gram.sum()
 
 
@@ -72,11 +94,13 @@ def noise_scale(gram: Tensor) -> Tensor:
         gram: ``[N, N]``, of at least two samples.
 
     Raises:
-        ValueError: If there is one sample.
+        TypeError: If it is no tensor, such as the model.
+        ValueError: If it is not square, or there is one sample.
 
     Source: McCandlish, Kaplan, Amodei, An empirical model of large-batch training (arXiv
     1812.06162, 2018), appendix A.1.
     """
+    _check_gram(gram, "noise_scale")
     count = len(gram)
     if count < 2:
         raise ValueError(f"A variance needs at least two samples, got {count}.")

@@ -45,8 +45,8 @@ print(f"accuracy on other digits: {accuracy:.3f}")
 # Wrong labels
 # ------------
 # The curvature is computed once, with Kronecker factors, and the weight decay is its damping. A
-# sample that has a large influence on its own loss is learned by heart. Sorted by that, wrong
-# labels come first.
+# sample that has a large influence on its own loss is memorised. Sorted by that, wrong labels come
+# first.
 
 data = list(zip(X_train.split(200), y_train.split(200), strict=True))
 influence = Influence(model, loss_function, data, KroneckerGGN, damping=decay)

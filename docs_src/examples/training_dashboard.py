@@ -26,7 +26,7 @@ from torch import nn
 
 from backpack import backpack, extend
 from backpack.extensions import GGNMP, BatchL2Grad
-from backpack.monitor import CSVWriter, Monitor, gradient_snr
+from backpack.monitor import CSVWriter, Monitor
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
@@ -45,7 +45,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 #
 # A metric is a function of a list of parameters: the monitor calls it for each of them and for all.
 # Of one backward pass with the mean loss, ``batch_l2`` has the squared norms of the individual
-# gradients over ``N``.
+# gradients over ``N``. Noise and signal are logged one by one: a batch tells each of them roughly,
+# so that they are averaged over steps before one is divided by the other.
 
 
 def lengths(params):
@@ -61,9 +62,15 @@ def median(params):
     return lengths(params).median()
 
 
-def critical_batch(params):
-    """Noise scale tr(Σ) / |g|²: the batch size at which noise and signal are equal."""
-    return 1 / gradient_snr(params)
+def noise(params):
+    """Trace of the covariance of individual gradients, without bias."""
+    of_mean = sum(p.grad.square().sum() for p in params)
+    return (lengths(params).square().mean() - of_mean) * BATCH / (BATCH - 1)
+
+
+def signal(params):
+    """Squared norm of the gradient of all data, without bias: may be negative."""
+    return sum(p.grad.square().sum() for p in params) - noise(params) / BATCH
 
 
 def step_size():
@@ -84,7 +91,7 @@ def relative_step(params):
     return step_size() * (gradients / weights).sqrt()
 
 
-metrics = ["grad.norm", longest, median, critical_batch, curvature_of_a_step, relative_step]
+metrics = ["grad.norm", longest, median, noise, signal, curvature_of_a_step, relative_step]
 extensions = (BatchL2Grad(), GGNMP())
 
 # %%
@@ -122,7 +129,10 @@ with path.open() as file:
 # 3. Step size times curvature crosses 2, beyond which a step leads uphill. The loss rises, too, but
 #    does not say why.
 #
-# While the critical batch size is below that of the batch, a larger batch would be a waste.
+# The critical batch size is the noise scale tr(Σ) / |g|²: at that size, noise and signal of the
+# batch's gradient are equal. While it is below the batch size, a larger batch would be a waste. It
+# grows while the network learns, above the size of the batch, and is small again after step 300,
+# where all gradients lead back.
 
 LAYERS = {"0.weight": "first layer", "2.weight": "second layer", "4.weight": "last layer"}
 COLOURS = ("#D55E00", "#56B4E9", "#0072B2")
@@ -133,12 +143,22 @@ def draw(axis, tag, **style):
     axis.plot(*zip(*curves[tag], strict=True), **style)
 
 
-(loss_axis, snr_axis), (gradient_axis, length_axis), (curvature_axis, layer_axis) = axes
+def averages(tag, count=20):
+    """Averages over the last values, by step."""
+    steps, values = zip(*curves[tag], strict=True)
+    sums = torch.tensor(values, dtype=torch.float64).unfold(0, count, 1).sum(1)
+    return torch.tensor(steps[count - 1 :]), sums / count
+
+
+steps, noise_of_steps = averages("noise")
+critical_batch = noise_of_steps / averages("signal")[1]
+
+(loss_axis, batch_axis), (gradient_axis, length_axis), (curvature_axis, layer_axis) = axes
 draw(loss_axis, "loss", color="black")
 loss_axis.set(title="Loss", yscale="log")
-draw(snr_axis, "critical_batch", color="#009E73")
-snr_axis.axhline(BATCH, color="0.5", linestyle="dotted", label="batch size")
-snr_axis.set(title="Critical batch size", yscale="log")
+batch_axis.plot(steps, critical_batch, color="#009E73")
+batch_axis.axhline(BATCH, color="0.5", linestyle="dotted", label="batch size")
+batch_axis.set(title="Critical batch size, of 20 passes", yscale="log")
 draw(length_axis, "longest", color="#D55E00", label="longest")
 draw(length_axis, "median", color="#0072B2", label="median")
 length_axis.set(title="Individual gradients: norm", yscale="log")
@@ -176,3 +196,5 @@ assert (first < last / 4).all()
 assert outlier(BROKEN.start, BROKEN.stop) > 3 * outlier(40, BROKEN.start)
 assert values("curvature_of_a_step", 0, TOO_FAST).max() < 2
 assert values("curvature_of_a_step", TOO_FAST, TOO_FAST + 20).max() > 2
+before = critical_batch[(steps >= 200) & (steps < TOO_FAST)]
+assert before.median() > BATCH > critical_batch[steps >= TOO_FAST + 40].max()

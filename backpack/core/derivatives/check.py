@@ -25,6 +25,10 @@ from backpack.utils.kroneckers import kfacs_to_mat
 
 RTOL, ATOL = 1e-6, 1e-9
 
+STORED_TRANSPOSED = (
+    ". Expected is the same with the last two axes exchanged: is the parameter stored transposed, "
+    "as [I, O]? Store it as [O, I], or write `assemble`, which returns parts[0].mT"
+)
 OF_SOME_SAMPLES = (
     ". It is right for all samples and vectors in the usual order in memory: take those at hand, "
     "c.x or c.select(tensor), of tensors of the whole batch such as c.inputs, and give vectors "
@@ -163,14 +167,24 @@ def _compare(
     for one, truth in zip(found, expected, strict=True):
         shape = list(one.shape) if isinstance(one, Tensor) else one
         if shape != list(truth.shape):
+            if _is_of_matrix(where, truth) and shape == list(truth.mT.shape):
+                advice = STORED_TRANSPOSED
             what = f"{where} has shape {shape}, expected {list(truth.shape)}{advice}"
             raise AssertionError(what)
         if one.isnan().any() and not truth.isnan().any():
             raise AssertionError(f"{where} has entries that are no numbers{OF_OUTPUT}")
         if not allclose(one.to(truth), truth, RTOL, ATOL):
+            square = _is_of_matrix(where, truth) and truth.shape == truth.mT.shape
+            if square and allclose(one.to(truth).mT, truth, RTOL, ATOL):
+                advice = STORED_TRANSPOSED
             gap, size = (one - truth).abs().max().item(), truth.abs().max().item()
             what = f"entries of up to {size:.3g} deviate by up to {gap:.3g}"
             raise AssertionError(f"{where} has shape {shape}, but {what}{advice}")
+
+
+def _is_of_matrix(where: str, truth: Tensor) -> bool:
+    """Whether ``affine`` is compared for each sample, ``[V, N, O, I]``."""
+    return ".affine of " in where and truth.dim() == 4
 
 
 def _is_real(x: Any) -> bool:

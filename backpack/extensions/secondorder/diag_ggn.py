@@ -29,6 +29,8 @@ class DiagGGNExact(SecondOrderBackpropExtension):
     needs = ("square",)
     shape = ("*p",)
 
+    _optimiser = "DiagGGN"
+
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
 
@@ -58,6 +60,8 @@ class DiagGGNMC(SecondOrderBackpropExtension):
 
     needs = ("square",)
     shape = ("*p",)
+
+    _optimiser = "DiagGGN"
 
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
         """Choose the samples.

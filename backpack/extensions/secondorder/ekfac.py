@@ -54,6 +54,8 @@ class EKFAC(SecondOrderBackpropExtension):
         descent in a Kronecker-factored eigenbasis (NeurIPS 2018).
     """
 
+    _optimiser = "KFAC(..., ekfac=True)"
+
     def __init__(
         self,
         mc_samples: int = 1,

@@ -279,6 +279,8 @@ class KFAC(HBP):
         approximate curvature for Newton's method (ICLR 2023).
     """
 
+    _optimiser = "KFAC"
+
     def __init__(
         self,
         mc_samples: int = 1,
