@@ -19,6 +19,7 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.order import SameInEachPass, check_not_shuffled
 
 By = Literal["model", "module", "parameter"]
 # Of the loss of a query, in the place of the loss function: a sum over the queries.
@@ -40,9 +41,12 @@ class Attribution:
         process_group: ProcessGroupChoice,
     ):
         """Store what is given."""
-        check_read_again(type(self).__name__, train_data)
+        name = type(self).__name__
+        check_read_again(name, train_data)
+        check_not_shuffled(f"{name} numbers training samples", train_data)
         options = (params, progress, process_group)
-        self._objective = Objective(model, loss_function, train_data, *options)
+        data = SameInEachPass(name, train_data)
+        self._objective = Objective(model, loss_function, data, *options)
         self._measure = measure
         self._use_converter = use_converter
         self.names = self._objective.names
@@ -211,6 +215,7 @@ class Attribution:
         """Yield the batches of queries, on the device of the parameters."""
         is_one = isinstance(queries, tuple) and not isinstance(queries[0], (tuple, list))
         batches = [queries] if is_one else queries
+        check_not_shuffled(f"{type(self).__name__} numbers queries", batches)
         own = self._objective
         yield from Objective(own.model, own.loss_function, batches, own.params, False, None)
 

@@ -83,8 +83,9 @@ class Influence(Attribution):
                 results are those of all data, the same on all.
 
         Raises:
-            ValueError: If damping is missing or negative, the operator has another size, or as for
-                :class:`~backpack.linalg.MatrixFreeOperator`.
+            RuntimeError: If batches differ between passes: then samples have no numbers.
+            ValueError: If a ``DataLoader`` shuffles, damping is missing or negative, the operator
+                has another size, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)
@@ -96,7 +97,7 @@ class Influence(Attribution):
         if isinstance(curvature, LinearOperator) or curvature != "identity":
             inner, choice = self._objective.model, self._objective.process_group
             how = (own, use_converter, progress, choice)
-            self.curvature = built(curvature, inner, loss_function, train_data, *how)
+            self.curvature = built(curvature, inner, loss_function, self._objective.data, *how)
         size = sum(p.numel() for p in own)
         if self.curvature is not None and self.curvature.shape != (size, size):
             raise ValueError(

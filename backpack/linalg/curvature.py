@@ -23,6 +23,7 @@ from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import Objective, check_read_again
 from backpack.linalg.operators import LinearOperator
+from backpack.linalg.order import SeenBatches
 
 # Maps several vectors at once, [V, *shape] for each parameter (or for the output).
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -329,7 +330,7 @@ class FisherMC(JacobianOperator):
             model, loss_function, data, params, progress, vectors_at_once, process_group
         )
         self._mc_samples, self._seed = mc_samples, seed
-        self._losses: list[float] = []  # of each batch in the first pass
+        self._seen = SeenBatches()  # the loss of each
         self._number = 0
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -358,14 +359,11 @@ class FisherMC(JacobianOperator):
 
     def _check_order(self, loss: float) -> None:
         """Refuse other batches: their targets would be others."""
-        if self._number == len(self._losses):
-            self._losses.append(loss)
-        eps = torch.finfo(self.dtype).eps
-        known = self._losses[self._number]
-        if not isclose(loss, known, rel_tol=eps**0.5, abs_tol=10 * eps):
+        eps, value = torch.finfo(self.dtype).eps, torch.tensor(loss, dtype=torch.float64)
+        if not self._seen.is_same(self._number, None, value, eps**0.5, 10 * eps):
             raise RuntimeError(
-                f"{self!r} is not one matrix: batch {self._number} had the loss {known:g} in an "
-                f"earlier product, and has {loss:g} now. Targets are drawn batch by batch: pass "
-                "the data in the same order each time (shuffle=False), and build a new operator if "
-                "parameters have changed."
+                f"{self!r} is not one matrix: batch {self._number} has another loss than in the "
+                f"first product, {loss:g}. Targets are drawn batch by batch: pass the data in the "
+                "same order each time (shuffle=False), and build a new operator if parameters have "
+                "changed."
             )
