@@ -922,6 +922,22 @@ def test_loader_of_a_stream() -> None:
     )
 
 
+def test_inputs_that_are_tuples() -> None:
+    """One batch of queries whose input is a tuple, or several."""
+
+    class OfTuple(OfDict):
+        def forward(self, inputs: Any) -> Tensor:
+            return self.model(inputs[0] * inputs[1])
+
+    model, loss, X, y = problem("mlp")
+    data = [((x / 2, torch.full((len(x), 1), 2.0)), labels) for x, labels in batches(X, y)]
+    influence = Influence(OfTuple(model), loss, data)
+    expected = Influence(model, loss, batches(X, y))
+    for queries, same in ((data[0], batches(X, y)[0]), (data, batches(X, y))):
+        assert_close(influence.scores(queries), expected.scores(same))
+    assert_close(influence.self_scores(), expected.self_scores())
+
+
 def test_queries_that_can_be_read_once() -> None:
     """Checkpoints share them."""
     model, loss, X, y = problem("mlp")

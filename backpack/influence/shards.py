@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from backpack.linalg.order import signature
+from backpack.utils.batches import tensors_of
 from backpack.utils.files import load_tensors, save_tensors
 
 
@@ -34,8 +34,7 @@ class Shards:
 
     @staticmethod
     def _sign(data: Any) -> Tensor:
-        leaves = [x for x in tree_leaves(data) if isinstance(x, Tensor)]
-        return torch.cat([signature(x.detach().reshape(1, -1)) for x in leaves])
+        return torch.cat([signature(x.detach().reshape(1, -1)) for x in tensors_of(data)])
 
     def read(self, *data: Any) -> tuple[float, dict[str, Tensor]] | None:
         """Return the results of the next batch, if they are there."""

@@ -21,7 +21,7 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, check_read_again, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SeenBatches
 
@@ -163,7 +163,7 @@ class Hessian(MatrixFreeOperator):
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
         objective = self._objective
         with disable():
-            output = objective.model(X)
+            output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
         gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
 
@@ -189,12 +189,7 @@ class JacobianOperator(MatrixFreeOperator):
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
         objective = self._objective
         with disable():
-            output = objective.model(X)
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{type(self).__name__} needs a model that returns a tensor, got "
-                f"{type(output).__name__}. Wrap the model in a module that picks one."
-            )
+            output = output_of(type(self).__name__, objective.model, X)
         weight = objective.weight(output, targets)
         loss, curvature = self._at_output(output.detach().requires_grad_(), targets, weight)
         # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, check_read_again, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SeenBatches
 
@@ -92,13 +92,7 @@ class Jacobian(LinearOperator):
         super().__init__((rows, columns), first.dtype, first.device)
 
     def _output(self, X: Any) -> Tensor:
-        output = self._objective.model(X)
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{type(self).__name__} needs a model that returns a tensor, got "
-                f"{type(output).__name__}. Wrap the model in a module that picks one."
-            )
-        return output
+        return output_of(type(self).__name__, self._objective.model, X)
 
     def _is_same(self, number: int, output: Tensor, dtype: torch.dtype) -> bool:
         eps, norm = torch.finfo(dtype).eps, output.detach().norm().cpu().double()

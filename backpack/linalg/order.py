@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -15,6 +14,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+from backpack.utils.batches import tensors_of
 
 ALWAYS_SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -74,7 +75,7 @@ class SameInEachPass:
         """
         number = 0
         for batch in self.data:
-            leaves = [x for x in tree_leaves(batch) if _has_rows(x)]
+            leaves = [x for x in tensors_of(batch) if _has_rows(x)]
             shapes = [x.shape for x in leaves]
             each = [signature(_some_entries(x.detach())).flatten() for x in leaves]
             values = torch.cat(each) if each else torch.empty(0)
@@ -107,8 +108,8 @@ class SameInEachPass:
         return getattr(self.data, name)
 
 
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+def _has_rows(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
 
 
 def _some_entries(x: Tensor) -> Tensor:

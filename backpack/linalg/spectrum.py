@@ -16,7 +16,7 @@ from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad, SqrtGGNExact, SqrtGGNMC
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
 
@@ -180,7 +180,7 @@ class GGNSpectrum(LinearOperator):
             torch.enable_grad(),
             backpack(*exts, gradients=False),
         ):
-            loss = loss_of(ready(X), *targets)
+            loss = loss_of(output_of("GGNSpectrum", ready, X, loss_function), *targets)
             roots, gradients = values_of(self.params, exts, loss)
         first, *_ = self.params
         ends = [0]
