@@ -33,7 +33,13 @@ from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
 from backpack.linalg.ntk import output_covariances
-from backpack.linalg.objective import Objective, check_read_again, chosen_parameters, output_of
+from backpack.linalg.objective import (
+    Objective,
+    check_read_again,
+    chosen_parameters,
+    output_of,
+    torch_loss,
+)
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.by_name import ByName, by_parameter, positive
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -75,7 +81,8 @@ class Laplace:
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
                 :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
                 ``progress`` and, if it has that argument, ``use_converter``; or a structured
-                operator of the same loss (with its reduction).
+                operator of the same loss (with its reduction, which is checked where the operator
+                knows it).
             prior_precision: δ, positive: one number, one for each parameter, or a dictionary by the
                 names of parameters and modules (``""`` stands for all others).
             params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
@@ -88,8 +95,9 @@ class Laplace:
                 no other process.
 
         Raises:
-            ValueError: If a number is not positive, the curvature is not structured or does not
-                fit, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
+            ValueError: If a number is not positive, the curvature is not structured, does not fit
+                or is that of another loss or reduction, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         check_read_again("Laplace", data)
         chosen = chosen_parameters(model, data, params)
@@ -105,6 +113,12 @@ class Laplace:
             raise ValueError(
                 f"Needs a structured operator of {len(self.mean)} rows, got {given!r}. A dense "
                 "matrix is KroneckerOperator([[matrix]])."
+            )
+        known = given.of_loss and torch_loss(given.of_loss[0])  # of your own ones, nothing is known
+        if known is not None and torch_loss(type(loss_function)) not in (None, known):
+            raise ValueError(
+                f"{given!r} is the curvature of {known.__name__}, but Laplace has "
+                f"{type(loss_function).__name__}. Build both with the same loss."
             )
         self.loss, scale = self._summed_loss()
         self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)

@@ -18,7 +18,17 @@ from torch.testing import assert_close
 
 from backpack.influence import Influence
 from backpack.laplace import Laplace
-from backpack.linalg import EKFAC, GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator, ntk
+from backpack.linalg import (
+    EKFAC,
+    GGN,
+    DiagonalGGN,
+    EmpiricalFisher,
+    Hessian,
+    KroneckerGGN,
+    KroneckerOperator,
+    ntk,
+)
+from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 
 N = 9
@@ -411,6 +421,45 @@ def test_gradients_of_the_caller_stay() -> None:
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     Laplace(model, loss, batches(X, y)).outputs(X)
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC, GGN, Hessian, EmpiricalFisher])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_curvature_of_another_loss(reduction: str, kind: Any) -> None:
+    """Its scale would be another one; one of the same loss is that of the class."""
+    model, loss, X, y = problem("mlp", reduction)
+    data = batches(X, y)
+    other = nn.CrossEntropyLoss(reduction="sum" if reduction == "mean" else "mean")
+    message = f"with reduction='{other.reduction}', but CrossEntropyLoss here .*'{reduction}'"
+    wrong, right = kind(model, other, data), kind(model, loss, data)
+    calls: tuple[Any, ...] = (wrong, lambda model, _, *given, **options: wrong)
+    for curvature in calls:
+        with pytest.raises(ValueError, match=message):
+            Influence(model, loss, data, curvature, 100.0)
+    expected = Influence(model, loss, data, kind, 100.0).scores(data[0])
+    assert_close(Influence(model, loss, data, right, 100.0).scores(data[0]), expected)
+    if not isinstance(right, SpectralOperator):
+        return
+    for curvature in calls:
+        with pytest.raises(ValueError, match=message):
+            Laplace(model, loss, data, curvature)
+    squared = nn.MSELoss(reduction=reduction)
+    with pytest.raises(ValueError, match=r"of CrossEntropyLoss, but Laplace has MSELoss"):
+        Laplace(model, squared, batches(X, torch.randn(N, 3)), right)
+
+    class Own(nn.CrossEntropyLoss):
+        """The same numbers."""
+
+    expected = Laplace(model, loss, data, kind).outputs(X)
+    # of the class, of one that inherits from it, and one that does not know
+    for same in (
+        right,
+        kind(model, Own(reduction=reduction), data),
+        SpectralOperator(right.spectrum, right.bases, right.order),
+    ):
+        assert_close(Laplace(model, loss, data, same).outputs(X), expected)
+    whole = SpectralOperator(wrong.spectrum, wrong.bases, wrong.order)  # nobody can tell
+    Laplace(model, loss, data, whole)
 
 
 def test_wrong_arguments() -> None:

@@ -64,8 +64,8 @@ class Influence(Attribution):
             train_data: Batches ``(X, y)``, in the same order in each pass.
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
                 :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
-                ``progress`` and, if it has that argument, ``use_converter``; or an operator. One
-                without an inverse
+                ``progress`` and, if it has that argument, ``use_converter``; or an operator, of
+                a loss with the same reduction. One without an inverse
                 (:class:`~backpack.linalg.GGN`) is solved with conjugate gradients. ``"identity"``:
                 inner products of gradients, without damping.
             damping: λ. Default: a tenth of the mean eigenvalue of a structured operator.
@@ -85,7 +85,8 @@ class Influence(Attribution):
         Raises:
             RuntimeError: If batches differ between passes: then samples have no numbers.
             ValueError: If a ``DataLoader`` shuffles, damping is missing or negative, the operator
-                has another size, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
+                has another size or is known to be of another reduction, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)

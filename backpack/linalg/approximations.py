@@ -85,6 +85,7 @@ class DiagonalGGN(DiagonalOperator):
         )
         ext = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
         super().__init__(_diagonal(objective, ext))
+        self.of_loss = objective.of_loss
 
 
 class DiagonalHessian(DiagonalOperator):
@@ -110,6 +111,7 @@ class DiagonalHessian(DiagonalOperator):
             model, loss_function, data, params, use_converter, progress, process_group
         )
         super().__init__(_diagonal(objective, DiagHessian()))
+        self.of_loss = objective.of_loss
 
 
 class KroneckerGGN(KroneckerOperator):
@@ -194,6 +196,7 @@ class KroneckerGGN(KroneckerOperator):
         own = objective.params
         blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
         super().__init__(blocks, ext.order(own))
+        self.of_loss = objective.of_loss
 
 
 class EKFAC(EigenOperator):
@@ -281,6 +284,7 @@ class EKFAC(EigenOperator):
             if bases[p]
         ]
         super().__init__(blocks, factors.order(params))
+        self.of_loss = objective.of_loss
 
 
 _STRATEGIES = {

@@ -106,6 +106,7 @@ class MatrixFreeOperator(LinearOperator):
         self._loss: float | None = None
         first, *_ = self._objective.params
         super().__init__(sum(p.numel() for p in self._objective.params), first.dtype, first.device)
+        self.of_loss = self._objective.of_loss
 
     @abstractmethod
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:

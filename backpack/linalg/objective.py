@@ -118,6 +118,11 @@ class Objective:
         check_is_function_of_samples(model)
 
     @property
+    def of_loss(self) -> tuple[type, str]:
+        """Class and reduction of the loss, which tell the scale of its derivatives."""
+        return type(self.loss_function), str(self.reduction)
+
+    @property
     def names(self) -> list[str]:
         """Names of the parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -236,7 +241,7 @@ def output_of(what: str, model: Module, X: Any, loss_function: Module | None = N
         ValueError: If the output is no tensor, or as for :func:`call`.
     """
     output = call(what, model, X)
-    takes_any = loss_function is not None and not is_of_torch(loss_function)
+    takes_any = loss_function is not None and torch_loss(type(loss_function)) is None
     if not isinstance(output, Tensor) and not takes_any:
         entries = f" of {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
         raise ValueError(
@@ -246,9 +251,10 @@ def output_of(what: str, model: Module, X: Any, loss_function: Module | None = N
     return output
 
 
-def is_of_torch(loss_function: Module) -> bool:
-    """Say whether a loss is one of ``torch.nn``, which take a tensor."""
-    return any(kind.__module__ == "torch.nn.modules.loss" for kind in type(loss_function).__mro__)
+def torch_loss(kind: type) -> type | None:
+    """Return the loss of ``torch.nn`` that a class is or inherits from; those take a tensor."""
+    each = (one for one in kind.__mro__ if one.__module__ == "torch.nn.modules.loss")
+    return next(each, None)
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:

@@ -187,6 +187,7 @@ class GGNSpectrum(LinearOperator):
         for p in self.params:
             ends.append(ends[-1] + p.numel())
         super().__init__(ends[-1], first.dtype, first.device)
+        self.of_loss = objective.of_loss
         spans = [slice(*ab) for ab in pairwise(ends)]
         parts = {
             p: _Part(span, FactoredGrad.of(r), FactoredGrad.of(g))
