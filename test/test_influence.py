@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from backpack import backpack, extend
 from backpack.extensions import ProjectedGrad
 from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.linalg import GGN, DiagonalGGN, EmpiricalFisher, Hessian, KroneckerGGN
+from backpack.linalg.order import SameInEachPass
 from backpack.utils.files import load_tensors, save_tensors
 
 N, Q, DAMPING = 9, 4, 0.05
@@ -872,6 +874,30 @@ def test_data_that_change_between_passes(change: str) -> None:
         TracIn(model, loss, Changing(data, later), states).scores(queries)
     tracin = TracIn(model, loss, Changing(data, later, 2), states).scores(queries)
     assert_close(tracin, TracIn(model, loss, data, states).scores(queries))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(6).reshape(3, 2) > 2,
+        torch.arange(6).reshape(3, 2),
+        torch.randn(3, 2, dtype=torch.bfloat16),
+        torch.randn(3, 2, dtype=torch.complex64),
+        torch.tensor([[0.0], [torch.nan], [torch.inf]]),
+        torch.randn(3, 2, 9000),
+        torch.randn(3, 2).T.contiguous().T,
+    ],
+    ids=["bool", "int", "half", "complex", "special", "long", "strided"],
+)
+def test_kinds_of_tensors_in_data(rows: Tensor) -> None:
+    """All kinds are the same when they are read again, and another one in another order."""
+    others = (torch.empty(0, 2), torch.tensor(3.0), torch.eye(2).to_sparse(), "text", None)
+    data = [({"x": UserDict(rows=rows)}, *others)]
+    same = SameInEachPass("Test", data)
+    assert list(same) == data and list(same) == data
+    data[0] = ({"x": UserDict(rows=rows.flip(0))}, *others)
+    with pytest.raises(RuntimeError, match=r"Test needs the same samples .* batch 0"):
+        list(same)
 
 
 class OfDict(nn.Module):
