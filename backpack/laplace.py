@@ -33,7 +33,13 @@ from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
 from backpack.linalg.ntk import output_covariances
-from backpack.linalg.objective import Objective, check_read_again, chosen_parameters
+from backpack.linalg.objective import (
+    Objective,
+    check_read_again,
+    chosen_parameters,
+    output_of,
+    torch_loss,
+)
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.by_name import ByName, by_parameter, positive
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
@@ -75,7 +81,8 @@ class Laplace:
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
                 :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
                 ``progress`` and, if it has that argument, ``use_converter``; or a structured
-                operator of the same loss (with its reduction).
+                operator of the same loss (with its reduction, which is checked where the operator
+                knows it).
             prior_precision: δ, positive: one number, one for each parameter, or a dictionary by the
                 names of parameters and modules (``""`` stands for all others).
             params: Parameters that are uncertain: ``"all"`` that are trainable, those of the
@@ -88,8 +95,9 @@ class Laplace:
                 no other process.
 
         Raises:
-            ValueError: If a number is not positive, the curvature is not structured or does not
-                fit, or as for :class:`~backpack.linalg.MatrixFreeOperator`.
+            ValueError: If a number is not positive, the curvature is not structured, does not fit
+                or is that of another loss or reduction, or as for
+                :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         check_read_again("Laplace", data)
         chosen = chosen_parameters(model, data, params)
@@ -106,6 +114,12 @@ class Laplace:
                 f"Laplace needs the curvature of {len(self.mean)} weights as a structured operator "
                 f"of {len(self.mean)} rows, got {given!r}. Give KroneckerGGN, EKFAC or "
                 "DiagonalGGN; a dense matrix is KroneckerOperator([[matrix]])."
+            )
+        known = given.of_loss and torch_loss(given.of_loss[0])  # of your own ones, nothing is known
+        if known is not None and torch_loss(type(loss_function)) not in (None, known):
+            raise ValueError(
+                f"{given!r} is the curvature of {known.__name__}, but Laplace has "
+                f"{type(loss_function).__name__}. Build both with the same loss."
             )
         self.loss, scale = self._summed_loss()
         self.curvature = SpectralOperator(scale * given.spectrum, given.bases, given.order)
@@ -143,7 +157,7 @@ class Laplace:
         objective, total, weights, count = self._objective, 0.0, 0.0, 0
         with torch.no_grad(), disable(), objective.telling():
             for X, targets in objective:
-                output = objective.model(X)
+                output = output_of("Laplace", objective.model, X)
                 self._is_one = output.dim() == 2  # prediction for each sample
                 if weight := objective.weight(output, targets):
                     loss = objective.loss_function(output, *targets)
@@ -217,16 +231,17 @@ class Laplace:
 
     # ------------------------------------------------------------------ predictions
 
-    def outputs(self, X: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(self, X: Any) -> tuple[Tensor, Tensor]:
         """Return mean ``[N, C]`` and covariance ``[N, C, C]`` of outputs linearised in the weights.
+
+        Args:
+            X: N inputs, as the model takes them: a tensor, or a tuple or dictionary of tensors.
 
         Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
         """
-        with torch.no_grad(), disable():
-            mean = self._objective.model(X).reshape(len(X), -1)
         own = self._objective
         options = self.posterior, self._use_converter
-        return mean, output_covariances(own.model, own.params, X, *options)
+        return output_covariances(own.model, own.params, X, *options)
 
     def sample_weights(self, num_samples: int, generator: Generator | None = None) -> Tensor:
         """Draw weights from the posterior, ``[S, P]``."""
@@ -234,7 +249,7 @@ class Laplace:
 
     def sample_outputs(
         self,
-        X: Tensor,
+        X: Any,
         num_samples: int,
         linearized: bool = True,
         generator: Generator | None = None,
@@ -242,7 +257,7 @@ class Laplace:
         """Draw outputs, ``[S, N, C]``.
 
         Args:
-            X: N inputs.
+            X: N inputs, as for :meth:`outputs`.
             num_samples: How many, S.
             linearized: Draw from the distribution of :meth:`outputs`, input by input. Else run the
                 model with weights that are drawn.
@@ -260,12 +275,13 @@ class Laplace:
             pieces = vector_to_parameter_list(weights, params)
             state = dict(zip(self._names, pieces, strict=True))
             with torch.no_grad(), disable():
-                found.append(functional_call(model, state, (X,)).reshape(len(X), -1))
+                output = functional_call(model, state, (X,))
+                found.append(output.reshape(len(output), -1))
         return torch.stack(found)
 
     def predict(
         self,
-        X: Tensor,
+        X: Any,
         method: Literal["probit", "monte carlo", "sampling"] = "probit",
         num_samples: int = 100,
         generator: Generator | None = None,
@@ -273,7 +289,7 @@ class Laplace:
         """Predict, averaged over the posterior.
 
         Args:
-            X: N inputs. ``[N, *in]``
+            X: N inputs, as for :meth:`outputs`.
             method: ``"probit"`` averages softmax or sigmoid over the linearised outputs, with ``f /
                 √(1 + π/8 var f)`` in the place of f (MacKay 1992), ``"monte carlo"`` over samples
                 of these, ``"sampling"`` over the model with weights that are drawn.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,22 @@ from cases import CASES, Case
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from backpack import backpack, extend
 from backpack.extensions import ProjectedGrad
 from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.linalg import GGN, DiagonalGGN, EmpiricalFisher, Hessian, KroneckerGGN
+from backpack.linalg.order import SameInEachPass
 from backpack.utils.files import load_tensors, save_tensors
 
 N, Q, DAMPING = 9, 4, 0.05
@@ -676,7 +689,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for X_now, y_now in ((X.flip(0), y.flip(0)), (X, y.flip(0)), (X[order], y[order])):
         data.data = batches(X_now, y_now)
         with pytest.raises(ValueError, match="other data"):
-            influence.scores(queries, folder=tmp_path)
+            Influence(model, loss, data, curvature, DAMPING).scores(queries, folder=tmp_path)
 
 
 def test_damping_that_is_set_later() -> None:
@@ -774,6 +787,189 @@ def test_gradients_of_the_caller_stay() -> None:
     influence.self_scores()
     ProjectedInfluence(model, loss, batches(X, y)).scores((X[N:], y[N:]))
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
+SHUFFLED: dict[str, Callable[[TensorDataset], DataLoader[Any]]] = {
+    "shuffle": lambda own: DataLoader(own, batch_size=4, shuffle=True),
+    "random": lambda own: DataLoader(own, batch_size=4, sampler=RandomSampler(own)),
+    "weighted": lambda own: DataLoader(own, sampler=WeightedRandomSampler([1.0] * N, N)),
+    "subset": lambda own: DataLoader(own, sampler=SubsetRandomSampler(range(N))),
+    "batches": lambda own: DataLoader(
+        own, batch_sampler=BatchSampler(RandomSampler(own), 4, drop_last=False)
+    ),
+    "whole batches": lambda own: DataLoader(
+        own, sampler=BatchSampler(RandomSampler(own), 4, drop_last=False), batch_size=None
+    ),
+    "processes": lambda own: DataLoader(own, sampler=DistributedSampler(own, 2, 0, shuffle=True)),
+}
+
+
+@pytest.mark.parametrize("kind", [Influence, ProjectedInfluence, TracIn])
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_shuffled_loaders(name: str, kind: Any) -> None:
+    """Samples have no number: not those of the data, nor queries."""
+    model, loss, X, y = problem("mlp")
+    given = ([model.state_dict()],) if kind is TracIn else ()
+    loader = SHUFFLED[name](TensorDataset(X[:N], y[:N]))
+    with pytest.raises(ValueError, match=r"numbers training samples .*shuffle=False"):
+        kind(model, loss, loader, *given)
+    with pytest.raises(ValueError, match=r"numbers queries .*shuffle=False"):
+        kind(model, loss, batches(X, y), *given).scores(loader)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_loaders_in_order(distributed: bool) -> None:
+    model, loss, X, y = problem("mlp")
+    own, queries = TensorDataset(X[:N], y[:N]), (X[N:], y[N:])
+    sampler = DistributedSampler(own, 1, 0, shuffle=False) if distributed else None
+    loader = DataLoader(own, batch_size=4, sampler=sampler)
+    for kind, given in ((Influence, {}), (TracIn, {"checkpoints": [model.state_dict()]})):
+        expected = kind(model, loss, [(X[:N], y[:N])], **given).scores(queries)
+        assert_close(kind(model, loss, loader, **given).scores(queries), expected)
+
+
+class Changing:
+    """Batches of one kind in the first passes, of another one from then on."""
+
+    def __init__(self, first: list[Any], later: list[Any], passes: int = 1):
+        self.first, self.later, self.passes = first, later, passes
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes -= 1
+        return iter(self.first if self.passes >= 0 else self.later)
+
+
+@pytest.mark.parametrize("change", ["order", "rows", "inputs", "fewer", "more", "dict"])
+def test_data_that_change_between_passes(change: str) -> None:
+    """Samples in another order are an error, not noise; any pass is compared with the first."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    order = [1, 0, *range(2, N)]
+    inputs = X.clone()
+    inputs[0] = inputs[0] + 0.01
+    later = {
+        "order": data[::-1],
+        "rows": batches(X[order], y[order]),
+        "inputs": batches(inputs, y),
+        "fewer": data[:-1],
+        "more": [*data, data[0]],
+        "dict": [({"x": x}, y) for x, y in batches(X[order], y)],
+    }[change]
+    if change == "dict":
+        data = [({"x": x}, y) for x, y in data]  # type: ignore[misc]
+        model = OfDict(model)
+    queries = data[0]
+    message = "same order in each pass .*shuffle=False"
+    with pytest.raises(RuntimeError, match=message):
+        Influence(model, loss, Changing(data, later)).self_scores()
+    influence = Influence(model, loss, Changing(data, later, 2))
+    expected = Influence(model, loss, data)
+    assert_close(influence.scores(queries), expected.scores(queries))
+    with pytest.raises(RuntimeError, match=message):
+        influence.top(2, queries)
+    with pytest.raises(RuntimeError, match=message):
+        Influence(model, loss, Changing(data, later), GGN, DAMPING).scores(queries)
+    states = [model.state_dict()] * 2
+    with pytest.raises(RuntimeError, match=message):
+        TracIn(model, loss, Changing(data, later), states).scores(queries)
+    tracin = TracIn(model, loss, Changing(data, later, 2), states).scores(queries)
+    assert_close(tracin, TracIn(model, loss, data, states).scores(queries))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(6).reshape(3, 2) > 2,
+        torch.arange(6).reshape(3, 2),
+        torch.randn(3, 2, dtype=torch.bfloat16),
+        torch.randn(3, 2, dtype=torch.complex64),
+        torch.tensor([[0.0], [torch.nan], [torch.inf]]),
+        torch.randn(3, 2, 9000),
+        torch.randn(3, 2).T.contiguous().T,
+    ],
+    ids=["bool", "int", "half", "complex", "special", "long", "strided"],
+)
+def test_kinds_of_tensors_in_data(rows: Tensor) -> None:
+    """All kinds are the same when they are read again, and another one in another order."""
+    others = (torch.empty(0, 2), torch.tensor(3.0), torch.eye(2).to_sparse(), "text", None)
+    data = [({"x": UserDict(rows=rows)}, *others)]
+    same = SameInEachPass("Test", data)
+    assert list(same) == data and list(same) == data
+    data[0] = ({"x": UserDict(rows=rows.flip(0))}, *others)
+    with pytest.raises(RuntimeError, match=r"Test needs the same samples .* batch 0"):
+        list(same)
+
+
+class OfDict(nn.Module):
+    """A model of a dictionary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model(inputs["x"])
+
+
+def test_what_data_can_do_stays() -> None:
+    """A curvature of one's own gets what the data are: a length, entries and attributes."""
+    model, loss, X, y = problem("mlp")
+    data = batches(X, y)
+    seen: list[Any] = []
+
+    def curvature(model: Any, loss: Any, own: Any, params: Any, progress: bool) -> Any:
+        seen.extend([len(own), own[0], len(copy.deepcopy(own))])
+        return KroneckerGGN(model, loss, own, params, progress=progress)
+
+    Influence(model, loss, data, curvature)
+    assert seen == [len(data), data[0], len(data)]
+    own = TensorDataset(X[:N], y[:N])
+
+    def of_loader(model: Any, loss: Any, loader: Any, **options: Any) -> Any:
+        seen.append(loader.dataset)
+        return KroneckerGGN(model, loss, loader, **options)
+
+    Influence(model, loss, DataLoader(own), of_loader)
+    assert seen[-1] is own
+
+
+def test_loader_of_a_stream() -> None:
+    """A ``DataLoader`` that knows no length: the bar has none either."""
+    model, loss, X, y = problem("mlp")
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from zip(X[:N], y[:N], strict=True)
+
+    loader = DataLoader(Stream(), batch_size=4)
+    assert_close(
+        Influence(model, loss, loader).self_scores(),
+        Influence(model, loss, batches(X, y)).self_scores(),
+    )
+
+
+def test_inputs_that_are_tuples() -> None:
+    """One batch of queries whose input is a tuple, or several."""
+
+    class OfTuple(OfDict):
+        def forward(self, inputs: Any) -> Tensor:
+            return self.model(inputs[0] * inputs[1])
+
+    model, loss, X, y = problem("mlp")
+    data = [((x / 2, torch.full((len(x), 1), 2.0)), labels) for x, labels in batches(X, y)]
+    influence = Influence(OfTuple(model), loss, data)
+    expected = Influence(model, loss, batches(X, y))
+    for queries, same in ((data[0], batches(X, y)[0]), (data, batches(X, y))):
+        assert_close(influence.scores(queries), expected.scores(same))
+    assert_close(influence.self_scores(), expected.self_scores())
+
+
+def test_queries_that_can_be_read_once() -> None:
+    """Checkpoints share them."""
+    model, loss, X, y = problem("mlp")
+    tracin = TracIn(model, loss, batches(X, y), [model.state_dict()] * 2)
+    queries = batches(X, y)
+    assert_close(tracin.scores(iter(queries)), tracin.scores(queries))
 
 
 def test_wrong_arguments() -> None:

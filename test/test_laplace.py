@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from math import pi
 from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Generator, Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.distributions import MultivariateNormal
@@ -16,7 +18,17 @@ from torch.testing import assert_close
 
 from backpack.influence import Influence
 from backpack.laplace import Laplace
-from backpack.linalg import EKFAC, GGN, DiagonalGGN, KroneckerGGN, KroneckerOperator
+from backpack.linalg import (
+    EKFAC,
+    GGN,
+    DiagonalGGN,
+    EmpiricalFisher,
+    Hessian,
+    KroneckerGGN,
+    KroneckerOperator,
+    ntk,
+)
+from backpack.linalg.structured import SpectralOperator
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 
 N = 9
@@ -316,6 +328,85 @@ def test_last_layer() -> None:
     assert drawn.shape == (5, N, 3)
 
 
+class OfTensors(nn.Module):
+    """A model of a tuple or dictionary: two tensors, of which the second scales the first."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body = kind, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, inputs: Any) -> Tensor:
+        if self.kind == "tensor":
+            return self.body(inputs)
+        first, second = inputs if self.kind == "tuple" else (inputs["x"], inputs["more"]["scale"])
+        return self.body(first * second)
+
+
+def inputs_as(kind: str, X: Tensor) -> Any:
+    """Samples whose product is X; a dictionary has something that belongs to no sample, too."""
+    scale = torch.arange(1.0, len(X) + 1).unsqueeze(1)
+    if kind == "tensor":
+        return X
+    if kind == "tuple":
+        return X / scale, scale
+    inputs = {"x": X / scale, "more": {"scale": scale, "shared": torch.ones(1, 7)}, "name": "x"}
+    return UserDict(inputs) if kind == "user" else inputs
+
+
+@pytest.mark.parametrize("entries", [None, 1, 400])
+@pytest.mark.parametrize("params", ["all", "last", "some"])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "user"])
+def test_inputs_that_are_no_tensor(
+    kind: str, params: Any, entries: int | None, monkeypatch: MonkeyPatch
+) -> None:
+    """All methods predict what they do for a model of a tensor, whole or sample by sample."""
+    if entries is not None:
+        monkeypatch.setattr(ntk, "BLOCK_ENTRIES", entries)
+    X, y, new = torch.randn(N, 3), torch.randint(3, (N,)), torch.randn(5, 3)
+    found = []
+    state: Any = OfTensors("tensor").state_dict()
+    for each in ("tensor", kind):
+        model = OfTensors(each)
+        model.load_state_dict(state)
+        data = [(inputs_as(each, x), labels) for x, labels in batches(X, y)]
+        chosen = list(model.body[0].parameters()) if params == "some" else params
+        laplace = Laplace(model, nn.CrossEntropyLoss(), data, params=chosen, prior_precision=0.5)
+        given = inputs_as(each, new)
+        drawn = [
+            laplace.sample_outputs(given, 3, linearized, Generator().manual_seed(0))
+            for linearized in (True, False)
+        ]
+        predicted = [laplace.predict(given)] + [
+            laplace.predict(given, method, 3, Generator().manual_seed(0))
+            for method in ("monte carlo", "sampling")
+        ]
+        found.append([*laplace.outputs(given), *drawn, *predicted])
+        assert [list(x.shape) for x in found[-1][:2]] == [[5, 3], [5, 3, 3]]
+    assert_close(found[1], found[0])
+    if params == "all":
+        J = dense_jacobian(model.body, new)
+        assert_close(found[1][1], J @ laplace.posterior.to_dense() @ J.mT)
+
+
+def test_samples_that_cannot_be_split(monkeypatch: MonkeyPatch) -> None:
+    """More than fit at once, in something that is no tensor."""
+
+    class OfNumbers(nn.Linear):
+        def forward(self, inputs: Any) -> Tensor:
+            return super().forward(torch.tensor(inputs["x"]) * inputs["scale"])
+
+    X = torch.randn(4, 3)
+    data = [({"x": X.tolist(), "scale": torch.ones(4, 1)}, torch.randint(3, (4,)))]
+    model = OfNumbers(3, 3)
+    laplace = Laplace(model, nn.CrossEntropyLoss(), data)
+    of_weight = torch.stack([torch.block_diag(x, x, x) for x in X])
+    J = torch.cat([of_weight, torch.eye(3).expand(4, 3, 3)], 2)
+    assert_close(laplace.outputs(data[0][0])[1], J @ laplace.posterior.to_dense() @ J.mT)
+    monkeypatch.setattr(ntk, "BLOCK_ENTRIES", 1)
+    with pytest.raises(ValueError, match=r"4 outputs for the 1 samples .* first axis.* at most"):
+        laplace.outputs(data[0][0])
+
+
 def test_uncertainty_grows_away_from_data() -> None:
     model, loss, X, y = problem("mlp")
     laplace = Laplace(model, loss, batches(X, y))
@@ -330,6 +421,45 @@ def test_gradients_of_the_caller_stay() -> None:
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     Laplace(model, loss, batches(X, y)).outputs(X)
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC, GGN, Hessian, EmpiricalFisher])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_curvature_of_another_loss(reduction: str, kind: Any) -> None:
+    """Its scale would be another one; one of the same loss is that of the class."""
+    model, loss, X, y = problem("mlp", reduction)
+    data = batches(X, y)
+    other = nn.CrossEntropyLoss(reduction="sum" if reduction == "mean" else "mean")
+    message = f"with reduction='{other.reduction}', but CrossEntropyLoss here .*'{reduction}'"
+    wrong, right = kind(model, other, data), kind(model, loss, data)
+    calls: tuple[Any, ...] = (wrong, lambda model, _, *given, **options: wrong)
+    for curvature in calls:
+        with pytest.raises(ValueError, match=message):
+            Influence(model, loss, data, curvature, 100.0)
+    expected = Influence(model, loss, data, kind, 100.0).scores(data[0])
+    assert_close(Influence(model, loss, data, right, 100.0).scores(data[0]), expected)
+    if not isinstance(right, SpectralOperator):
+        return
+    for curvature in calls:
+        with pytest.raises(ValueError, match=message):
+            Laplace(model, loss, data, curvature)
+    squared = nn.MSELoss(reduction=reduction)
+    with pytest.raises(ValueError, match=r"of CrossEntropyLoss, but Laplace has MSELoss"):
+        Laplace(model, squared, batches(X, torch.randn(N, 3)), right)
+
+    class Own(nn.CrossEntropyLoss):
+        """The same numbers."""
+
+    expected = Laplace(model, loss, data, kind).outputs(X)
+    # of the class, of one that inherits from it, and one that does not know
+    for same in (
+        right,
+        kind(model, Own(reduction=reduction), data),
+        SpectralOperator(right.spectrum, right.bases, right.order),
+    ):
+        assert_close(Laplace(model, loss, data, same).outputs(X), expected)
+    whole = SpectralOperator(wrong.spectrum, wrong.bases, wrong.order)  # nobody can tell
+    Laplace(model, loss, data, whole)
 
 
 def test_wrong_arguments() -> None:

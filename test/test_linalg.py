@@ -22,8 +22,10 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.laplace import Laplace
 from backpack.linalg import (
+    EKFAC,
     GGN,
     NTK,
     DiagonalGGN,
@@ -31,6 +33,7 @@ from backpack.linalg import (
     DiagonalOperator,
     EmpiricalFisher,
     FisherMC,
+    GGNSpectrum,
     Hessian,
     Jacobian,
     KroneckerGGN,
@@ -1067,6 +1070,69 @@ def test_model_with_several_outputs() -> None:
     two.forward = lambda x: (problem.model(x), x)  # type: ignore
     with pytest.raises(ValueError, match="returns a tensor, got tuple"):
         build(GGN, problem._replace(model=two)).to_dense()
+    own = OfPair()  # which may be what such a model is for
+    found = build(Hessian, problem._replace(model=two, loss_function=own)).to_dense()
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    assert_close(found, build(Hessian, problem._replace(loss_function=summed)).to_dense())
+
+
+class OfPair(nn.Module):
+    """A loss of two outputs."""
+
+    reduction = "sum"
+
+    def forward(self, outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs[0], y, reduction="sum")
+
+
+class Named(nn.Module):
+    """Takes its inputs by name, and returns a dictionary, as models of transformers do."""
+
+    def __init__(self, body: nn.Module, wrapped: str = "") -> None:
+        super().__init__()
+        self.body, self.wrapped = body, wrapped
+
+    def forward(self, x: Any = None) -> Any:
+        if self.wrapped == "input":
+            x = x["x"]
+        output = self.body(x.flatten(1))
+        return {"logits": output, "loss": None}
+
+
+USES: dict[str, Callable[..., Any]] = {
+    **{
+        kind.__name__: lambda *a, kind=kind: kind(*a).to_dense()
+        for kind in (GGN, Hessian, EmpiricalFisher, FisherMC, KroneckerGGN, DiagonalGGN, EKFAC)
+    },
+    "Jacobian": lambda model, loss, data: Jacobian(model, data),
+    "GGNSpectrum": lambda model, loss, data: GGNSpectrum(model, loss, data[0]),
+    "NTK": lambda model, loss, data: NTK(model, data[0][0]),
+    "Laplace": Laplace,
+    "Laplace of the GGN": lambda *a: Laplace(*a, KroneckerOperator([[torch.eye(31)]])),
+    "Laplace of the last": lambda *a: Laplace(*a, params="last"),
+    "Influence": Influence,
+    "identity": lambda *a: Influence(*a, "identity").self_scores(),
+    "TracIn": lambda model, loss, data: TracIn(model, loss, data, [model.state_dict()]).scores(
+        data
+    ),
+    "ProjectedInfluence": ProjectedInfluence,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_models_of_names(name: str) -> None:
+    """One error for an output that is no tensor, one for a dictionary that is no input."""
+    problem = PROBLEMS["mlp"]()
+    model, loss, data = problem.model, problem.loss_function, problem.data
+    with pytest.raises(ValueError, match=r"returns a tensor, got dict of 'logits', 'loss'. Wrap"):
+        USES[name](Named(model), loss, data)
+    named = [({"x": X}, y) for X, y in data]
+    with pytest.raises(ValueError, match=r"returns a tensor, got dict of 'logits', 'loss'. Wrap"):
+        USES[name](Named(model, "input"), loss, named)
+    with pytest.raises(ValueError, match=r"with the dict .*'flatten'.*model\(\*\*X\)"):
+        USES[name](Named(model), loss, named)
+    with pytest.raises(ValueError, match=r"with the tuple .*model\(\*X\)"):
+        USES[name](Named(model), loss, [((X, X), y) for X, y in data])
 
 
 def test_wrong_structure() -> None:

@@ -18,7 +18,8 @@ from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, call, check_read_again, output_of
+from backpack.linalg.order import SameInEachPass, check_not_shuffled
 
 By = Literal["model", "module", "parameter"]
 # Of the loss of a query, in the place of the loss function: a sum over the queries.
@@ -40,9 +41,12 @@ class Attribution:
         process_group: ProcessGroupChoice,
     ):
         """Store what is given."""
-        check_read_again(type(self).__name__, train_data)
+        name = type(self).__name__
+        check_read_again(name, train_data)
+        check_not_shuffled(f"{name} numbers training samples", train_data)
         options = (params, progress, process_group)
-        self._objective = Objective(model, loss_function, train_data, *options)
+        data = SameInEachPass(name, train_data)
+        self._objective = Objective(model, loss_function, data, *options)
         self._measure = measure
         self._use_converter = use_converter
         self.names = self._objective.names
@@ -164,7 +168,7 @@ class Attribution:
         self, ext: FirstOrderBackpropExtension, X: Any, targets: Sequence[Any], is_query: bool
     ) -> tuple[float, list[Any]]:
         """Return a batch's weight, and for each parameter what an extension makes of ``∇ℓ_n``."""
-        objective = self._objective
+        objective, name = self._objective, type(self).__name__
         ext.savefield = "_backpack_influence"
         with (
             extended(objective.model, self._use_converter or "record") as model,
@@ -174,10 +178,11 @@ class Attribution:
         ):
             try:
                 with backpack(ext, gradients=False):
-                    output = model(X)
                     if is_query and self._measure is not None:
+                        output = call(name, model, X)
                         weight, loss = 1.0, self._measure(output, *targets)
                     else:
+                        output = output_of(name, model, X, loss_function)
                         weight = objective.weight(output, targets)
                         loss = loss_function(output, *targets)
                         # a sum of the terms; if no target counts, of nothing
@@ -209,8 +214,11 @@ class Attribution:
 
     def _read(self, queries: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         """Yield the batches of queries, on the device of the parameters."""
-        is_one = isinstance(queries, tuple) and not isinstance(queries[0], (tuple, list))
+        is_one = isinstance(queries, tuple) and not all(
+            isinstance(batch, (tuple, list)) for batch in queries
+        )
         batches = [queries] if is_one else queries
+        check_not_shuffled(f"{type(self).__name__} numbers queries", batches)
         own = self._objective
         yield from Objective(own.model, own.loss_function, batches, own.params, False, None)
 

@@ -64,8 +64,8 @@ class Influence(Attribution):
             train_data: Batches ``(X, y)``, in the same order in each pass.
             curvature: A class such as :class:`~backpack.linalg.KroneckerGGN` or
                 :class:`~backpack.linalg.DiagonalGGN`, called with model, loss, data, ``params``,
-                ``progress`` and, if it has that argument, ``use_converter``; or an operator. One
-                without an inverse
+                ``progress`` and, if it has that argument, ``use_converter``; or an operator, of
+                a loss with the same reduction. One without an inverse
                 (:class:`~backpack.linalg.GGN`) is solved with conjugate gradients. ``"identity"``:
                 inner products of gradients, without damping.
             damping: λ. Default: a tenth of the mean eigenvalue of a structured operator.
@@ -83,7 +83,9 @@ class Influence(Attribution):
                 results are those of all data, the same on all.
 
         Raises:
-            ValueError: If damping is missing or negative, the operator has another size, or as for
+            RuntimeError: If batches differ between passes: then samples have no numbers.
+            ValueError: If a ``DataLoader`` shuffles, damping is missing or negative, the operator
+                has another size or is known to be of another reduction, or as for
                 :class:`~backpack.linalg.MatrixFreeOperator`.
         """
         options = (params, measure, use_converter, progress, process_group)
@@ -96,7 +98,7 @@ class Influence(Attribution):
         if isinstance(curvature, LinearOperator) or curvature != "identity":
             inner, choice = self._objective.model, self._objective.process_group
             how = (own, use_converter, progress, choice)
-            self.curvature = built(curvature, inner, loss_function, train_data, *how)
+            self.curvature = built(curvature, inner, loss_function, self._objective.data, *how)
         size = sum(p.numel() for p in own)
         if self.curvature is not None and self.curvature.shape != (size, size):
             raise ValueError(

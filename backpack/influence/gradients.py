@@ -16,6 +16,7 @@ from backpack.extensions import ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure
 from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter
+from backpack.linalg.order import check_not_shuffled
 
 
 class TracIn(Attribution):
@@ -58,7 +59,8 @@ class TracIn(Attribution):
             process_group: The same.
 
         Raises:
-            ValueError: If there is no checkpoint, or not one learning rate for each.
+            ValueError: If a ``DataLoader`` shuffles, there is no checkpoint, or not one learning
+                rate for each.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)
@@ -77,6 +79,9 @@ class TracIn(Attribution):
     def _each_batch(
         self, queries: Any, folder: str | Path | None
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        if not isinstance(queries, (tuple, list)):
+            check_not_shuffled("TracIn numbers queries", queries)
+            queries = list(queries)  # read for each checkpoint: the same ones
         totals: list[tuple[float, dict[str, Tensor]]] = []
         for c, (checkpoint, rate) in enumerate(zip(self._checkpoints, self._rates, strict=True)):
             with self._at(checkpoint):
@@ -164,7 +169,7 @@ class ProjectedInfluence(Attribution):
         Args:
             model: The trained model.
             loss_function: The loss, called as ``loss_function(model(X), y)``.
-            train_data: Batches ``(X, y)``.
+            train_data: Batches ``(X, y)``, not shuffled: samples are known by their place.
             projection: Along which directions. Default: ``ProjectedGrad(256)``.
             damping: λ, positive.
             params: Parameters to look at. Default: the trainable ones of the model.
@@ -174,7 +179,7 @@ class ProjectedInfluence(Attribution):
             process_group: The same.
 
         Raises:
-            ValueError: If the damping is not positive.
+            ValueError: If a ``DataLoader`` shuffles, or the damping is not positive.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)

@@ -8,25 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from backpack.linalg.order import signature
+from backpack.utils.batches import tensors_of
 from backpack.utils.files import load_tensors, save_tensors
-
-
-def _signature(rows: Tensor) -> Tensor:
-    """Return what tells rows from others: size, length, and a projection of what it is divided by.
-
-    Args:
-        rows: ``[R, P]``
-
-    Returns:
-        ``[R, 3]``
-    """
-    wide = rows.double().cpu()
-    direction = torch.randn(wide.shape[1], generator=torch.Generator().manual_seed(0)).double()
-    norms = wide.norm(dim=1)
-    projected = wide @ direction / norms.clamp(min=1e-300)
-    return torch.stack([torch.full_like(norms, wide.shape[1]), norms, projected], 1)
 
 
 class Shards:
@@ -41,7 +26,7 @@ class Shards:
     def __init__(self, folder: str | Path | None, queries: Tensor, options: str):
         """Look at the queries; read and write nothing."""
         self.folder = None if folder is None else Path(folder)
-        self.signature, self.options = _signature(queries.detach().flatten(1)), options
+        self.signature, self.options = signature(queries.detach().flatten(1)), options
         self.number, self.device = 0, queries.device
 
     def _path(self) -> Path | None:
@@ -49,8 +34,7 @@ class Shards:
 
     @staticmethod
     def _sign(data: Any) -> Tensor:
-        leaves = [x for x in tree_leaves(data) if isinstance(x, Tensor)]
-        return torch.cat([_signature(x.detach().reshape(1, -1)) for x in leaves])
+        return torch.cat([signature(x.detach().reshape(1, -1)) for x in tensors_of(data)])
 
     def read(self, *data: Any) -> tuple[float, dict[str, Tensor]] | None:
         """Return the results of the next batch, if they are there."""

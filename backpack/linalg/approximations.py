@@ -31,7 +31,7 @@ from backpack.extensions.secondorder.hbp import (
     strategies,
 )
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, check_read_again, output_of
 from backpack.linalg.passes import values_of
 from backpack.linalg.structured import (
     DiagonalOperator,
@@ -85,6 +85,7 @@ class DiagonalGGN(DiagonalOperator):
         )
         ext = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
         super().__init__(_diagonal(objective, ext))
+        self.of_loss = objective.of_loss
 
 
 class DiagonalHessian(DiagonalOperator):
@@ -110,6 +111,7 @@ class DiagonalHessian(DiagonalOperator):
             model, loss_function, data, params, use_converter, progress, process_group
         )
         super().__init__(_diagonal(objective, DiagHessian()))
+        self.of_loss = objective.of_loss
 
 
 class KroneckerGGN(KroneckerOperator):
@@ -194,6 +196,7 @@ class KroneckerGGN(KroneckerOperator):
         own = objective.params
         blocks = [ext.factors(p, sums, norm) for p, sums in zip(own, totals, strict=True) if sums]
         super().__init__(blocks, ext.order(own))
+        self.of_loss = objective.of_loss
 
 
 class EKFAC(EigenOperator):
@@ -281,6 +284,7 @@ class EKFAC(EigenOperator):
             if bases[p]
         ]
         super().__init__(blocks, factors.order(params))
+        self.of_loss = objective.of_loss
 
 
 _STRATEGIES = {
@@ -456,7 +460,7 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
     ):
         for X, targets in objective:
             with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
-                output = model(X)
+                output = output_of("The curvature", model, X, objective.loss_function)
                 loss = loss_of(output, *targets)
                 weight = objective.weight(output, targets)
                 if weight == 0 and (totals or objective.group is None):  # no target counts

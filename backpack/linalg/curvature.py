@@ -21,8 +21,9 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, check_read_again, output_of
 from backpack.linalg.operators import LinearOperator
+from backpack.linalg.order import SeenBatches
 
 # Maps several vectors at once, [V, *shape] for each parameter (or for the output).
 Product = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -105,6 +106,7 @@ class MatrixFreeOperator(LinearOperator):
         self._loss: float | None = None
         first, *_ = self._objective.params
         super().__init__(sum(p.numel() for p in self._objective.params), first.dtype, first.device)
+        self.of_loss = self._objective.of_loss
 
     @abstractmethod
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
@@ -162,7 +164,7 @@ class Hessian(MatrixFreeOperator):
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
         objective = self._objective
         with disable():
-            output = objective.model(X)
+            output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
         gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
 
@@ -188,12 +190,7 @@ class JacobianOperator(MatrixFreeOperator):
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
         objective = self._objective
         with disable():
-            output = objective.model(X)
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{type(self).__name__} needs a model that returns a tensor, got "
-                f"{type(output).__name__}. Wrap the model in a module that picks one."
-            )
+            output = output_of(type(self).__name__, objective.model, X)
         weight = objective.weight(output, targets)
         loss, curvature = self._at_output(output.detach().requires_grad_(), targets, weight)
         # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
@@ -329,7 +326,7 @@ class FisherMC(JacobianOperator):
             model, loss_function, data, params, progress, vectors_at_once, process_group
         )
         self._mc_samples, self._seed = mc_samples, seed
-        self._losses: list[float] = []  # of each batch in the first pass
+        self._seen = SeenBatches()  # the loss of each
         self._number = 0
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -358,14 +355,11 @@ class FisherMC(JacobianOperator):
 
     def _check_order(self, loss: float) -> None:
         """Refuse other batches: their targets would be others."""
-        if self._number == len(self._losses):
-            self._losses.append(loss)
-        eps = torch.finfo(self.dtype).eps
-        known = self._losses[self._number]
-        if not isclose(loss, known, rel_tol=eps**0.5, abs_tol=10 * eps):
+        eps, value = torch.finfo(self.dtype).eps, torch.tensor(loss, dtype=torch.float64)
+        if not self._seen.is_same(self._number, None, value, eps**0.5, 10 * eps):
             raise RuntimeError(
-                f"{self!r} is not one matrix: batch {self._number} had the loss {known:g} in an "
-                f"earlier product, and has {loss:g} now. Targets are drawn batch by batch: pass "
-                "the data in the same order each time (shuffle=False), and build a new operator if "
-                "parameters have changed."
+                f"{self!r} is not one matrix: batch {self._number} has another loss than in the "
+                f"first product, {loss:g}. Targets are drawn batch by batch: pass the data in the "
+                "same order each time (shuffle=False), and build a new operator if parameters have "
+                "changed."
             )

@@ -61,7 +61,9 @@ def built(
     progress: bool,
     process_group: Any,
 ) -> Any:
-    """Build an operator of a class; those that do not extend the model need no converter.
+    """Build an operator of a class, or take one of a loss with the same reduction.
+
+    Classes that do not extend the model need no converter.
 
     Args:
         curvature: A class, or an operator, which is returned.
@@ -75,9 +77,11 @@ def built(
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it does not sum over processes, and there are several.
+        ValueError: If it is of another reduction, where it knows that, or does not sum over
+            processes, and there are several.
     """
     if isinstance(curvature, LinearOperator):
+        check_same_scale(curvature, loss_function)
         return curvature
     if not callable(curvature):
         raise TypeError(
@@ -93,7 +97,25 @@ def built(
             f"{curvature!r} does not take a process_group, so that it would be the curvature of "
             "the data of one process. Give an operator that sums over the processes."
         )
-    return curvature(model, loss_function, data, params=params, progress=progress, **options)
+    made = curvature(model, loss_function, data, params=params, progress=progress, **options)
+    check_same_scale(made, loss_function)
+    return made
+
+
+def check_same_scale(curvature: Any, loss_function: Module) -> None:
+    """Refuse an operator that is known to be of a loss with another reduction.
+
+    Raises:
+        ValueError: If it is.
+    """
+    known = getattr(curvature, "of_loss", None)
+    own = getattr(loss_function, "reduction", None)
+    if known is not None and known[1] != own:
+        raise ValueError(
+            f"{curvature!r} is the curvature of a loss with reduction={known[1]!r}, but "
+            f"{type(loss_function).__name__} here has reduction={own!r}: the scale would be wrong. "
+            "Build both with the same loss."
+        )
 
 
 def _is_ours(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import isclose
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch.nn import Module, Parameter
 from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
-from backpack.linalg.objective import Objective, check_read_again
+from backpack.linalg.objective import Objective, check_read_again, output_of
 from backpack.linalg.operators import LinearOperator
+from backpack.linalg.order import SeenBatches
 
 
 class _NoLoss(Module):
@@ -79,37 +79,34 @@ class Jacobian(LinearOperator):
         check_read_again(type(self).__name__, data)
         self._objective = Objective(model, _NoLoss(), _Inputs(data), params, progress)
         self._vectors_at_once = vectors_at_once
-        self._seen: list[tuple[int, float]] = []  # of each batch: entries and norm of the output
-        with torch.no_grad(), disable():
-            self._seen = [self._sign(self._output(X)) for X, _ in self._objective]
+        self._seen = SeenBatches()  # entries and norm of the output
         first, *_ = self._objective.params
-        rows = sum(count for count, _ in self._seen)
+        rows = batches = 0
+        with torch.no_grad(), disable():
+            for batches, (X, _) in enumerate(self._objective, 1):
+                output = self._output(X)
+                self._is_same(batches - 1, output, first.dtype)
+                rows += output.numel()
+        self._seen.is_end(batches)
         columns = sum(p.numel() for p in self._objective.params)
         super().__init__((rows, columns), first.dtype, first.device)
 
     def _output(self, X: Any) -> Tensor:
-        output = self._objective.model(X)
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{type(self).__name__} needs a model that returns a tensor, got "
-                f"{type(output).__name__}. Wrap the model in a module that picks one."
-            )
-        return output
+        return output_of(type(self).__name__, self._objective.model, X)
 
-    @staticmethod
-    def _sign(output: Tensor) -> tuple[int, float]:
-        return output.numel(), float(output.detach().norm())
+    def _is_same(self, number: int, output: Tensor, dtype: torch.dtype) -> bool:
+        eps, norm = torch.finfo(dtype).eps, output.detach().norm().cpu().double()
+        return self._seen.is_same(number, output.numel(), norm, eps**0.5, 10 * eps)
 
     def _outputs(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the rows and the output of each batch."""
-        start, eps = 0, torch.finfo(self.dtype).eps
+        start = 0
         with torch.inference_mode(False), torch.enable_grad(), backpack(), math_attention():
             for i, (X, _) in enumerate(self._objective):
                 with disable():
                     output = self._output(X)
-                count, norm = self._sign(output)
-                known, before = self._seen[i] if i < len(self._seen) else (0, 0.0)
-                if known != count or not isclose(norm, before, rel_tol=eps**0.5, abs_tol=10 * eps):
+                count = output.numel()
+                if not self._is_same(i, output, self.dtype):
                     raise RuntimeError(
                         f"{self!r} is not one matrix: batch {i} has other outputs than when it was "
                         "built. Pass the data in the same order each time (shuffle=False), call "

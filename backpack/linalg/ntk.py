@@ -13,7 +13,9 @@ from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
+from backpack.linalg.objective import output_of
 from backpack.linalg.operators import LinearOperator
+from backpack.utils.batches import samples_of
 
 BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
 
@@ -82,41 +84,47 @@ class NTK:
 def output_covariances(
     model: Module,
     params: Sequence[Parameter],
-    X: Tensor,
+    X: Any,
     covariance: LinearOperator,
     use_converter: UseConverter = False,
-) -> Tensor:
-    """Return ``J_n Σ J_nᵀ``: the covariance of outputs that are linearised in the parameters.
+) -> tuple[Tensor, Tensor]:
+    """Return outputs, and ``J_n Σ J_nᵀ``: their covariance if linearised in the parameters.
 
     Args:
         model: ``[N, *in] -> [N, *out]`` with C entries for each sample. It is left as it was.
         params: Parameters.
-        X: N samples.
+        X: N samples: a tensor, or a tuple or dictionary of tensors.
         covariance: Σ, ``[P, P]``.
         use_converter: As for :class:`NTK`.
 
     Returns:
-        ``[N, C, C]``
+        ``[N, C]`` and ``[N, C, C]``
 
     Raises:
-        ValueError: If the output does not depend on one of the parameters.
+        ValueError: If the output does not depend on one of the parameters, or samples of a large
+            input that is no tensor cannot be told apart.
     """
     with torch.no_grad(), disable():
-        num_outputs = model(X[:1]).numel()
+        mean = output_of("The covariance of outputs", model, X)
+    mean = mean.reshape(len(mean), -1)
+    count, num_outputs = mean.shape
     step = max(1, BLOCK_ENTRIES // (num_outputs * covariance.shape[0]))
     found = []
     with extended(model, use_converter or "record") as ready:
-        for rows in X.split(step):
-            jacobian = factored_jacobian(ready, params, rows)
+        for start in range(0, count, step):
+            some = slice(start, min(start + step, count))
+            # all at once as they are: what has as many rows as samples may be something else
+            rows = X if step >= count else samples_of(X, count, some)
+            jacobian = factored_jacobian(ready, params, rows, some.stop - some.start)
             each = [torch.cat([g.dense().reshape(len(g), -1) for g in f], 1) for f in jacobian]
             J = torch.stack(each, 1)  # [n, C, P]
             turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
             found.append(J @ turned.mT)
-    return torch.cat(found)
+    return mean, torch.cat(found)
 
 
 def factored_jacobian(
-    model: Module, params: Sequence[Parameter], X: Any
+    model: Module, params: Sequence[Parameter], X: Any, count: int | None = None
 ) -> list[list[FactoredGrad]]:
     """Return the gradients of each output, for each parameter; nothing is left at these.
 
@@ -124,16 +132,22 @@ def factored_jacobian(
         model: An extended model, ``[N, *in] -> [N, *out]``.
         params: Parameters.
         X: N samples.
+        count: How many there should be, if they were picked from more.
 
     Raises:
-        ValueError: If the output does not depend on one of them.
+        ValueError: If the output does not depend on one of them, or has other samples.
     """
     found = []
     ext = BatchGrad(factored=True)
     ext.savefield = "_backpack_linalg"
     with torch.inference_mode(False), torch.enable_grad():
-        output = model(X)
+        output = output_of("The Jacobian", model, X)
         outputs = output.reshape(len(output), -1).unbind(1)
+    if count is not None and len(output) != count:
+        raise ValueError(
+            f"The model has {len(output)} outputs for the {count} samples that fit at once: tensors"
+            " of the input need the samples along their first axis. Give at most so many samples."
+        )
     for output in outputs:
         with (
             torch.inference_mode(False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
+from backpack.utils.batches import map_tensors
 from backpack.utils.progress import with_bar
 
 ONE_PROCESS = "one"
@@ -123,6 +123,11 @@ class Objective:
         check_is_function_of_samples(model)
 
     @property
+    def of_loss(self) -> tuple[type, str]:
+        """Class and reduction of the loss, which tell the scale of its derivatives."""
+        return type(self.loss_function), str(self.reduction)
+
+    @property
     def names(self) -> list[str]:
         """Names of the parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -138,9 +143,7 @@ class Objective:
                     f"Each batch of the data must be a tuple (X, y), got {type(batch).__name__}. "
                     "A single batch is data=[(X, y)]."
                 )
-            X, *targets = tree_map(
-                lambda x: x.to(device) if isinstance(x, Tensor) else x, tuple(batch)
-            )
+            X, *targets = map_tensors(lambda x: x.to(device), tuple(batch))
             yield X, targets
             is_empty = False
         if is_empty:
@@ -213,6 +216,59 @@ def _named(given: object) -> str:
     return f"{given!r}" if name is None else f"the {kind} {name}"
 
 
+def call(what: str, model: Module, X: Any) -> Any:
+    """Return ``model(X)``.
+
+    Args:
+        what: Who needs it, for messages.
+        model: The model.
+        X: Its input.
+
+    Raises:
+        ValueError: If it does not take a tuple or a dictionary as its only argument.
+    """
+    try:
+        return model(X)
+    except (AttributeError, KeyError, TypeError) as error:
+        if isinstance(X, Tensor):
+            raise
+        kind, stars = type(X).__name__, "**X" if isinstance(X, Mapping) else "*X"
+        raise ValueError(
+            f"{what} calls the model as model(X), with the {kind} that is the input of a batch, "
+            f"which has failed: {error!r}. If it takes the entries of X as "
+            f"arguments, wrap the model in a module whose forward(X) returns model({stars})."
+        ) from error
+
+
+def output_of(what: str, model: Module, X: Any, loss_function: Module | None = None) -> Any:
+    """Return the output ``model(X)``, which has to be a tensor.
+
+    Args:
+        what: Who needs it, for messages.
+        model: The model.
+        X: Its input.
+        loss_function: If it is one of your own, it may take another output.
+
+    Raises:
+        ValueError: If the output is no tensor, or as for :func:`call`.
+    """
+    output = call(what, model, X)
+    takes_any = loss_function is not None and torch_loss(type(loss_function)) is None
+    if not isinstance(output, Tensor) and not takes_any:
+        entries = f" of {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        raise ValueError(
+            f"{what} needs a model that returns a tensor, got {type(output).__name__}{entries}. "
+            "Wrap the model in a module that picks one."
+        )
+    return output
+
+
+def torch_loss(kind: type) -> type | None:
+    """Return the loss of ``torch.nn`` that a class is or inherits from; those take a tensor."""
+    each = (one for one in kind.__mro__ if one.__module__ == "torch.nn.modules.loss")
+    return next(each, None)
+
+
 def check_read_again(what: str, data: Iterable[Any]) -> None:
     """Refuse data that can be read only once.
 
@@ -262,7 +318,7 @@ def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
     handles = [module.register_forward_hook(note) for module in model.modules()]
     try:
         with torch.no_grad(), disable():
-            model(X.to(device) if isinstance(X, Tensor) else X)
+            call("params='last'", model, map_tensors(lambda x: x.to(device), X))
     finally:
         for handle in handles:
             handle.remove()

@@ -30,9 +30,11 @@ class LinearOperator(ABC):
         dtype: Precision of the vectors that it multiplies with, and of the products.
         device: Their device.
         is_symmetric: Whether it is known to be its own transposed.
+        of_loss: Class and reduction of the loss whose curvature it is, if that is known.
     """
 
     is_symmetric = True
+    of_loss: tuple[type, str] | None = None
 
     def __init__(self, size: int | tuple[int, int], dtype: torch.dtype, device: torch.device):
         """Store the shape, ``(size, size)`` for a number, the precision and the device."""

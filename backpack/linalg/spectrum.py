@@ -16,7 +16,7 @@ from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad, SqrtGGNExact, SqrtGGNMC
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective
+from backpack.linalg.objective import Objective, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.passes import values_of
 
@@ -182,13 +182,14 @@ class GGNSpectrum(LinearOperator):
             torch.enable_grad(),
             backpack(*exts, gradients=False),
         ):
-            loss = loss_of(ready(X), *targets)
+            loss = loss_of(output_of("GGNSpectrum", ready, X, loss_function), *targets)
             roots, gradients = values_of(self.params, exts, loss)
         first, *_ = self.params
         ends = [0]
         for p in self.params:
             ends.append(ends[-1] + p.numel())
         super().__init__(ends[-1], first.dtype, first.device)
+        self.of_loss = objective.of_loss
         spans = [slice(*ab) for ab in pairwise(ends)]
         parts = {
             p: _Part(span, FactoredGrad.of(r), FactoredGrad.of(g))

@@ -22,10 +22,18 @@ def with_bar(
     Returns:
         The same items.
     """
-    if not progress or (isinstance(items, Sized) and len(items) < 2):
+    if not progress or _is_short(items):
         return items
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return items
     return tqdm(items, desc=description, leave=False, delay=delay, disable=None)
+
+
+def _is_short(items: Iterable[T]) -> bool:
+    """Say whether there are less than two; not for what cannot tell, such as a stream's loader."""
+    try:
+        return isinstance(items, Sized) and len(items) < 2
+    except TypeError:
+        return False

@@ -1,0 +1,162 @@
+"""Whether data are the same in each pass, and in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from backpack.utils.batches import tensors_of
+
+ALWAYS_SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class SeenBatches:
+    """What the first pass has seen of each batch, to compare later passes with."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._known: list[tuple[object, Tensor]] = []
+        self._is_complete = False
+
+    def is_same(self, number: int, sizes: object, values: Tensor, rtol: float, atol: float) -> bool:
+        """Say whether a batch is what it was; one that is seen first is kept.
+
+        Args:
+            number: The place of the batch.
+            sizes: What has to be equal.
+            values: What has to be close.
+            rtol: How close, relative to the values.
+            atol: How close, beside that.
+        """
+        if number == len(self._known) and not self._is_complete:
+            self._known.append((sizes, values))
+        if number >= len(self._known):
+            return False
+        known, before = self._known[number]
+        return known == sizes and torch.allclose(values, before, rtol, atol, equal_nan=True)
+
+    def is_end(self, number: int) -> bool:
+        """Say whether a pass ends where the first one did."""
+        self._is_complete = True
+        return number == len(self._known)
+
+
+class SameInEachPass:
+    """Data that are an error where a pass has other batches than the first, or another order.
+
+    Compared are one number and the norm of some entries of each row of each tensor. Everything else
+    is up to the data that are given.
+
+    Args:
+        what: Who needs the order, for messages.
+        data: Batches.
+    """
+
+    def __init__(self, what: str, data: Iterable[Any]):
+        """Store what is given."""
+        self.what, self.data = what, data
+        self._seen = SeenBatches()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches.
+
+        Raises:
+            RuntimeError: If they are others than in the first pass.
+        """
+        number = 0
+        for batch in self.data:
+            leaves = [x for x in tensors_of(batch) if _has_rows(x)]
+            shapes = [x.shape for x in leaves]
+            each = [signature(_some_entries(x.detach()))[:, 1:].flatten() for x in leaves]
+            values = torch.cat(each).float() if each else torch.empty(0)
+            if not self._seen.is_same(number, shapes, values, 1e-4, 1e-4):
+                raise self._changed(f"batch {number} is another one")
+            yield batch
+            number += 1
+        if not self._seen.is_end(number):
+            raise self._changed(f"there are {number} batches, not as many as")
+
+    def _changed(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.what} needs the same samples in the same order in each pass over the data, but "
+            f"{how} than in the first pass. Do not shuffle (shuffle=False), nor change samples at "
+            "random (augmentation)."
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches, if the data know it."""
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return what the data have there."""
+        return self.data[index]  # type: ignore[index]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the data."""
+        if name == "data" or name.startswith("__"):  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+
+def _has_rows(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
+
+
+def _some_entries(x: Tensor) -> Tensor:
+    """Return rows along the first axis, with some thousand entries at most: images have more."""
+    count = x.shape[0] if x.dim() else 1
+    rows = x.reshape(count, x.numel() // max(count, 1))
+    return rows[:, :: max(1, rows.shape[1] // 4096)]
+
+
+def signature(rows: Tensor) -> Tensor:
+    """Return what tells rows from others: size, length, and a projection of what it is divided by.
+
+    Args:
+        rows: ``[R, P]``
+
+    Returns:
+        ``[R, 3]``
+    """
+    wide = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    wide = wide.cpu().double()
+    direction = torch.randn(wide.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    norms = wide.norm(dim=1)
+    projected = wide @ direction / norms.clamp(min=1e-300)
+    return torch.stack([torch.full_like(norms, wide.shape[1]), norms, projected], 1)
+
+
+def check_not_shuffled(what: str, data: Iterable[Any]) -> None:
+    """Refuse a ``DataLoader`` that draws the order of the samples.
+
+    Args:
+        what: Who needs the order, and of what, for the message.
+        data: Batches.
+
+    Raises:
+        ValueError: If its sampler is random.
+    """
+    if not isinstance(data, DataLoader):
+        return
+    found: list[Any] = [data.batch_sampler, data.sampler]
+    while found:
+        sampler = found.pop()
+        spread = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        if spread or isinstance(sampler, ALWAYS_SHUFFLED):
+            owner = "DistributedSampler" if spread else "DataLoader"
+            raise ValueError(
+                f"{what} by their place in the data, but {type(sampler).__name__} shuffles them: "
+                f"the numbers would mean nothing. Pass a {owner}(..., shuffle=False)."
+            )
+        inner = getattr(sampler, "sampler", None)  # of a batch sampler
+        found += [] if inner is None or inner is sampler else [inner]
