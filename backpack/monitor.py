@@ -31,13 +31,15 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
+from warnings import warn
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from backpack.core.engine.results import averaged, has_other_gradient
+from backpack.core.engine.results import averaged, has_other_gradient, is_result
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
 from backpack.distributed.shards import is_sharded, whole
 
@@ -182,6 +184,7 @@ class Monitor:
             raise ValueError("This process writes the metrics, but its writer is None.")
         self._writer = writer
         self._every = every
+        self._seen: dict[str, ref[Any]] = {}  # attributes of a parameter in the step before
         self.steps = 0
 
     @property
@@ -223,6 +226,7 @@ class Monitor:
                         self._writer.add_scalar(tag, value.item(), step)
                     else:
                         self._writer.add_histogram(tag, value, step)
+        self._see()
         return found
 
     def _found(self, scalars: dict[str, float | Tensor], step: int) -> dict[str, Tensor]:
@@ -239,6 +243,7 @@ class Monitor:
         for attribute in attributes:  # before the others wait for it
             for name, p in params.items():
                 _explained(name, p, _own, p, attribute)
+            self._tell_if_old(attribute)
         found = {
             tag: torch.tensor(float(value), dtype=torch.float64) for tag, value in scalars.items()
         }
@@ -269,6 +274,26 @@ class Monitor:
             ]
             found.update(zip(tags, values, strict=True))
         return found if group is None else _agreed(group, found, device)
+
+    def _tell_if_old(self, attribute: str) -> None:
+        """Warn if an attribute was there in the step before."""
+        p = next(iter(self._parameters.values()))
+        before = self._seen.get(attribute)
+        if before is not None and before() is getattr(p, attribute) and is_result(p, attribute):
+            warn(
+                f"Monitor: {attribute} is that of an earlier step, because no backward pass since "
+                "has computed it. Enter backpack(...) with its extension in the steps in which "
+                "monitor.due is True.",
+                stacklevel=4,
+            )
+
+    def _see(self) -> None:
+        """Note what is there in this step."""
+        p = next(iter(self._parameters.values()))
+        for metric in self._metrics.values():
+            value = getattr(p, metric.attribute, None) if isinstance(metric, Reduced) else None
+            if isinstance(metric, Reduced) and isinstance(value, Tensor):
+                self._seen[metric.attribute] = ref(value)
 
     def _tags(self, tag: str) -> list[str]:
         """Return the tags of what a metric is for each parameter, and for all of them."""

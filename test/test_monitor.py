@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,23 @@ def test_a_step_that_cannot_be_written_counts(model: Any) -> None:
     with pytest.raises(OSError, match="disk full"):
         monitor.step()
     assert monitor.steps == 1
+
+
+def test_quantities_of_an_earlier_step_are_told() -> None:
+    model, loss = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    monitor = Monitor(model, ["variance.mean", "grad.norm"], Collected(), every=2)
+
+    def step(*exts: Any) -> None:
+        with backpack(*exts):
+            loss(model(torch.rand(4, 3)), torch.rand(4, 2)).backward()
+        monitor.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(Variance())
+        step()
+        step(Variance())
+        step(Variance())
+    with pytest.warns(UserWarning, match="variance is that of an earlier step"):
+        for _ in range(3):
+            step(*[Variance()] if not monitor.due else [])

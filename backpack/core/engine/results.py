@@ -189,6 +189,12 @@ def put_in_place(p: Tensor, name: str, value: Any) -> None:
     setattr(p, name, value)
 
 
+def is_result(p: Tensor, name: str) -> bool:
+    """Whether an attribute is what a backward pass has written, or what was put in its place."""
+    own = vars(p)
+    return isinstance(own, Attributes) and name in own.results and name in own
+
+
 def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
     """Note that a result belongs to a gradient that is averaged over several processes."""
     own = vars(p)
