@@ -43,7 +43,7 @@ from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.intercept import InterceptBackward
-from backpack.core.record import calls, shards, tape
+from backpack.core.record import calls, shards, tape, weights
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
@@ -183,7 +183,12 @@ class backpack(ShowsOptions):
     def __enter__(self) -> backpack:
         """Activate the extensions."""
         self._is_unused = False
-        scope = Scope(CTX.configuration, latest=calls.latest(), seen_elsewhere=OUTSIDE.task)
+        scope = Scope(
+            CTX.configuration,
+            latest=calls.latest(),
+            seen_elsewhere=OUTSIDE.task,
+            start=weights.now(),
+        )
         configuration = Configuration(
             self.exts,
             self.debug,

@@ -47,6 +47,7 @@ class Scope:
         interceptor: The mode that sees calls of ``backward()``, if there is one.
         latest: The module whose recorded call was the latest one.
         seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
+        start: When it was entered, in the order of recorded calls.
         was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
             the state, and contexts may be left in any order.
     """
@@ -55,6 +56,7 @@ class Scope:
     interceptor: AbstractContextManager[Any] | None = None
     latest: Module | None = None
     seen_elsewhere: int = -1
+    start: int = 0
     was_left: bool = False
 
 

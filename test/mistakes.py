@@ -132,6 +132,14 @@ def forward_before_extend() -> None:
         loss_function(output, y).backward()
 
 
+@mistake("backward() comes behind the context", UserWarning, "BatchGrad", "Call backward() inside")
+def backward_behind() -> None:
+    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
+    with backpack(BatchGrad()):
+        loss = loss_function(model(X), y)
+    loss.backward()
+
+
 @mistake("The loss is not extended", ValueError, "DiagGGNExact", "Call extend() on the loss")
 def loss_not_extended() -> None:
     model, loss_function = extend(mlp()), nn.CrossEntropyLoss()

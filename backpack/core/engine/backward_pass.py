@@ -217,6 +217,8 @@ class BackwardPass:
                 OUTSIDE.task = task
                 return
             current = cls._current(task)
+            if current is None and checks.left:
+                checks.tell_if_left(call)
         if current is not None:
             current._undone_on_error(task, current._reach, call, slot, grad)
         elif grad.numel() >= calls.LARGE and not state_of_caller().disabled:

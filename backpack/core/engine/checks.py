@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import combinations, islice
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from torch.nn import Module
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.extracted import REDUCTIONS, UNSLICED
 from backpack.core.engine.propagations import Blocks, InputsAlone
-from backpack.core.record import calls
+from backpack.core.record import calls, weights
 from backpack.core.types import Extension
 
 # Names of all that can be extracted of a parameter.
@@ -87,6 +88,24 @@ def note_passes(inner: Configuration, outer: Configuration) -> None:
         outer.passes.hidden += passes
 
 
+class Left(NamedTuple):
+    """A context that was left without any backward pass.
+
+    Attributes:
+        start: Where it was entered, in the order of the calls.
+        end: Where it was left.
+        names: Its extensions.
+    """
+
+    start: int
+    end: int
+    names: str
+
+
+# The latest ones.
+left: deque[Left] = deque(maxlen=8)
+
+
 def is_suspicious(scope: Scope) -> bool:
     """Whether backward passes may come to no recorded call in a context that is entered.
 
@@ -141,6 +160,21 @@ def warn_of_nothing(configuration: Configuration) -> None:
             "function that the thread runs.",
             stacklevel=3,
         )
+    elif configuration.scope is not None:
+        left.append(Left(configuration.scope.start, weights.now(), names))
+
+
+def tell_if_left(call: calls.Call) -> None:
+    """Warn that a backward pass outside of contexts comes to a call inside of one without any."""
+    for context in [*left]:
+        if context.start < call.index < context.end:
+            left.remove(context)
+            warn(
+                f"The extensions of backpack({context.names}) have not run: the forward pass was "
+                f"inside of `with backpack({context.names}):`, but backward() comes behind it. "
+                "Call backward() inside; the forward pass may be before.",
+                stacklevel=2,
+            )
 
 
 def listed(names: Collection[str]) -> str:
