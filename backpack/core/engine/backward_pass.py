@@ -105,6 +105,8 @@ NOT_LEFT_ALONE = (
 )
 
 
+LOOKS_AT_LOSS = attrgetter("looks_at_loss")
+
 DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
 
 MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
@@ -144,7 +146,7 @@ class BackwardPass:
         self.wanted: set[str] = set()  # of first order
         self.whole_batch = True  # of first order
         self.has_rules = False  # of modules, for a first-order extension
-        self.looks_at_loss = any(ext.looks_at_loss for ext in self.exts)
+        self.looks_at_loss = any(map(LOOKS_AT_LOSS, self.exts))
         # whether code of users sees inputs and outputs of calls
         self.shows_calls = self.configuration.extension_hook is not None
         self.notes_accumulation = False
@@ -188,7 +190,7 @@ class BackwardPass:
         self.inside: set[Parameter] = set()  # those that passes inside of this one have used
         nodes = [torch._C._current_autograd_node()] if entry is None else entry.nodes
         self.combining = Combining(configuration, self.results, nodes)
-        self.copied = shards.copied()  # whole parameters that deferred calls read
+        self.copied: shards.copied | None = None  # whole parameters that deferred calls read
         self.error: Exception | None = None  # what others are to be told, before it is raised
         self.has_run = False
         self.waits = False  # behind what others have queued
@@ -442,6 +444,7 @@ class BackwardPass:
         else:
             self.deferred.append(call)
             if call.shards and (self.has_rules or call.reads_parameters(False, is_shown=False)):
+                self.copied = self.copied or shards.copied()
                 self.copied.add(call.shards)
 
     def _take(self, call: Call) -> Call:
@@ -717,8 +720,9 @@ class BackwardPass:
         if self.keeping:
             self._see_parameters_before(self.calls)
             self.kept = None
-        with self.copied if self.copied else nullcontext():
-            self._run_deferred()
+        if self.deferred:
+            with self.copied or nullcontext():
+                self._run_deferred()
         self.results.finish_extensions()
         if not self.combining.is_waiting:
             self._note_first_order()
@@ -728,8 +732,7 @@ class BackwardPass:
 
     def _run_deferred(self) -> None:
         """Do what first order has put off."""
-        if self.deferred:
-            self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
+        self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
         for call in self.deferred if self.owed else ():
             self._accumulate(call)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import BoundArguments, signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -105,9 +106,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if outer is not None and outer.task is None and _same(outer.roots, roots):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
-        if any(not ext.expects_backpropagation_quantities() for ext in CTX.configuration.exts):
-            looks = any(ext.looks_at_loss for ext in CTX.configuration.exts)
-            entry.terms = LossTerms(roots, looks)
+        exts = CTX.configuration.exts
+        if any(not ext.expects_backpropagation_quantities() for ext in exts):
+            entry.terms = LossTerms(roots, any(map(attrgetter("looks_at_loss"), exts)))
         hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
         update(entry=entry)
         try:

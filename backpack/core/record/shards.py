@@ -324,10 +324,6 @@ class copied:
         self._copies: dict[Shard, torch.UntypedStorage] = {}
         self._open: list[Shard] = []
 
-    def __bool__(self) -> bool:
-        """Whether there are copies."""
-        return bool(self._copies)
-
     def add(self, shards: Iterable[Shard]) -> None:
         """Copy whole parameters that are there."""
         for shard in shards:
