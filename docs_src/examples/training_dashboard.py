@@ -129,7 +129,7 @@ with path.open() as file:
 # 3. Step size times curvature crosses 2, beyond which a step leads uphill. The loss rises, too, but
 #    does not say why.
 #
-# The critical batch size is the noise scale tr(Σ) / |g|²: at that size, noise and signal of the
+# The critical batch size is the noise scale tr(Σ) / ‖g‖²: at that size, noise and signal of the
 # batch's gradient are equal. While it is below the batch size, a larger batch would be a waste. It
 # grows while the network learns, above the size of the batch, and is small again after step 300,
 # where all gradients lead back.

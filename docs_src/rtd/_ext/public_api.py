@@ -24,6 +24,7 @@ INTERNAL = (
     "backpack.influence.",  # what the packages export is public
     "backpack.linalg.",
     "backpack.optim.",
+    "backpack.utils.batches",
     "backpack.utils.by_name",
     "backpack.utils.files",
     "backpack.utils.options",
