@@ -230,7 +230,7 @@ class State:
     Attributes:
         part: Which samples and columns.
         samples: The samples whose rows travel.
-        arrived: Columns at tensors.
+        cotangents: Columns that have arrived, by tensor.
         pending: Uses of parameters that are used several times.
         terms: How many terms of the loss have columns of their own; None if samples do not mix.
     """
@@ -592,7 +592,7 @@ class Backpropagation:
         return take_rows(rows, slice(part.samples.start, part.samples.stop))
 
     def _slices(self, state: State, call: Call) -> list[State]:
-        """Slice what has arrived; before that, replace it by fewer columns: slices cannot be."""
+        """Slice what has arrived; reduce the columns before, since those of a slice cannot be."""
         slices = self._split(state, call)
         if len(slices) == 1 or len(state.cotangents) > 1 or state.pending:
             return slices

@@ -171,7 +171,8 @@ class BackwardPass:
         self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
         self.threads: set[int] = set()  # in which it has run
         self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
-        self.owed: set[Parameter] = set()  # those of the elided ones that were reached
+        # whose gradients this pass has to accumulate, in autograd's place
+        self.owed: set[Parameter] = set()
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
         # what first order has read is not needed again: see _keeps
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
@@ -382,6 +383,7 @@ class BackwardPass:
                 call.keep_views(storages)
 
     def _see_parameters_before(self, calls: Iterable[Call]) -> None:
+        """Let rules read parameters as they were before hooks of this pass have changed them."""
         assert self.kept is not None
         reading = list(filter(self.keeping.__contains__, calls))
         own = chain.from_iterable(map(self.keeping.__getitem__, reading))
@@ -394,6 +396,7 @@ class BackwardPass:
                 self.results.originals[was.value] = p
 
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
+        """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
         is_new = known is None
         if known is not None:

@@ -257,10 +257,7 @@ class Combining:
         return calls_above(self._nodes) or all_live_calls()
 
     def _communicates(self) -> bool:
-        """Whether something is summed over samples, on all processes that have the extensions.
-
-        Or they gather weights.
-        """
+        """Whether processes have to talk: a sum over samples is wanted, or weights are gathered."""
         return bool(self._gathering) or any(
             not ext.reads
             or any(
@@ -459,7 +456,12 @@ class Combining:
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
             joined = _plus(old.joined, part) if is_joined else old.joined
             after.append(Accumulated(joined, None if is_joined else part))
-            whole = part if joined is None else joined if is_joined else joined.plus(part)
+            if joined is None:
+                whole = part
+            elif is_joined:
+                whole = joined
+            else:
+                whole = joined.plus(part)
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(writing)
             for ext, count in zip(part.exts, samples, strict=False):
