@@ -77,11 +77,14 @@ class LossTerms:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node):
                 continue
-            if looks_at_targets:
-                self._look_at_targets(path_above(node, slot))
-            if _is_usual(node):
+            is_usual = _is_usual(node)
+            if is_usual and not looks_at_targets:
                 continue
             path = path_above(node, slot)
+            if looks_at_targets:
+                self._look_at_targets(path)
+            if is_usual:
+                continue
             if path.leaves:
                 self._note_leaves(path)
             if not path.nodes or not path.sources:
