@@ -41,12 +41,12 @@ from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
-from backpack.core.engine.sample_flow import Path, SampleFlow, path_above
-from backpack.core.record import calls, data_flow, shards, weights
-from backpack.core.record.calls import Call, describe, is_used, placeholder
+from backpack.core.engine.sample_flow import SampleFlow
+from backpack.core.record import calls, shards, weights
+from backpack.core.record.calls import Call, describe, placeholder
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
-from backpack.core.record.origins import has_parameters, origin, parameter_behind
+from backpack.core.record.origins import has_parameters, origin
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
@@ -105,20 +105,6 @@ NOT_LEFT_ALONE = (
 )
 
 
-LOOKS_AT_LOSS = attrgetter("looks_at_loss")
-
-DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
-
-MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
-
-LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
-
-FUNCTIONS_THAT_MIX = (
-    "If functions just move the samples from the first axis, use "
-    "extend(model, use_converter=True), which follows them."
-)
-
-
 class BackwardPass:
     """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
 
@@ -146,7 +132,6 @@ class BackwardPass:
         self.wanted: set[str] = set()  # of first order
         self.whole_batch = True  # of first order
         self.has_rules = False  # of modules, for a first-order extension
-        self.looks_at_loss = any(map(LOOKS_AT_LOSS, self.exts))
         # whether code of users sees inputs and outputs of calls
         self.shows_calls = self.configuration.extension_hook is not None
         self.notes_accumulation = False
@@ -168,7 +153,6 @@ class BackwardPass:
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
         self.results = Writer(configuration.debug)
-        self.parameters: list[dict[str, Parameter]] = []  # of the calls that were reached
         self.threads: set[int] = set()  # in which it has run
         self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
         # whose gradients this pass has to accumulate, in autograd's place
@@ -178,10 +162,7 @@ class BackwardPass:
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
-        self.mixing: dict[str, None] = {}  # what mixes the samples of the batch
-        self.sample_flow = SampleFlow()
-        self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
-        self.mixed_data: dict[str, None] = {}  # what mixes samples where no gradient passes
+        self.sample_flow = SampleFlow(self.first_order)
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
@@ -424,8 +405,6 @@ class BackwardPass:
                     self.combining.note(call, self.is_nested)
                     if self.inside:
                         self._refuse_parts(call, self.inside)
-                if call.derivatives is not None:
-                    self.parameters.append(call.params)
             if not self.has_parameters:
                 self.has_parameters = bool(call.params) or call.has_parameters
                 self.above = () if self.has_parameters else self.above or call.inputs
@@ -437,7 +416,7 @@ class BackwardPass:
         call.g_out[slot] = grad if self.first_order or self._keeps(grad) else placeholder(grad)
         if self.first_order:
             if is_new:
-                self._look_at_samples(call)
+                self.sample_flow.visit(call, self.has_parameters)
         elif self.second_order:
             return
         if len(call.outputs) == 1 and self._is_independent(call):
@@ -532,70 +511,13 @@ class BackwardPass:
 
     def _mark_first_order(self) -> None:
         """Say if samples were mixed, and note at the results what belongs to them."""
-        marks = {}
-        self.sample_flow.compare()
-        sizes, hidden = self.sample_flow.sizes, self._mixing_without_gradient()
         terms = None if self.entry is None else self.entry.terms
-        if terms is not None and self.looks_at_loss:
-            hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
-        in_loss = () if terms is None else terms.mixing
-        mixing = [*reversed(self.mixing), *reversed(self.sample_flow.mixing), *in_loss]
-        if self.sample_flow.single and self.results:
-            warn(
-                f"{checks.listed(self.sample_flow.single)}: the individual gradients of all others "
-                "are zero. If these are rows of different samples, the batch axis is not the first "
-                "in a layer before: recurrent layers and attention need batch_first=True for data "
-                "that has it there, and a token is chosen by h[:, 0], not h[0].",
-                stacklevel=2,
-            )
-        if sizes and self.results:
-            names = checks.listed([*reversed(sizes)])  # in the order of the calls
-            warn(
-                "The individual gradients of some layers are not those of samples. A layer takes "
-                "the rows of its input for the samples of the batch, but their numbers differ: "
-                f"{names} (a table of positions has one, merged axes have more). "
-                "Use extend(model, use_converter=True), which follows the samples.",
-                stacklevel=2,
-            )
-            marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
-        if mixing and self.results:
-            names = checks.listed(mixing)
-            advice = [MODULES_THAT_MIX] if self.mixing else []
-            advice += [FUNCTIONS_THAT_MIX] if self.sample_flow.mixing else []
-            advice += [LOSS_THAT_MIXES] if in_loss else []
-            warn(
-                f"The network mixes the samples of a batch, in {names}: the individual gradients "
-                "are those of the loss as a whole with respect to one sample's row of a module's "
-                f"output. {' '.join(advice)}",
-                stacklevel=2,
-            )
-            marks["_backpack_mixing"] = names
-        elif hidden and not sizes:  # the individual gradients themselves are right
-            marks["_backpack_mixing"] = checks.listed(hidden)
-        if terms is not None and terms.leaves and self.results:
-            self._tell_terms_of_parameters(terms.leaves)
-        unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
-        if unknown:
-            marks["_backpack_undecided"] = checks.listed(unknown)
+        marks: dict[str, Any] = {**self.sample_flow.marks(terms, self.start, bool(self.results))}
         for p, _, value in self.results if marks or self.accumulated else ():
             if isinstance(value, Tensor | FactoredGrad):
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
-
-    def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
-        own = {p for params in self.parameters for p in params.values()}
-        shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
-        if shapes:
-            names = ", ".join(type(ext).__name__ for ext in self.first_order)
-            warn(
-                f"{names}: functions beside the extended modules read parameters of these, of "
-                f"shapes {checks.listed(shapes)}, as a penalty does. Their part of p.grad is in no "
-                "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
-                "hand; a function of samples belongs into a module, or use "
-                "extend(model, use_converter=True).",
-                stacklevel=2,
-            )
 
     def _note_gradients(self) -> None:
         """Note which gradient results belong to: the one that autograd has accumulated."""
@@ -603,61 +525,6 @@ class BackwardPass:
         for p, savefield, _ in self.results:
             if savefield in names:
                 results.note_gradient(p, savefield)
-
-    def _mixing_without_gradient(self) -> dict[str, None]:
-        """Return what has mixed samples where no gradient passes, such as frozen layers."""
-        names = dict(self.mixed_data)
-        for given in self.sample_flow.given:
-            names.update(dict.fromkeys(given.mixing))
-        return names | dict.fromkeys(data_flow.take_mixing(before=self.start))
-
-    def _look_at_samples(self, call: Call) -> None:
-        """Notice what makes individual gradients something else than those of samples."""
-        paths: dict[int, Path] = {}
-        if call.reads_functions:
-            for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
-                if mark is not None and call.is_transparent:  # its input is kept without a graph
-                    node: Any = torch._C._current_autograd_node()
-                    slots = [key[1] for key, own in node.metadata.items() if own is mark]
-                    paths[i] = path_above(node, slots[0] if slots else 0, mark)
-                elif mark is not None and not mark.is_output:
-                    paths[i] = path_above(x.grad_fn, x.output_nr)
-            self._check_foreign_uses(call, paths)
-        if self.foreign_uses and self.has_parameters:  # else nothing is computed, and that is told
-            self._tell_foreign_uses()
-        self.sample_flow.visit(call, paths)
-        if call.mixed_data is not None:
-            self.mixed_data[call.mixed_data] = None
-        rule = call.derivatives
-        if call.couples_samples or (rule and not call.params and rule.couples_samples_unseen(call)):
-            self.mixing[describe(call.module)] = None
-        if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
-            self.mixed_data[f"{describe(call.module)}, {DIVIDES}"] = None
-
-    def _check_foreign_uses(self, call: Call, paths: Mapping[int, Path]) -> None:
-        """Notice parameters of extended modules that a function above the call uses as well."""
-        for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
-            leaves: Sequence[Tensor]
-            if mark is None:  # perhaps a parameter itself, as an argument
-                leaves = [p for p in [parameter_behind(x)] if p is not None]
-            elif i in paths:
-                leaves = paths[i].leaves
-            else:
-                continue
-            for leaf in leaves:
-                reached = any(leaf is p for params in self.parameters for p in params.values())
-                if reached or is_used(leaf):
-                    self.foreign_uses.append((call, leaf))
-
-    def _tell_foreign_uses(self) -> None:
-        for call, leaf in self.foreign_uses:
-            for ext in self.first_order:
-                ext.fail(
-                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
-                    f"is also used by a function whose result {call!r} reads. That use is not "
-                    "counted."
-                )
-        self.foreign_uses.clear()
 
     def _find_trained(self, call: Call) -> None:
         with torch.enable_grad():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack.context import without_autocast
-from backpack.core.engine.sample_flow import (
+from backpack.core.engine.paths import (
     Path,
     describe_structure,
     is_unpacked,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
+from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,63 +24,37 @@ from backpack.core.derivatives.elementwise_losses import (
     ElementwiseLossDerivatives as Elementwise,
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.engine.spread import (
-    saved_floats,
-    saved_names,
-    saved_tensors,
-    shape_of,
-    spread,
+from backpack.core.engine import checks
+from backpack.core.engine.loss_terms import LossTerms
+from backpack.core.engine.paths import (
+    Path,
+    describe_structure,
+    is_unpacked,
+    path_above,
+    stored_values,
+    touched,
+    vjp,
 )
-from backpack.core.record.calls import LARGE, Call, describe
+from backpack.core.engine.spread import shape_of, spread
+from backpack.core.record import data_flow
+from backpack.core.record.calls import Call, describe, is_used
 from backpack.core.record.given import Given
-from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, is_output
+from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, parameter_behind
+from backpack.core.types import Extension
+
+DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
+
+MODULES_THAT_MIX = "Use eval() or modules that treat samples alone, such as GroupNorm."
+
+LOSS_THAT_MIXES = "Let each term of the loss depend on one sample."
+
+FUNCTIONS_THAT_MIX = (
+    "If functions just move the samples from the first axis, use "
+    "extend(model, use_converter=True), which follows them."
+)
 
 # How many rows of a loss are looked at.
 ROWS = 6
-
-
-class Path(NamedTuple):
-    """The graph between a tensor and what recorded calls have returned.
-
-    Attributes:
-        start: The node that has computed the tensor, and which of its outputs that is.
-        nodes: The nodes between, that one included.
-        sources: The nodes, and which of their outputs, that calls have returned, with their marks.
-        leaves: Tensors without a history, such as parameters.
-    """
-
-    start: tuple[Any, int]
-    nodes: list[Any]
-    sources: dict[tuple[Any, int], Origin]
-    leaves: list[Tensor]
-
-
-def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
-    """Search the graph above a tensor, up to the outputs of recorded calls.
-
-    Args:
-        node: The node that has computed the input of a call.
-        slot: Which of its outputs that is.
-        own: The mark of the tensor, if the call has returned it as it was.
-    """
-    path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            path.leaves.append(node.variable)
-            continue
-        is_source = False
-        for key, mark in node.metadata.items():
-            if isinstance(mark, Origin) and mark.is_output and mark is not own:
-                path.sources[node, key[1]] = mark
-                is_source = True
-        if not is_source:
-            path.nodes.append(node)
-            stack += [parent for parent, _ in node.next_functions]
-    return path
 
 
 class Verdict(NamedTuple):
@@ -96,8 +72,13 @@ class Verdict(NamedTuple):
 class SampleFlow:
     """What the calls of one backward pass say about the samples, from the loss upwards.
 
+    Args:
+        exts: The first-order extensions, whose results are those of samples.
+
     Attributes:
-        mixing: Functions that mix samples, or move them from the first axis.
+        modules: Modules that mix samples.
+        functions: Functions that mix samples, or move them from the first axis.
+        data: What mixes samples where no gradient passes.
         single: Losses that read rows of one sample alone.
         unknown: Functions that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
@@ -106,12 +87,18 @@ class SampleFlow:
     # What was found out of the functions before a module, by their structure.
     _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, Verdict]]] = WeakKeyDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, exts: Sequence[Extension]) -> None:
         """Nothing was reached."""
-        self.mixing: dict[str, None] = {}
+        self.exts = exts
+        self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
+        self.modules: dict[str, None] = {}
+        self.functions: dict[str, None] = {}
+        self.data: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.single: dict[str, None] = {}
+        self.parameters: list[Mapping[str, Parameter]] = []  # of the calls that were visited
+        self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
         self.given: dict[Given, None] = {}
@@ -122,13 +109,63 @@ class SampleFlow:
         """Take note of what a model was called with, before its calls are visited."""
         self.given[given] = None
 
-    def visit(self, call: Call, paths: dict[int, Path]) -> None:
+    # ------------------------------------------------------------------ call by call
+
+    def visit(self, call: Call, has_parameters: bool) -> None:
         """Look at a call, after all those that read its outputs.
 
         Args:
             call: The call.
-            paths: What is above those inputs that functions have computed.
+            has_parameters: Whether this call or one before has any; else nothing is computed.
         """
+        rule = call.derivatives
+        if call.params and rule is not None:
+            self.parameters.append(call.params)
+        paths = self._paths(call) if call.reads_functions else {}
+        if self.foreign_uses and has_parameters:
+            self._tell_foreign_uses()
+        self._follow(call, paths)
+        if call.mixed_data is not None:
+            self.data[call.mixed_data] = None
+        if call.couples_samples or (rule and not call.params and rule.couples_samples_unseen(call)):
+            self.modules[describe(call.module)] = None
+        if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
+            self.data[f"{describe(call.module)}, {DIVIDES}"] = None
+
+    def _paths(self, call: Call) -> dict[int, Path]:
+        """Return what is above those inputs that functions have computed; note foreign uses."""
+        paths: dict[int, Path] = {}
+        for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
+            leaves: Sequence[Tensor] = ()
+            if mark is None:  # perhaps a parameter itself, as an argument
+                leaves = [p for p in [parameter_behind(x)] if p is not None]
+            elif call.is_transparent:  # its input is kept without a graph
+                node: Any = torch._C._current_autograd_node()
+                slots = [key[1] for key, own in node.metadata.items() if own is mark]
+                paths[i] = path_above(node, slots[0] if slots else 0, mark)
+            elif not mark.is_output:
+                paths[i] = path_above(x.grad_fn, x.output_nr)
+            if i in paths:
+                leaves = paths[i].leaves
+            for leaf in leaves:
+                reached = any(leaf is p for params in self.parameters for p in params.values())
+                if reached or is_used(leaf):
+                    self.foreign_uses.append((call, leaf))
+        return paths
+
+    def _tell_foreign_uses(self) -> None:
+        """Refuse parameters of extended modules that functions use as well."""
+        for call, leaf in self.foreign_uses:
+            for ext in self.exts:
+                ext.fail(
+                    f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
+                    f"is also used by a function whose result {call!r} reads. That use is not "
+                    "counted."
+                )
+        self.foreign_uses.clear()
+
+    def _follow(self, call: Call, paths: Mapping[int, Path]) -> None:
+        """Follow the samples from a call's outputs to its inputs, and to what is above these."""
         if call.is_container:
             return
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
@@ -166,19 +203,6 @@ class SampleFlow:
             elif is_loss and _is_known(mark):
                 self._check_loss(call, i, mark)
 
-    def compare(self) -> None:
-        """Compare the samples of layers with those of the models that they are part of."""
-        sizes = {given: given.sizes(self.axes) for given in self.given}
-        for own, layers in self.layers.items():
-            if all(own in known for known in sizes.values()):
-                continue
-            for layer in layers:
-                around = [given for given in sizes if layer in set(given.module.modules())]
-                if around and not any(own in sizes[given] for given in around):
-                    model, counts = around[0].module, sorted(sizes[around[0]])
-                    data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
-                    self.sizes[f"{describe(layer)} has {own}, {data}"] = None
-
     def _check_data(self, call: Call, i: int) -> None:
         """Notice that the memory of data says that the samples are elsewhere."""
         x = call.inputs[i]
@@ -189,7 +213,7 @@ class SampleFlow:
             return
         axis = _axis(call, i)
         if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
-            self.mixing[f"functions of the data before {describe(call.module)}"] = None
+            self.functions[f"functions of the data before {describe(call.module)}"] = None
 
     def _check_loss(self, call: Call, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""
@@ -205,7 +229,7 @@ class SampleFlow:
             are_apart = (math.prod(shape[:axis]), shape[axis]) == (before, samples)
         if not are_apart:
             name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
-            self.mixing[name] = None
+            self.functions[name] = None
 
     def _check_owners(self, call: Call) -> None:
         """Notice a loss whose rows all belong to one sample of several."""
@@ -253,7 +277,7 @@ class SampleFlow:
             self.unknown[f"functions before {describe(call.module)}"] = None
         if verdict.apart is False:
             names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
-            self.mixing[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
+            self.functions[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
 
     def _are_apart(
         self,
@@ -282,6 +306,98 @@ class SampleFlow:
                 if int(samples.sum()) > 1 if is_loss else bool((samples & ~rows).any()):
                     return False
         return found
+
+    # ------------------------------------------------------------------ all calls
+
+    def marks(self, terms: LossTerms | None, start: int, has_results: bool) -> dict[str, str]:
+        """Return what results are to be marked with; warn of what they are if not of samples.
+
+        Args:
+            terms: What the losses say that are not extended.
+            start: Where the backward pass has started, in the order of the calls.
+            has_results: Whether there are any to warn of.
+        """
+        self._compare_sizes()
+        marks = {}
+        sizes, hidden = self.sizes, self._mixing_without_gradient(start)
+        if terms is not None and self.looks_at_loss:
+            hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
+        in_loss = () if terms is None else terms.mixing
+        # in the order of the calls
+        mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
+        if self.single and has_results:
+            warn(
+                f"{checks.listed(self.single)}: the individual gradients of all others "
+                "are zero. If these are rows of different samples, the batch axis is not the first "
+                "in a layer before: recurrent layers and attention need batch_first=True for data "
+                "that has it there, and a token is chosen by h[:, 0], not h[0].",
+                stacklevel=2,
+            )
+        if sizes and has_results:
+            names = checks.listed([*reversed(sizes)])
+            warn(
+                "The individual gradients of some layers are not those of samples. A layer takes "
+                "the rows of its input for the samples of the batch, but their numbers differ: "
+                f"{names} (a table of positions has one, merged axes have more). "
+                "Use extend(model, use_converter=True), which follows the samples.",
+                stacklevel=2,
+            )
+            marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
+        if mixing and has_results:
+            names = checks.listed(mixing)
+            advice = [MODULES_THAT_MIX] if self.modules else []
+            advice += [FUNCTIONS_THAT_MIX] if self.functions else []
+            advice += [LOSS_THAT_MIXES] if in_loss else []
+            warn(
+                f"The network mixes the samples of a batch, in {names}: the individual gradients "
+                "are those of the loss as a whole with respect to one sample's row of a module's "
+                f"output. {' '.join(advice)}",
+                stacklevel=2,
+            )
+            marks["_backpack_mixing"] = names
+        elif hidden and not sizes:  # the individual gradients themselves are right
+            marks["_backpack_mixing"] = checks.listed(hidden)
+        if terms is not None and terms.leaves and has_results:
+            self._tell_terms_of_parameters(terms.leaves)
+        unknown = self.unknown | ({} if terms is None else terms.unknown)
+        if unknown:
+            marks["_backpack_undecided"] = checks.listed(unknown)
+        return marks
+
+    def _compare_sizes(self) -> None:
+        """Compare the samples of layers with those of the models that they are part of."""
+        sizes = {given: given.sizes(self.axes) for given in self.given}
+        for own, layers in self.layers.items():
+            if all(own in known for known in sizes.values()):
+                continue
+            for layer in layers:
+                around = [given for given in sizes if layer in set(given.module.modules())]
+                if around and not any(own in sizes[given] for given in around):
+                    model, counts = around[0].module, sorted(sizes[around[0]])
+                    data = f"the data of {describe(model)} {' or '.join(map(str, counts))}"
+                    self.sizes[f"{describe(layer)} has {own}, {data}"] = None
+
+    def _mixing_without_gradient(self, start: int) -> dict[str, None]:
+        """Return what has mixed samples where no gradient passes, such as frozen layers."""
+        names = dict(self.data)
+        for given in self.given:
+            names.update(dict.fromkeys(given.mixing))
+        return names | dict.fromkeys(data_flow.take_mixing(before=start))
+
+    def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
+        """Warn of penalties: parameters of the calls that functions beside the modules read."""
+        own = {p for params in self.parameters for p in params.values()}
+        shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
+        if shapes:
+            names = ", ".join(type(ext).__name__ for ext in self.exts)
+            warn(
+                f"{names}: functions beside the extended modules read parameters of these, of "
+                f"shapes {checks.listed(shapes)}, as a penalty does. Their part of p.grad is in no "
+                "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
+                "hand; a function of samples belongs into a module, or use "
+                "extend(model, use_converter=True).",
+                stacklevel=2,
+            )
 
 
 def _are_tied(one: Call, other: Call) -> bool:
@@ -345,101 +461,6 @@ def _single_rows(count: int, device: torch.device) -> list[Tensor]:
     return [numbers == row for row in chosen]
 
 
-def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
-    """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
-    if grad is None:
-        return None
-    assert mark.layout is not None
-    sizes = grad.abs().nan_to_num(nan=0, posinf=0)
-    sizes = sizes.reshape(mark.layout.before, mark.layout.samples, -1).amax((0, 2))
-    largest = sizes.max()
-    return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
-
-
-def vjp(
-    path: Path,
-    cotangents: Mapping[tuple[Any, int], Tensor],
-    run: Callable[..., Any] | None = None,
-) -> dict[tuple[Any, int], Tensor]:
-    """Multiply cotangents below a path with the transposed Jacobian of its functions.
-
-    Args:
-        path: The functions.
-        cotangents: For outputs of their nodes.
-        run: Takes the place of nodes: :func:`spread`. Numbers other than zero are then one.
-    """
-    inside = set(path.nodes)
-    waiting = dict.fromkeys(path.nodes, 0)
-    for node in path.nodes:
-        for parent, _ in node.next_functions:
-            if parent in inside:
-                waiting[parent] += 1
-    arrived: dict[Any, list[Tensor | None]] = {}
-    found: dict[tuple[Any, int], Tensor] = {}
-
-    def arrive(node: Any, slot: int, grad: Tensor) -> None:
-        known = shape_of(node, slot)
-        grad = grad.sum_to_size(known.shape)
-        grad = (grad if run is None else grad != 0).to(known.dtype)
-        if node in inside:
-            there = arrived.setdefault(node, [None] * len(node._input_metadata))
-            other = there[slot]
-            there[slot] = grad if other is None else other + grad
-        elif (node, slot) in path.sources:
-            found[node, slot] = found[node, slot] + grad if (node, slot) in found else grad
-
-    with torch.no_grad():
-        for (node, slot), cotangent in cotangents.items():
-            arrive(node, slot, cotangent)
-        ready = [node for node in path.nodes if not waiting[node]]
-        while ready:
-            node = ready.pop()
-            grads = arrived.pop(node, None)
-            out: Any = (None,) * len(node.next_functions)
-            if grads is not None and is_output(node):
-                out = grads[0]
-            elif grads is not None:
-                out = node(*grads) if run is None else run(node, *grads)
-            for (parent, slot), grad in zip(
-                node.next_functions, (out,) if isinstance(out, Tensor) else out, strict=True
-            ):
-                if parent is None:
-                    continue
-                if grad is not None:
-                    arrive(parent, slot, grad)
-                if parent in inside:
-                    waiting[parent] -= 1
-                    if not waiting[parent]:
-                        ready.append(parent)
-    return found
-
-
-def is_unpacked(node: Any) -> bool:
-    """Whether a node has its tensors itself: no hook computes or fetches them (checkpoints do)."""
-    if is_output(node):  # one of ours stores nothing
-        return True
-    try:
-        saved = [getattr(node, name) for name in saved_names(node)[1]]
-        each = [one for s in saved for one in (s if isinstance(s, Sequence) else [s])]
-        return all(one.unpack_hook is None for one in each)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def stored_values(nodes: Sequence[Any]) -> list[float | Tensor] | None:
-    """Return what nodes have stored of their own; None if it is large, or was computed."""
-    if not all(map(is_unpacked, nodes)):
-        return None
-    values: list[float | Tensor] = []
-    for node in nodes:
-        values += saved_floats(node)
-        for x in saved_tensors(node):
-            if x.requires_grad or x.numel() > LARGE or x.layout is not torch.strided:
-                return None
-            values.append(x.detach().clone())
-    return values
-
-
 def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -> bool:
     return len(one) == len(other) and all(
         (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)
@@ -447,32 +468,6 @@ def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -
         else type(x) is type(y) and x == y
         for x, y in zip(one, other, strict=True)
     )
-
-
-def describe_structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
-    """Describe functions and shapes; equal sizes have equal numbers, whatever they are."""
-    numbers: dict[int, int] = {}
-    index = {key: i for i, key in enumerate([*path.nodes, *path.sources])}
-
-    def named(sizes: Any) -> Hashable:
-        if isinstance(sizes, int):
-            return numbers.setdefault(sizes, len(numbers))
-        return tuple(map(named, sizes)) if isinstance(sizes, Sequence) else None
-
-    entries = []
-    for node in path.nodes:
-        options = []
-        for name in saved_names(node)[0]:
-            value = getattr(node, name)
-            if not isinstance(value, float):  # factors and probabilities
-                is_size = "size" in name or "numel" in name
-                options.append(named(value) if is_size else repr(value))
-        shapes = tuple([named(tuple(known.shape)) for known in node._input_metadata])
-        links = tuple([index.get(link[0], index.get(link, -1)) for link in node.next_functions])
-        slots = tuple([slot for _, slot in node.next_functions])
-        entries.append((type(node).__name__, tuple(options), shapes, links, slots))
-    at = tuple([(named(_samples(mark)), _before(mark)) for mark in sources.values()])
-    return tuple(entries), at
 
 
 def _before(mark: Origin) -> int:
