@@ -105,8 +105,7 @@ def reduced(
         return lambda v, out: reductions.stacked_product(s[v, samples].mT, part, out)
 
     shape = (num_v, num_n, num_o, num_i)
-    size = reductions.slice_size(num_v * num_o * num_i)
-    return reductions.in_slices(product, shape, size, s, wanted, weights)
+    return reductions.in_slices(product, shape, num_v * num_o * num_i, s, wanted, weights)
 
 
 def of_rows(
@@ -232,8 +231,8 @@ def square_in_bases(
         return lambda v, out: left.mT @ (s[v, samples].mT @ part) @ right
 
     shape = (num_v, num_n, num_o, num_i)
-    size = reductions.slice_size(num_v * num_o * num_i)
-    return reductions.in_slices(product, shape, size, s, {"square"}, weights)["square"]
+    entries = num_v * num_o * num_i
+    return reductions.in_slices(product, shape, entries, s, {"square"}, weights)["square"]
 
 
 def _over_positions(s: Tensor) -> Tensor:

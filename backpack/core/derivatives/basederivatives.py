@@ -799,8 +799,8 @@ class BaseDerivatives(Interface):
 
             return multiply
 
-        size = reductions.slice_size(num_v * entries)
-        return reductions.in_slices(product, (num_v, count, *shape), size, like, wanted, weights)
+        shape, entries = (num_v, count, *shape), num_v * entries
+        return reductions.in_slices(product, shape, entries, like, wanted, weights)
 
     def squared_param_vjp(self, c: Context, name: str, v: Tensor) -> Tensor:
         """Apply the transpose of the entrywise square of ``J_p``: ``[V, *out] -> [V, N, *p]``.

@@ -370,11 +370,11 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             return multiply
 
         product_entries, patch_entries = num_v * p.numel(), groups * features * positions
-        product, size = by_convolution, 1
+        product, entries = by_convolution, inf
         if not flat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
-            product, size = by_patches, reductions.slice_size(max(product_entries, patch_entries))
+            product, entries = by_patches, max(product_entries, patch_entries)
         shape = (num_v, num_n, *p.shape)
-        return reductions.in_slices(product, shape, size, flat, wanted, weights)
+        return reductions.in_slices(product, shape, entries, flat, wanted, weights)
 
     @fast.body("Patches, or products with them, are turned in slices.", "param_vjp")
     def square_in_bases(

@@ -157,10 +157,10 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
     return torch.linalg.qr(stacked, mode="r").R.to(s.dtype).permute(2, 0, 1, 3)
 
 
-def slice_size(entries: int) -> int:
+def slice_size(entries: float) -> int:
     """Return how many samples (or columns) a slice has, if each takes so many entries."""
     limit = SLICE_ENTRIES if CACHED_PRODUCTS.is_on else MOST_ENTRIES
-    return max(1, limit // max(1, entries))
+    return max(1, int(limit // max(1, entries)))
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -172,7 +172,7 @@ def _slices(count: int, size: int) -> list[slice]:
 def in_slices(
     product: Product,
     shape: Sequence[int],
-    size: int,
+    entries: float,
     like: Tensor,
     wanted: Set[str],
     weights: Tensor | None = None,
@@ -182,7 +182,8 @@ def in_slices(
     Args:
         product: Computes them for a slice of samples, and of columns.
         shape: ``[V, N, *p]``, of all products.
-        size: Number of samples of a slice. Columns are split where one sample is too large already.
+        entries: How many a sample takes; infinite for one sample at a time. Columns are split where
+            one sample is too large already.
         like: Tensor of their precision and device.
         wanted: Names of what is wanted.
         weights: Weights of squares, ``[V, N]``. Default: 1.
@@ -191,6 +192,7 @@ def in_slices(
         What is wanted, by name.
     """
     num_v, num_n, *p = shape
+    size = slice_size(entries)
     samples = _slices(num_n, size)
     if torch.is_grad_enabled():
         blocks = [product(span)(slice(0, num_v), None) for span in samples]

@@ -25,7 +25,7 @@ from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.lossbase import Columns, first_of, is_negative
+from backpack.core.derivatives.lossbase import Columns, is_negative
 from backpack.core.engine import call_products
 from backpack.core.engine.extracted import (
     ARRIVED,
@@ -43,7 +43,6 @@ from backpack.core.engine.extracted import (
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use, extract_each, products_of
-from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import Origin, flatten_outputs
@@ -134,23 +133,27 @@ class LossSource:
     call: Call
     factor: Callable[[Rows], tuple[Columns, Tensor | None]]
     sampled: bool = False
-    _last: tuple[Rows, tuple[Columns, Tensor | None]] | None = field(default=None, init=False)
+    _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
+        default=None, init=False
+    )
 
     def num_columns(self, rows: Rows) -> int:
         """Number of columns."""
-        columns, _ = self._emit(rows)
-        return len(first_of(columns))
+        mats, _ = self._emit(rows)
+        return next(len(mat) for mat in mats if mat is not None)
 
-    def _emit(self, rows: Rows) -> tuple[Columns, Tensor | None]:
+    def _emit(self, rows: Rows) -> tuple[Sequence[Tensor | None], Tensor | None]:
+        """Return the columns at each input, and their weights."""
         if self._last is None or self._last[0] != rows:
-            self._last = rows, self.factor(rows)
-        return self._last[1]
+            columns, weights = self.factor(rows)
+            mats = (columns,) if isinstance(columns, Tensor) else columns
+            self._last = rows, mats, weights
+        return self._last[1:]
 
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
         """Emit a slice of the columns."""
-        columns, weights = self._emit(rows)
+        mats, weights = self._emit(rows)
         weights = None if weights is None else weights[part]
-        mats = [columns] if isinstance(columns, Tensor) else columns
         return [
             None if mat is None else Factor(mat[part], mat.shape[1], weights, self.sampled)
             for mat in mats
@@ -192,7 +195,7 @@ class Part:
     columns: range = range(0)
     of_columns: range = range(0)
 
-    @lazy
+    @property
     def is_whole(self) -> bool:
         """Whether this is no slice but everything."""
         return self.samples == self.of_samples and self.columns == self.of_columns
@@ -339,7 +342,7 @@ class Diagonal(NamedTuple):
     samples: range
 
 
-Receive = Callable[[list[Products], Part], None]
+Receive = Callable[[Mapping[Parameter, list[Use]], "State"], None]
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
 _IS_UNBATCHED = attrgetter("is_unbatched")
@@ -510,11 +513,15 @@ class Backpropagation:
         for source in self._with_bar("sources", sources) if self.progress else sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
-            def gather(found: list[Products], part: Part, into: Any = of_source) -> None:
-                again = bool(self.later) and self.gathered is self.later
+            def gather(
+                uses_of: Mapping[Parameter, list[Use]], state: State, into: Any = of_source
+            ) -> None:
+                again, part = bool(self.later) and self.gathered is self.later, state.part
+                wanted = self.wanted, state.terms, self.bases, *self.of_factors
                 if part.is_whole and len(sources) == 1 and not self.plan.mixing and not again:
-                    extract_each(found, self.exts, self.save)
+                    extract_each(uses_of, self.exts, self.save, *wanted)
                     return
+                found = products_of(uses_of, *wanted)
                 while found:  # what they hold is freed one by one
                     products = found.pop(0)
                     if not again or products.parameter in self.bases:
@@ -558,6 +565,10 @@ class Backpropagation:
 
     # ------------------------------------------------------------------ slices
 
+    def _rows(self, call: Call, samples: Rows) -> Rows:
+        """Translate a selection of samples to one of a call's rows."""
+        return None if samples is None else self.plan.rows(call, samples)
+
     def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
         """Return the entries of a call's largest tensor, of all samples."""
         largest = max([1, *map(Size.numel, filter(IS_SOMETHING, shapes))])
@@ -573,7 +584,7 @@ class Backpropagation:
         whole = self._entries(call, call.shape_in)
         # no more columns than entries, as a rule: all at once, or one row to count them
         few = size * whole * (whole // max(1, plan.base)) <= limit
-        num_v = source.num_columns(plan.rows(call, self.subsampling) if few else slice(0, 1))
+        num_v = source.num_columns(self._rows(call, self.subsampling) if few else slice(0, 1))
         if self.mixing:
             calls = [c for c in plan.calls if c is call or c not in plan.losses]
             per_column = size * max(self._entries(c, c.shape_in + c.shape_out) for c in calls)
@@ -630,7 +641,7 @@ class Backpropagation:
         return [state.restricted(part, self._samples(part), self.plan.rows) for part in parts]
 
     def _start(self, source: Source, part: Part, samples: Rows) -> list[Factor | None]:
-        rows = self.plan.rows(source.call, samples)
+        rows = self._rows(source.call, samples)
         columns = part.columns
         factors = source.columns(
             rows, slice(columns.start, columns.stop) if columns else slice(None)
@@ -655,7 +666,7 @@ class Backpropagation:
     # ------------------------------------------------------------------ one backpropagation
 
     def _backpropagation(self, source: Source, receive: Receive) -> None:
-        """Carry columns back; hand over the products of each parameter they reach, in slices."""
+        """Carry columns back; hand over the uses of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
         self.done = None
         if isinstance(source, ResidualSource):
@@ -664,8 +675,9 @@ class Backpropagation:
                 return
         parts = self._first_parts(source)
         self.is_tight = len(parts) > 1 and self.is_large
-        column, is_one = self.plan.column, len(parts) == 1 and not self.mixing
-        self.fits = is_one and column is not None and len(parts[0].columns) * column <= self.limit
+        is_one = len(parts) == 1 and not self.mixing
+        column = self.plan.column_bytes() if is_one else None
+        self.fits = column is not None and len(parts[0].columns) * column <= self.limit
         for part in self._with_bar("slices", parts) if self.progress else parts:
             samples = self._samples(part)
             state = State(part, None if self.plan.mixing else samples)
@@ -762,23 +774,18 @@ class Backpropagation:
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
             self._through(state, call, receive)
-        self._send(state, state.pending, receive)
-
-    def _send(self, state: State, uses_of: Mapping[Parameter, list[Use]], receive: Receive) -> None:
-        """Hand over the products of parameters with the columns at their uses."""
-        if uses_of:
-            wanted, terms = self.wanted, state.terms
-            receive(products_of(uses_of, wanted, terms, self.bases, *self.of_factors), state.part)
+        if state.pending:
+            receive(state.pending, state)
 
     def _through(self, state: State, call: Call, receive: Receive) -> None:
-        """Hand over the products of a call's parameters, and carry columns to its inputs."""
+        """Hand over the uses of a call's parameters, and carry columns to its inputs."""
         found = fetch(call, state.cotangents)
         if found is None:
             return
         factor, mats = found
         del found  # columns are freed once they have travelled on
         cotangents = state.cotangents
-        rows = None if state.samples is None else self.plan.rows(call, state.samples)
+        rows = self._rows(call, state.samples)
         ratio = factor.mat.shape[1] // factor.groups
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
         if not self.sliced and self._run_user_rules(call, factor, mats, state):
@@ -788,12 +795,13 @@ class Backpropagation:
         goes_on = call in self.plan.going_on
         if not (goes_on or call.trained):
             return
-        c = context_of(call, rows)
-        hands_over = call.trained and call is not self.done
+        hands_over = bool(call.trained) and call is not self.done
+        c = context_of(call, rows, shares=hands_over)
         if hands_over and not (self.collects and self._collect_columns(call, factor, state.part)):
             self._hand_over(state, c, factor, mats, receive)
         if not goes_on:
             return
+        c.memo = None  # that of parameters
         if self.may_reduce and len(mats) == 1 and not cotangents and not state.pending:
             factor = self._reduced(state, factor)
             mats = [factor.mat]
@@ -811,8 +819,7 @@ class Backpropagation:
         mats: Sequence[Tensor | None],
         receive: Receive,
     ) -> None:
-        """Hand over the products of a call's parameters; keep those with other uses to come."""
-        c.share()
+        """Hand over the uses of a call's parameters; keep those with other uses to come."""
         alone = {}
         for name, p in c.call.trained.items():
             use = Use(c.call, name, factor, c.rows, mats)
@@ -823,8 +830,8 @@ class Backpropagation:
                 alone[p] = [use]
             else:  # what the rule sees is made again when the others have come
                 state.pending.setdefault(p, []).append(use)
-        self._send(state, alone, receive)
-        c.memo = None
+        if alone:
+            receive(alone, state)
 
     def _reduced(self, state: State, factor: Factor) -> Factor:
         """Replace all that has arrived by fewer columns for the same matrices, if that pays.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby
 from operator import attrgetter
@@ -152,6 +152,7 @@ class BackwardPass:
         self.reached_calls: dict[Call, Call] = {}  # and what this pass works on in their place
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
+        self.unsupported: dict[Call, str | None] = {}  # why calls are; None for those that are not
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
         self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
@@ -344,16 +345,10 @@ class BackwardPass:
 
     def _keep_parameters(self, live: Iterable[Call]) -> None:
         """Keep what hooks could change, where it is read after others have run."""
-        travels, shown = bool(self.second_order), self.shows_calls
-        reading = {}
-        for call in live:
-            is_known = call.derivatives is not None and call.outputs
-            if is_known and call.reads_parameters(travels, shown):
-                reading[call] = call.own()
-                if call.addresses and call.has_moved:
-                    self.moved.add(call)
+        reading = calls.parameters_read(live, bool(self.second_order), self.shows_calls)
         if not reading:
             return
+        self.moved.update(calls.moved(reading))
         self.keeping |= reading
         if self.kept is None:
             self.kept = KeptParameters(copies=_have_hooks(calls.all_live_calls()))
@@ -385,17 +380,13 @@ class BackwardPass:
         else:
             if call.index > self.start:  # such as that of a checkpoint
                 self._keep_parameters([call])
-            if not call.outputs:
-                call.check_released()
-            call.check_batched()
+            call.check(trained_only=not self.second_order)
             if call in self.moved:
                 call.refuse_moved()
             if self.sharded and call.module in self.sharded:
                 raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
             if call.is_astray:
                 raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
-            if call.module._parameters:
-                call.check_parameters(trained_only=not self.second_order)
             self.reached_calls[call] = call
             if len(self._running) > 1:
                 call = self._take(call)
@@ -644,20 +635,22 @@ class BackwardPass:
                 stacklevel=2,
             )
 
-    def _done(self, calls: Iterable[Call]) -> None:
-        hook = self.configuration.extension_hook
-        for call in calls:
-            if hook is not None:
-                stored = call.inputs, call.outputs
-                if call.views:
-                    call.inputs, call.outputs = call.without_views()
-                with context_of(call, check=False, whole=True).shown(now=True) as module:
-                    hook(module)
-                call.inputs, call.outputs = stored
-            if self.retains:
-                call.clear()
-            else:
-                call.release()
+    def _done(self, done: Iterable[Call]) -> None:
+        if self.configuration.extension_hook is not None:
+            done = self._shown_to_hook(done, self.configuration.extension_hook)
+        calls.release(done, self.retains)
+
+    @staticmethod
+    def _shown_to_hook(done: Iterable[Call], hook: Callable[[Any], None]) -> Iterator[Call]:
+        """Let a hook of the user see each call, before it is released."""
+        for call in done:
+            stored = call.inputs, call.outputs
+            if call.views:
+                call.inputs, call.outputs = call.without_views()
+            with context_of(call, check=False, whole=True).shown(now=True) as module:
+                hook(module)
+            call.inputs, call.outputs = stored
+            yield call
 
     # ------------------------------------------------------------------ first order
 
@@ -668,7 +661,7 @@ class BackwardPass:
         if not (call.is_container or call.is_transparent):
             call.compute_in_one_precision()
         exts = self.first_order
-        if self.has_rules or unsupported_reason(call, call.trained) is not None:
+        if self.has_rules or self._unsupported_reason(call) is not None:
             self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
         elif call.trained:
             self._extract(_gradient_use(call, None, folds=True).of_all, exts)
@@ -678,7 +671,8 @@ class BackwardPass:
             return
         separate_samples(plan)
         for subsampling, exts in _grouped(self.first_order, lambda ext: ext.get_subsampling()):
-            plan.check_subsampling(subsampling, exts)
+            if subsampling is not None:
+                plan.check_subsampling(subsampling, exts)
             self._run_at(plan.users, plan.uses, exts, plan, subsampling)
 
     def _run_at(
@@ -738,6 +732,12 @@ class BackwardPass:
                 counts = sample_counts(call, ext.get_subsampling())
                 rule.run(ext, module, *call_gradients(call), None, self.combining, counts=counts)
 
+    def _unsupported_reason(self, call: Call) -> str | None:
+        """Explain why there are no derivatives of a call, or none for what it trains."""
+        if call not in self.unsupported:
+            self.unsupported[call] = unsupported_reason(call, call.trained)
+        return self.unsupported[call]
+
     def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
         for call, name in uses:
             reason = unsupported_reason(call, [name])
@@ -778,11 +778,12 @@ class BackwardPass:
         for (propagation, subsampling, _), exts in groups:
             for ext in exts:
                 propagation.check(ext)
-            plan.check_subsampling(subsampling, exts)
-            if not self.combining.accumulates:
-                memory.reuse(plan.uses, exts)
+            if subsampling is not None:
+                plan.check_subsampling(subsampling, exts)
+            is_holding = not self.combining.accumulates and memory.reuse(plan.uses, exts)
             propagation.run(plan, exts, subsampling, self.combining)
-            memory.clear()
+            if is_holding:
+                memory.clear()
 
     @property
     def has_no_results(self) -> bool:
@@ -792,21 +793,21 @@ class BackwardPass:
 
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
-        reasons: dict[Call, str | None] = {}
+        gap = plan.find_gap()
+        unreached = plan.find_unreached() if gap is None else None
         for ext in self.second_order:
-            if plan.gap is None and plan.unreached is not None and ext.needs:
+            if unreached is not None and ext.needs:
                 nested = self.is_nested and not plan.losses
-                ext.fail(NESTED if nested else plan.why_unreached(plan.unreached), ValueError)
+                ext.fail(NESTED if nested else plan.why_unreached(unreached), ValueError)
             for call in plan.everything:
                 if ext.rules and ext.rule_for(call.module) is not None:
                     continue
-                if call not in reasons:
-                    asked = call.trained or call in plan.calls
-                    reasons[call] = unsupported_reason(call, call.trained) if asked else None
-                if (reason := reasons[call]) is not None:
-                    ext.fail(reason)
-            if plan.gap is not None:
-                ext.fail(plan.gap, ValueError)
+                if call.trained or call in plan.calls:
+                    reason = self._unsupported_reason(call)
+                    if reason is not None:
+                        ext.fail(reason)
+            if gap is not None:
+                ext.fail(gap, ValueError)
 
     def _check_losses(self, plan: Plan) -> None:
         """Warn if ``backward()`` was called on something else than constants times the losses."""
@@ -885,7 +886,7 @@ def _is_called_from_here() -> bool:
 
 
 def _reads_gradients(ext: Extension) -> bool:
-    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients()
+    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
 
 
 def _only_call(work: Work) -> Call | None:
@@ -903,15 +904,14 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
         folds: Give the rows of a sample an axis of their own, if there are several.
         samples: What the rows are, then.
     """
-    c = context_of(call, folds=folds)
+    c = context_of(call, folds=folds, shares=folds)
     c.reads_entries = not call.shards or call.reads_parameters(travels=False, is_shown=False)
     if c.is_folded:
         rows = samples
-    c = c.at(rows)
-    if folds:
-        c.share()
     grads = call.gradients(c.is_folded)
     if rows is not None:
+        memo, c = c.memo, c.at(rows)
+        c.memo = memo
         grads = [None if grad is None else subsample(grad, subsampling=rows) for grad in grads]
     mats = [None if grad is None else grad.unsqueeze(0) for grad in grads]
     first = mats[0] if mats[0] is not None else next(mat for mat in mats if mat is not None)

@@ -122,6 +122,8 @@ class Combining:
         """Hold nothing yet."""
         self.accumulates = self.is_waiting = configuration.accumulate
         self.chosen = configuration.process_group
+        # whether gradients may be averaged without a call that says by what
+        self._may_average = self.chosen != "module" or is_wrapped()
         self._nodes = nodes
         self.exts = configuration.exts
         self.write = results.write
@@ -227,7 +229,7 @@ class Combining:
             The processes of each, if there are others, and what averages, if that is a wrapper.
         """
         found: dict[Parameter, tuple[Any, Averaging | None]] = {}
-        if self.chosen is None or not (call.averaging or self.chosen != "module" or is_wrapped()):
+        if self.chosen is None or not (call.averaging or self._may_average):
             return found
         for p in call.params.values():
             if shard_of(p) is not None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from backpack.context import CTX, STATE, disable, update
+from backpack.context import CTX, STATE, Configuration, disable, update
 from backpack.core.engine import elided_gradients
 from backpack.core.engine.loss_terms import LossTerms
 from backpack.core.record import kernels
@@ -106,7 +106,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
         if outer is not None and outer.task is None and _same(outer.roots, roots):
             return func(*args, **kwargs)  # the mode of an inner context has seen the same call
         entry = Entry(roots)
-        exts = CTX.configuration.exts
+        configuration = CTX.configuration
+        exts = configuration.exts
         if any(not ext.expects_backpropagation_quantities() for ext in exts):
             entry.terms = LossTerms(roots, any(map(attrgetter("looks_at_loss"), exts)))
         hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
@@ -114,11 +115,10 @@ class InterceptBackward(overrides.TorchFunctionMode):
         try:
             if func is torch.autograd.grad:
                 return func(*args, **kwargs)
-            configuration = CTX.configuration
-            before = configuration.passes.own
-            result = self._backward(func, entry, args, kwargs)
             passes = configuration.passes
-            if configuration.exts and passes.own == before and disable.should_store_io():
+            before = passes.own
+            result = self._backward(func, entry, configuration, args, kwargs)
+            if exts and passes.own == before and disable.should_store_io():
                 passes.missed = passes.missed or has_parameters(entry.nodes)
             return result
         finally:
@@ -126,8 +126,9 @@ class InterceptBackward(overrides.TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
 
-    def _backward(self, func: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
-        configuration = CTX.configuration
+    def _backward(
+        self, func: Any, entry: Entry, configuration: Configuration, args: Any, kwargs: Any
+    ) -> Any:
         candidates = elided_gradients.costly(configuration) if self.elides else {}
         if configuration.gradients and not candidates:
             return func(*args, **kwargs)

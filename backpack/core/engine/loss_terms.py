@@ -173,7 +173,7 @@ class LossTerms:
 
 def _is_usual(node: Any) -> bool:
     """Whether a loss has the form that most have: then nothing else is looked at, to save time."""
-    while kind(node) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
+    while (name := kind(node)) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
         parents = [parent for parent, _ in node.next_functions]
         if parents[0] is None or any(parent is not None for parent in parents[1:]):
             return False
@@ -181,7 +181,7 @@ def _is_usual(node: Any) -> bool:
     edges = node.next_functions
     if not edges or any(parent is not None for parent, _ in edges[1:]):
         return False
-    name, (parent, slot) = kind(node), edges[0]
+    parent, slot = edges[0]
     mark = None if parent is None else parent.metadata.get(("backpack", slot))
     if mark is None or not mark.is_output or not _is_batched(mark):
         return False

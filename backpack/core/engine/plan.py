@@ -15,15 +15,13 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, is_converted
+from backpack.core.record.calls import Call, dtypes_of, is_converted
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
-
-_DTYPES = attrgetter("dtypes")
 
 
 class Producer(NamedTuple):
@@ -109,6 +107,9 @@ class Plan:
         uses: For each parameter the calls that use it, with its name there.
         losses: The calls that are losses.
         producers: Who computed the tensor of an origin.
+        going_on: Calls that have an input which another one has computed.
+        after_loss: The losses themselves, and modules that combine their values.
+        base: Number of samples; the number of rows of every call is a multiple. 0 if there is none.
         mixing: Whether a module mixes the samples of the batch.
         size: Number of entries of all parameters that are used.
         bytes: Bytes of them.
@@ -140,14 +141,22 @@ class Plan:
             for slot, origin in enumerate(call.origins_out):
                 if origin is not None:
                     self.producers[origin] = Producer(call, slot)
+        self.going_on: set[Call] = set()
+        self.after_loss = set(self.losses)
+        for call in self.calls:
+            for o in filter(self.producers.__contains__, call.origins_in):
+                self.going_on.add(call)
+                if self.producers[o].call in self.after_loss:
+                    self.after_loss.add(call)
         for p in self.uses:
             self.size += p.numel()
             self.bytes += p.nbytes
+        self.base = self._base()
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
-        dtypes = set[torch.dtype]().union(*map(_DTYPES, self.calls))
+        dtypes = dtypes_of(self.calls)
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))
@@ -161,35 +170,19 @@ class Plan:
             found[loss] = loss.derivatives.predictions(context_of(loss))
         return found
 
-    @lazy
-    def going_on(self) -> set[Call]:
-        """Calls that have an input which another one has computed."""
-        return {c for c in self.calls if not self.producers.keys().isdisjoint(c.origins_in)}
+    def column_bytes(self) -> int | None:
+        """Return the bytes of a column where it is largest.
 
-    @lazy
-    def column(self) -> int | None:
-        """Bytes of a column where it is largest; None if rows of samples merge, and columns split.
-
-        Then there are more of them at some calls than at others.
+        None if rows of samples merge, and columns split: then there are more of them at some calls
+        than at others.
         """
         if not all(map(attrgetter("is_usual"), self.calls)):
             return None
         shapes = [s for call in self.calls for s in (*call.shape_in, *call.shape_out) if s]
         return max(map(prod, shapes)) * max([c.outputs[0].element_size() for c in self.calls])
 
-    @lazy
-    def after_loss(self) -> set[Call]:
-        """The losses themselves, and modules that combine their values."""
-        found = set(self.losses)
-        for call in self.calls:
-            for o in filter(self.producers.__contains__, call.origins_in):
-                if self.producers[o].call in found:  # type: ignore[index]
-                    found.add(call)
-        return found
-
-    @lazy
-    def base(self) -> int:
-        """Number of samples; the number of rows of every call is a multiple. 0 if there is none."""
+    def _base(self) -> int:
+        """Return the number of samples."""
         found = [self.num_samples(call) for call in self.calls if not call.is_unbatched]
         samples = [count for count in found if count]
         base = gcd(*samples)
@@ -346,15 +339,13 @@ class Plan:
             feeds.append(Feed(i, origin, shape, there, place is None, gathered))
         return Passage(call, rows, feeds)
 
-    def check_subsampling(
-        self, subsampling: Sequence[int] | None, exts: Sequence[Extension]
-    ) -> None:
+    def check_subsampling(self, subsampling: Sequence[int], exts: Sequence[Extension]) -> None:
         """Refuse indices that are not samples of the batch.
 
         Raises:
             ValueError: If an index is out of range or there is no common batch axis.
         """
-        if subsampling is None or not self.calls:
+        if not self.calls:
             return
         savefields = ", ".join(ext.savefield for ext in exts)
         if not self.base:
@@ -364,8 +355,7 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{savefields}: {error}") from error
 
-    @lazy
-    def gap(self) -> str | None:
+    def find_gap(self) -> str | None:
         """Describe the first break: a reached call feeds another through what is not a module."""
         for loss in self.losses:
             for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
@@ -383,7 +373,7 @@ class Plan:
             for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
                 if not isinstance(x, Tensor) or origin in self.producers:
                     continue
-                if parameter_behind(x) is not None:
+                if x.requires_grad and parameter_behind(x) is not None:
                     return (
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
                         "to a module with derivatives of its own are supported."
@@ -452,8 +442,7 @@ class Plan:
         """Find the closest reached calls above a tensor, and the parameters on the way."""
         return upstream(x, self.producers.__contains__)
 
-    @lazy
-    def unreached(self) -> Call | None:
+    def find_unreached(self) -> Call | None:
         """Find the last call whose output does not enter the prediction of a loss."""
         fed: set[Origin | None] = set()
         for call in reversed(self.calls):

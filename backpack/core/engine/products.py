@@ -517,16 +517,24 @@ class Products:
             return reductions.gram(rows, count)
         return mean_square(rows, [0], count)
 
-    @lazy
+    @property
+    def _is_small(self) -> bool:
+        """Whether the whole block may stand for the Kronecker factors."""
+        p = self.parameter
+        return p.numel() <= WHOLE_BLOCK_ENTRIES or sum([size > 1 for size in p.shape]) < 2
+
+    @property
     def _without_factors(self) -> str | None:
         """Name what stands for the Kronecker factors if the rules of all uses know none in common.
 
         The block itself or, if that is too large, its marginals.
         """
-        p = self.parameter
-        is_small = p.numel() <= WHOLE_BLOCK_ENTRIES or sum([size > 1 for size in p.shape]) < 2
-        if is_small and len(self.uses) == 1:
+        if self._is_small and len(self.uses) == 1:
             return None
+        return self._instead_of_factors
+
+    @lazy
+    def _instead_of_factors(self) -> str | None:
         facts = {
             (
                 u.has_kronecker_factors,
@@ -536,7 +544,7 @@ class Products:
             for u in self.uses
         }
         (is_known, *_), *others = facts
-        if is_small:
+        if self._is_small:
             return "_block" if others else None
         return None if is_known and not others else "_marginals"
 
@@ -756,7 +764,16 @@ def products_of(
     return found
 
 
-def extract_each(found: Sequence[Products], exts: Sequence[Extension], save: Save) -> None:
-    """Save what extensions make of the products of several parameters, one after the other."""
-    for products in found:
+def extract_each(
+    uses_of: Mapping[Parameter, list[Use]], exts: Sequence[Extension], save: Save, *wanted: Any
+) -> None:
+    """Save what extensions make of the products of several parameters, one after the other.
+
+    Args:
+        uses_of: The uses of each parameter.
+        exts: The extensions.
+        save: Called with each parameter, extension and value.
+        wanted: What :func:`products_of` takes behind the uses.
+    """
+    for products in products_of(uses_of, *wanted):
         products.extract(exts, save)

@@ -53,14 +53,12 @@ class Propagation:
     Attributes:
         offers: Names of what can be extracted.
         adds_up: Whether that of a batch follows from that of its parts.
+        reads_gradients: Whether it depends on gradients other than those of the losses.
     """
 
     offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
     adds_up: ClassVar[bool] = True
-
-    def reads_gradients(self) -> bool:
-        """Return whether it depends on gradients other than those of the losses."""
-        return True
+    reads_gradients: bool = True
 
     def check(self, ext: Extension) -> None:
         """Refuse an extension that needs what the propagation does not offer.
@@ -138,10 +136,7 @@ class LossFactor(Propagation):
     """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module."""
 
     offers = Propagation.offers | UNSLICED
-
-    def reads_gradients(self) -> bool:
-        """Return False: the exact factor depends on the prediction alone."""
-        return False
+    reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -247,12 +242,9 @@ class InBases(Propagation):
         bases: For each parameter its bases, by approximation; others have those of the batch.
     """
 
+    reads_gradients = False
     inner: LossFactor
     bases: Mapping[Parameter, Bases]
-
-    def reads_gradients(self) -> bool:
-        """Return False: first derivatives carry the factor."""
-        return False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -264,10 +256,7 @@ class InputsAlone(Propagation):
     """Nothing travels: what arrives at an output is replaced by the identity."""
 
     offers = frozenset({IDENTITY})
-
-    def reads_gradients(self) -> bool:
-        """Return False: inputs are enough."""
-        return False
+    reads_gradients = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Save what follows from the inputs."""
@@ -414,10 +403,7 @@ class BatchAveraged(Propagation):
 
     offers = frozenset({"gram"})
     adds_up = False
-
-    def reads_gradients(self) -> bool:
-        """Return False: the matrix depends on first derivatives alone."""
-        return False
+    reads_gradients = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``E[Jᵀ M J]``."""
@@ -438,8 +424,9 @@ class Blocks(Propagation):
     offers = frozenset({"product"})
     modify: Modify
 
-    def reads_gradients(self) -> bool:
-        """Return whether second derivatives of modules take part."""
+    @property
+    def reads_gradients(self) -> bool:  # type: ignore[override]
+        """Whether second derivatives of modules take part."""
         return self.modify is not None
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:

@@ -656,11 +656,6 @@ class Call:
         is_linear = rule is None or not self.params or rule.is_linear_in_params(self.module)
         return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether a parameter has other memory now than in the forward pass (``p.data = …``)."""
-        return self.addresses != addresses_of(self.read)
-
     def refuse_moved(self) -> None:
         """Refuse parameters that were changed so between the forward pass and the backward pass.
 
@@ -1017,7 +1012,24 @@ class Call:
             return self.g_out
         return rule.seen_gradients(self, folded)
 
-    def check_batched(self) -> None:
+    def check(self, trained_only: bool) -> None:
+        """Refuse a call that can have no quantities.
+
+        Args:
+            trained_only: Frozen parameters do not matter.
+
+        Raises:
+            RuntimeError: If its tensors are gone.
+            ValueError: If its input has no batch axis.
+            NotImplementedError: If a parameter is sparse or quantised.
+        """
+        if not self.outputs:
+            self.check_released()
+        self._check_batched()
+        if self.module._parameters:
+            self._check_parameters(trained_only)
+
+    def _check_batched(self) -> None:
         """Refuse input without a batch axis.
 
         Raises:
@@ -1039,7 +1051,7 @@ class Call:
         if len(shape) < rule.min_dims(self.module) and not self.is_unbatched:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
-    def check_parameters(self, trained_only: bool) -> None:
+    def _check_parameters(self, trained_only: bool) -> None:
         """Refuse parameters that are not dense floating-point tensors.
 
         Args:
@@ -1172,6 +1184,43 @@ def describe(module: Module) -> str:
     managed = shards.MANAGED in vars(module)
     kind = kind_of(module).__name__ if managed else type(module).__name__
     return f"'{name}' ({kind})" if name else kind
+
+
+def parameters_read(
+    calls: Iterable[Call], travels: bool, is_shown: bool
+) -> dict[Call, list[Tensor]]:
+    """Return the calls whose derivatives depend on entries of parameters, with what they read.
+
+    Args:
+        calls: Calls that may be among them.
+        travels: Whether something travels through calls, besides gradients.
+        is_shown: Whether code of users sees inputs and outputs.
+    """
+    reading = {}
+    for call in calls:
+        is_known = call.derivatives is not None and call.outputs
+        if is_known and call.reads_parameters(travels, is_shown):
+            reading[call] = call.own()
+    return reading
+
+
+def moved(calls: Iterable[Call]) -> Iterator[Call]:
+    """List the calls of which a parameter has other memory now than in the forward pass."""
+    return (call for call in calls if call.addresses and call.addresses != addresses_of(call.read))
+
+
+def dtypes_of(calls: Iterable[Call]) -> set[torch.dtype]:
+    """Return the precisions of what calls have read and returned."""
+    return {dtype for call in calls for dtype in call.dtypes}
+
+
+def release(calls: Iterable[Call], keeps_tensors: bool) -> None:
+    """Drop what a backward pass has stored at calls, and what the forward pass has, unless kept."""
+    for call in calls:
+        if keeps_tensors:
+            call.clear()
+        else:
+            call.release()
 
 
 class Users:

@@ -73,10 +73,6 @@ class Context:
         """Return the context with other inputs."""
         return self._copy(inputs, self.rows)
 
-    def share(self) -> None:
-        """Memoise what parameters compute alike of the cotangents at hand."""
-        self.memo = {} if SHARED.is_on and len(self.call.trained) > 1 else None
-
     def counting(self, rows: Rows) -> Context:
         """Return the context of rows that are counted as a loss reads them."""
         other = self._copy(self.inputs, rows)
@@ -136,7 +132,7 @@ class Context:
 
     def select(self, tensor: Tensor, axis: int = 0) -> Tensor:
         """Return the selected rows of a tensor."""
-        return subsample(tensor, dim=axis, subsampling=self.rows)
+        return tensor if self.rows is None else subsample(tensor, axis, self.rows)
 
     def numbers(self, size: int) -> Sequence[int]:
         """Return the numbers of the selected rows of a whole batch of this size."""
@@ -171,7 +167,12 @@ class OfShards(Context):
 
 
 def context_of(
-    call: Call, rows: Rows = None, check: bool = True, whole: bool = False, folds: bool = False
+    call: Call,
+    rows: Rows = None,
+    check: bool = True,
+    whole: bool = False,
+    folds: bool = False,
+    shares: bool = False,
 ) -> Context:
     """Return what the rule of a call sees.
 
@@ -181,6 +182,7 @@ def context_of(
         check: Refuse tensors that were changed in place.
         whole: For code of users, which may read what our rules do not.
         folds: Give the rows of a sample an axis of their own, if there are several.
+        shares: Memoise what parameters compute alike of the cotangents at hand.
 
     Raises:
         RuntimeError: If the call was released or a stored tensor was changed in place.
@@ -200,11 +202,14 @@ def context_of(
     as_stored = call.is_usual and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
         c = kind(call, call.inputs, call.outputs, rows)
-        if len(call.read) == 2 and not (call.read[1] or call.before or call.shards):
-            c.params = call.read[0]
-        return c
-    is_folded = folds and call.is_foldable
-    return kind(call, *call.seen(whole, is_folded), rows, is_folded)
+        if len(call.read) == 2 and not (call.before or call.shards):
+            c.params = call.read[0] | call.read[1] if call.read[1] else call.read[0]
+    else:
+        is_folded = folds and call.is_foldable
+        c = kind(call, *call.seen(whole, is_folded), rows, is_folded)
+    if shares and SHARED.is_on and len(call.trained) > 1:
+        c.memo = {}
+    return c
 
 
 class Shown:

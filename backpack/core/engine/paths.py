@@ -1,0 +1,182 @@
+"""The autograd graph between a tensor and what recorded calls have returned: a path of functions.
+
+Its nodes are called one by one. The engine would run hooks, and reach recorded calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack.core.engine.spread import saved_floats, saved_names, saved_tensors, shape_of
+from backpack.core.record.calls import LARGE
+from backpack.core.record.origins import Origin, is_output
+
+
+class Path(NamedTuple):
+    """The graph between a tensor and what recorded calls have returned.
+
+    Attributes:
+        start: The node that has computed the tensor, and which of its outputs that is.
+        nodes: The nodes between, that one included.
+        sources: The nodes, and which of their outputs, that calls have returned, with their marks.
+        leaves: Tensors without a history, such as parameters.
+    """
+
+    start: tuple[Any, int]
+    nodes: list[Any]
+    sources: dict[tuple[Any, int], Origin]
+    leaves: list[Tensor]
+
+
+def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
+    """Search the graph above a tensor, up to the outputs of recorded calls.
+
+    Args:
+        node: The node that has computed the input of a call.
+        slot: Which of its outputs that is.
+        own: The mark of the tensor, if the call has returned it as it was.
+    """
+    path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            path.leaves.append(node.variable)
+            continue
+        is_source = False
+        for key, mark in node.metadata.items():
+            if isinstance(mark, Origin) and mark.is_output and mark is not own:
+                path.sources[node, key[1]] = mark
+                is_source = True
+        if not is_source:
+            path.nodes.append(node)
+            stack += [parent for parent, _ in node.next_functions]
+    return path
+
+
+def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
+    """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
+    if grad is None:
+        return None
+    assert mark.layout is not None
+    sizes = grad.abs().nan_to_num(nan=0, posinf=0)
+    sizes = sizes.reshape(mark.layout.before, mark.layout.samples, -1).amax((0, 2))
+    largest = sizes.max()
+    return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
+
+
+def vjp(
+    path: Path,
+    cotangents: Mapping[tuple[Any, int], Tensor],
+    run: Callable[..., Any] | None = None,
+) -> dict[tuple[Any, int], Tensor]:
+    """Multiply cotangents below a path with the transposed Jacobian of its functions.
+
+    Args:
+        path: The functions.
+        cotangents: For outputs of their nodes.
+        run: Takes the place of nodes: :func:`spread`. Numbers other than zero are then one.
+    """
+    inside = set(path.nodes)
+    waiting = dict.fromkeys(path.nodes, 0)
+    for node in path.nodes:
+        for parent, _ in node.next_functions:
+            if parent in inside:
+                waiting[parent] += 1
+    arrived: dict[Any, list[Tensor | None]] = {}
+    found: dict[tuple[Any, int], Tensor] = {}
+
+    def arrive(node: Any, slot: int, grad: Tensor) -> None:
+        known = shape_of(node, slot)
+        grad = grad.sum_to_size(known.shape)
+        grad = (grad if run is None else grad != 0).to(known.dtype)
+        if node in inside:
+            there = arrived.setdefault(node, [None] * len(node._input_metadata))
+            other = there[slot]
+            there[slot] = grad if other is None else other + grad
+        elif (node, slot) in path.sources:
+            found[node, slot] = found[node, slot] + grad if (node, slot) in found else grad
+
+    with torch.no_grad():
+        for (node, slot), cotangent in cotangents.items():
+            arrive(node, slot, cotangent)
+        ready = [node for node in path.nodes if not waiting[node]]
+        while ready:
+            node = ready.pop()
+            grads = arrived.pop(node, None)
+            out: Any = (None,) * len(node.next_functions)
+            if grads is not None and is_output(node):
+                out = grads[0]
+            elif grads is not None:
+                out = node(*grads) if run is None else run(node, *grads)
+            for (parent, slot), grad in zip(
+                node.next_functions, (out,) if isinstance(out, Tensor) else out, strict=True
+            ):
+                if parent is None:
+                    continue
+                if grad is not None:
+                    arrive(parent, slot, grad)
+                if parent in inside:
+                    waiting[parent] -= 1
+                    if not waiting[parent]:
+                        ready.append(parent)
+    return found
+
+
+def is_unpacked(node: Any) -> bool:
+    """Whether a node has its tensors itself: no hook computes or fetches them (checkpoints do)."""
+    if is_output(node):  # one of ours stores nothing
+        return True
+    try:
+        saved = [getattr(node, name) for name in saved_names(node)[1]]
+        each = [one for s in saved for one in (s if isinstance(s, Sequence) else [s])]
+        return all(one.unpack_hook is None for one in each)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def stored_values(nodes: Sequence[Any]) -> list[float | Tensor] | None:
+    """Return what nodes have stored of their own; None if it is large, or was computed."""
+    if not all(map(is_unpacked, nodes)):
+        return None
+    values: list[float | Tensor] = []
+    for node in nodes:
+        values += saved_floats(node)
+        for x in saved_tensors(node):
+            if x.requires_grad or x.numel() > LARGE or x.layout is not torch.strided:
+                return None
+            values.append(x.detach().clone())
+    return values
+
+
+def describe_structure(path: Path, sources: dict[tuple[Any, int], Origin]) -> Hashable:
+    """Describe functions and shapes; equal sizes have equal numbers, whatever they are."""
+    numbers: dict[int, int] = {}
+    index = {key: i for i, key in enumerate([*path.nodes, *path.sources])}
+
+    def named(sizes: Any) -> Hashable:
+        if isinstance(sizes, int):
+            return numbers.setdefault(sizes, len(numbers))
+        return tuple(map(named, sizes)) if isinstance(sizes, Sequence) else None
+
+    entries = []
+    for node in path.nodes:
+        options = []
+        for name in saved_names(node)[0]:
+            value = getattr(node, name)
+            if not isinstance(value, float):  # factors and probabilities
+                is_size = "size" in name or "numel" in name
+                options.append(named(value) if is_size else repr(value))
+        shapes = tuple([named(tuple(known.shape)) for known in node._input_metadata])
+        links = tuple([index.get(link[0], index.get(link, -1)) for link in node.next_functions])
+        slots = tuple([slot for _, slot in node.next_functions])
+        entries.append((type(node).__name__, tuple(options), shapes, links, slots))
+    layouts = [mark.layout for mark in sources.values() if mark.layout is not None]
+    at = tuple([(named(layout.samples), layout.before) for layout in layouts])
+    return tuple(entries), at
