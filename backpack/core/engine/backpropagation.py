@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from operator import attrgetter, methodcaller
@@ -20,7 +19,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
-from backpack.context import CTX, STATE, disable, update
+from backpack.context import CTX, STATE, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.by_autograd import close
@@ -43,9 +42,15 @@ from backpack.core.engine.extracted import (
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use, extract_each, products_of
+from backpack.core.engine.user_rules import (
+    call_gradients,
+    check_passed_on,
+    sample_counts,
+    what_is_passed_on,
+)
 from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.origins import Origin, flatten_outputs
+from backpack.core.record.origins import Origin
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
@@ -415,13 +420,14 @@ class Backpropagation:
         self.bases = dict(bases or {})
         max_size = inf if KRONECKER.isdisjoint(self.wanted) else max_factor_size(exts)
         self.of_factors = max_size, counted
-        # what needs bases of the whole batch is summed in a second turn, if the first has slices
+        # what needs bases of the whole batch is summed in a second turn, if the first has slices:
+        # then the bases are known
         known = self.bases.keys() >= plan.uses.keys()
-        self.later = frozenset() if known else self.wanted & IN_BASES.keys()
-        self.gathered = self.wanted - self.later
+        self.wanted_later = frozenset() if known else self.wanted & IN_BASES.keys()
+        self.wanted_now = self.wanted - self.wanted_later
         is_unsliced = not UNSLICED.isdisjoint(self.wanted)
         if is_unsliced:  # what does not come in one piece is made of the products themselves
-            self.gathered = self.gathered - UNSLICED | {"individual"}
+            self.wanted_now = self.wanted_now - UNSLICED | {"individual"}
         # whether somebody wants the columns themselves, not just the matrix they stand for
         self.shows_columns = is_unsliced or not OF_COLUMNS.isdisjoint(self.wanted)
         self.progress = STATE.get().configuration.progress
@@ -436,9 +442,12 @@ class Backpropagation:
         self.is_long = plan.base * plan.size >= MANY_COLUMNS
         self.collects = False  # whether several sources add up in diagonals at calls' outputs
         self.diagonals: dict[Call, Diagonal] = {}
-        self.done: Call | None = None  # where the source at hand has left its diagonal
-        self.is_tight = False  # whether what a source emits is more than a slice holds, too
-        self.fits = False  # whether all that the source at hand emits is one slice, wherever it is
+        # of the source at hand: the call at whose output its diagonal was collected, if it was;
+        # whether memory is scarce, since not even what it emits is one slice of a large network;
+        # whether all that it emits stays one slice, however large tensors become on the way
+        self.collected_at: Call | None = None
+        self.returns_memory = False
+        self.is_one_slice = False
         device = plan.calls[0].outputs[0].device
         self.limit = sys.maxsize if is_unsliced else slice_bytes.on(device, self.is_large)
         # how many rows of a call belong to one independent sample, and what user rules returned
@@ -477,11 +486,11 @@ class Backpropagation:
     def run(self, sources: Sequence[Source]) -> None:
         """Backpropagate from every source, put the slices together, and save."""
         totals = self._totals(sources)
-        later = self._in_bases(sources, totals) if totals and self.later else {}
+        in_bases = self._in_bases(sources, totals) if totals and self.wanted_later else {}
         for p in list(totals):
             products = self._whole(p)
             products.set_values(totals.pop(p))  # nobody else has them, see results.owned
-            products.set_values(later.pop(p, {}))
+            products.set_values(in_bases.pop(p, {}))
             products.extract(self.exts, self.save)
         for p, ext in list(self.rule_values):
             self.save(p, ext, self.rule_values.pop((p, ext)))
@@ -500,8 +509,8 @@ class Backpropagation:
         for p, values in totals.items():
             products = self._whole(p)
             products.set_values(values)
-            self.bases[p] = {name: products.eigenbases(name) for name in self.later}
-        self.gathered = self.later
+            self.bases[p] = {name: products.eigenbases(name) for name in self.wanted_later}
+        self.wanted_now = self.wanted_later
         return self._totals(sources)
 
     def _totals(self, sources: Sequence[Source]) -> dict[Parameter, dict[str, Any]]:
@@ -510,21 +519,23 @@ class Backpropagation:
         only_squares = self.wanted <= {"square", "batch_square"}
         plain = self.sliced and not self.mixing and not torch.is_grad_enabled()
         self.collects = COLLECTED.is_on and len(sources) > 1 and only_squares and plain
+        is_second = bool(self.wanted_later) and self.wanted_now is self.wanted_later
+        is_alone = len(sources) == 1 and not (self.plan.mixing or is_second)
         for source in self._with_bar("sources", sources) if self.progress else sources:
             of_source: dict[Parameter, dict[str, Gathered]] = {}
 
             def gather(
                 uses_of: Mapping[Parameter, list[Use]], state: State, into: Any = of_source
             ) -> None:
-                again, part = bool(self.later) and self.gathered is self.later, state.part
+                part = state.part
                 wanted = self.wanted, state.terms, self.bases, *self.of_factors
-                if part.is_whole and len(sources) == 1 and not self.plan.mixing and not again:
+                if part.is_whole and is_alone:
                     extract_each(uses_of, self.exts, self.save, *wanted)
                     return
                 found = products_of(uses_of, *wanted)
                 while found:  # what they hold is freed one by one
                     products = found.pop(0)
-                    if not again or products.parameter in self.bases:
+                    if not is_second or products.parameter in self.bases:
                         self._put_together(products, part, into, totals)
 
             self._backpropagation(source, gather)
@@ -544,10 +555,12 @@ class Backpropagation:
         """Add the products of a slice to those of a source, or of the sources before."""
         p = products.parameter
         if p not in into:
-            if p in totals and _are_per_sample(self.gathered):
+            if p in totals and _are_per_sample(self.wanted_now):
                 self.plan.check_one_batch(p)
             before = totals.get(p, {})
-            into[p] = {name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.gathered}
+            into[p] = {
+                name: Gathered(REDUCTIONS[name], before.get(name)) for name in self.wanted_now
+            }
         for name, gathered in into[p].items():
             gathered.add(products[name], part)
 
@@ -668,16 +681,15 @@ class Backpropagation:
     def _backpropagation(self, source: Source, receive: Receive) -> None:
         """Carry columns back; hand over the uses of each parameter they reach, in slices."""
         calls = [c for c in reversed(self.plan.calls) if c.index < source.call.index]
-        self.done = None
+        self.collected_at = None
         if isinstance(source, ResidualSource):
-            self.done = self._collect_residual(source)
-            if self.done is not None and self.done not in self.plan.going_on:
+            self.collected_at = self._collect_residual(source)
+            if self.collected_at is not None and self.collected_at not in self.plan.going_on:
                 return
         parts = self._first_parts(source)
-        self.is_tight = len(parts) > 1 and self.is_large
-        is_one = len(parts) == 1 and not self.mixing
-        column = self.plan.column_bytes() if is_one else None
-        self.fits = column is not None and len(parts[0].columns) * column <= self.limit
+        self.returns_memory = len(parts) > 1 and self.is_large
+        column = self.plan.column_bytes() if len(parts) == 1 and not self.mixing else None
+        self.is_one_slice = column is not None and len(parts[0].columns) * column <= self.limit
         for part in self._with_bar("slices", parts) if self.progress else parts:
             samples = self._samples(part)
             state = State(part, None if self.plan.mixing else samples)
@@ -697,8 +709,8 @@ class Backpropagation:
     # d and takes one product. d is what the second derivative of the module behind y adds; that of
     # columns, sum_v w_v s_v², if no entry of p reaches more than one y_i of a sample.
 
-    def _has_squares(self, call: Call) -> bool:
-        """Whether ``sum_i d_i (∂y_i/∂p)²`` is at hand for what several sources emit."""
+    def _is_collectable(self, call: Call) -> bool:
+        """Whether ``sum_i d_i (∂y_i/∂p)²`` is one product, for the parameters of a call."""
         if not (call.trained and call.derivatives) or call.is_unbatched:
             return False
         alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
@@ -708,7 +720,7 @@ class Backpropagation:
         """Collect the diagonal that a source emits, and return the call it is at the output of."""
         origin = source.call.origins_in[0]
         producer = None if origin is None else self.plan.producers.get(origin)
-        if not self.collects or producer is None or not self._has_squares(producer.call):
+        if not self.collects or producer is None or not self._is_collectable(producer.call):
             return None
         if self.plan.num_rows(producer.call) != self.plan.num_rows(source.call):
             return None
@@ -720,7 +732,7 @@ class Backpropagation:
 
     def _collect_columns(self, call: Call, factor: Factor, part: Part) -> bool:
         """Collect the squares of columns at a call's output; False if they do not suffice."""
-        if not self._has_squares(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
+        if not self._is_collectable(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
             return False
         assert call.derivatives is not None
         if not call.derivatives.reaches_one_output(call):
@@ -766,10 +778,10 @@ class Backpropagation:
     def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
-            slices = [] if self.fits else self._slices(state, call)
+            slices = [] if self.is_one_slice else self._slices(state, call)
             if len(slices) > 1:
                 while slices:  # a slice is freed before the next one travels
-                    if self.is_tight:
+                    if self.returns_memory:
                         memory.release()
                     self._carry(slices.pop(0), calls[i:], receive)
                 return
@@ -788,14 +800,14 @@ class Backpropagation:
         rows = self._rows(call, state.samples)
         ratio = factor.mat.shape[1] // factor.groups
         self.rows_per_sample[call] = max(ratio, self.rows_per_sample.get(call, 1))
-        if not self.sliced and self._run_user_rules(call, factor, mats, state):
+        if not self.sliced and self._run_user_rule(call, factor, mats, state):
             return
         if call.derivatives is None:
             return  # a module without any rule was reported before
         goes_on = call in self.plan.going_on
         if not (goes_on or call.trained):
             return
-        hands_over = bool(call.trained) and call is not self.done
+        hands_over = bool(call.trained) and call is not self.collected_at
         c = context_of(call, rows, shares=hands_over)
         if hands_over and not (self.collects and self._collect_columns(call, factor, state.part)):
             self._hand_over(state, c, factor, mats, receive)
@@ -868,50 +880,46 @@ class Backpropagation:
             return [b if b is None else b.expand(-1, count, *b.shape[2:]) for b in backs]
         return call_products.transposed(c, mats)
 
-    def _run_user_rules(
-        self,
-        call: Call,
-        factor: Factor,
-        mats: Sequence[Tensor | None],
-        state: State,
+    def _run_user_rule(
+        self, call: Call, factor: Factor, mats: Sequence[Tensor | None], state: State
     ) -> bool:
         """Run the rule that a user registered for this module; False if there is none."""
         for ext in self.exts:
             rule = ext.rule_for(call.module)
             if rule is not None:
-                c = context_of(call, self.plan.rows(call, state.samples), whole=True)
-                shown = [
-                    None if mat is None else call_products.shown(c, i, mat)
-                    for i, mat in enumerate(mats)
-                ]
-                given = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
-                with c.shown() as module:
-                    back = rule.run(
-                        ext,
-                        module,
-                        *call_gradients(call),
-                        given,
-                        self._add_rule_value,
-                        call.goes_on,
-                        sample_counts(call, ext.get_subsampling(), self.plan.base),
-                    )
-                parts = back if isinstance(back, tuple) else (back,)
-                if call not in self.plan.going_on:
-                    return True
-                check_passed_on(ext, rule, call, parts, c.rows)
-                try:
-                    backs = [
-                        None if m is None else call_products.read_back(c, i, m)
-                        for i, m in enumerate(parts)
-                    ]
-                    factors = [None if m is None else factor.holding(m) for m in backs]
-                    deliver(self.plan, call, factors, state.cotangents, state.samples)
-                except (ValueError, RuntimeError, IndexError) as error:
-                    raise ValueError(
-                        f"{_what_is_passed_on(ext, rule, call, parts)} ({error})"
-                    ) from error
+                self._apply(ext, rule, call, factor, mats, state)
                 return True
         return False
+
+    def _apply(
+        self,
+        ext: Extension,
+        rule: Any,
+        call: Call,
+        factor: Factor,
+        mats: Sequence[Tensor | None],
+        state: State,
+    ) -> None:
+        """Let a user's rule save its values, and carry on what it returns."""
+        c = context_of(call, self.plan.rows(call, state.samples), whole=True)
+        shown = [None if m is None else call_products.shown(c, i, m) for i, m in enumerate(mats)]
+        arrived = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
+        counts = sample_counts(call, ext.get_subsampling(), self.plan.base)
+        gradients, save = call_gradients(call), self._add_rule_value
+        with c.shown() as module:
+            back = rule.run(ext, module, *gradients, arrived, save, call.goes_on, counts)
+        if call not in self.plan.going_on:
+            return
+        parts = back if isinstance(back, tuple) else (back,)
+        check_passed_on(ext, rule, call, parts, c.rows)
+        try:
+            factors: list[Factor | None] = []
+            for i, part in enumerate(parts):
+                mat = None if part is None else call_products.read_back(c, i, part)
+                factors.append(None if mat is None else factor.holding(mat))
+            deliver(self.plan, call, factors, state.cotangents, state.samples)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{what_is_passed_on(ext, rule, call, parts)} ({error})") from error
 
     def _add_rule_value(self, p: Parameter, ext: Extension, value: Any) -> None:
         """Sum what a user's rule returns over the losses and over the uses of a parameter."""
@@ -1039,118 +1047,6 @@ def fetch(
     aligned = [None if f is None else f.coarsened(groups) for f in found]
     first = next(f for f in aligned if f is not None)
     return first, [None if f is None else f.mat for f in aligned]
-
-
-def sample_counts(
-    call: Call, subsampling: Sequence[int] | None, samples: int | None = None
-) -> set[int]:
-    """Return how many samples a user's rule may find in a call: those, or their rows.
-
-    Args:
-        call: The call.
-        subsampling: Samples that the extension looks at.
-        samples: Number of samples of the batch, if all calls agree on it.
-
-    Returns:
-        Empty if it is not known.
-    """
-    rows, samples = Plan.num_rows(call), samples or Plan.num_samples(call)
-    if subsampling is not None:
-        taken = len(subsampling)
-        return {taken, taken * rows // samples} if samples else {taken}
-    if not (samples and rows):
-        return set()
-    layout, shape = call.layouts_out[0], call.shape_out[0]
-    # the rule may know better where the samples are, if that is only assumed
-    apart = len(shape) > 2 and layout is not None and layout.assumed and not call.is_unbatched
-    return {samples, rows, shape[1]} if apart else {samples, rows}
-
-
-def check_passed_on(
-    ext: Extension, rule: Any, call: Call, parts: Sequence[Any], rows: Rows
-) -> None:
-    """Refuse what a user's rule passes on to the inputs of a call, if it is not shaped like them.
-
-    Raises:
-        ValueError: If that is so, or nothing is passed on.
-    """
-    if all(part is None for part in parts):
-        raise ValueError(
-            f"{ext.savefield}: 'backpropagate' of the rule {type(rule).__name__} for {call!r} "
-            "passes nothing on (None): the parameters below would have no quantity. Return "
-            "['V', *input] for each input; zeros if it has no influence."
-        )
-    for i, part in enumerate(parts):
-        if part is not None and not (
-            isinstance(part, Tensor) and _is_at_input(call, i, part.shape[1:], rows)
-        ):
-            raise ValueError(_what_is_passed_on(ext, rule, call, parts))
-
-
-def _what_is_passed_on(ext: Extension, rule: Any, call: Call, parts: Sequence[Any]) -> str:
-    shapes = [list(m.shape) if isinstance(m, Tensor) else type(m).__name__ for m in parts]
-    return (
-        f"{ext.savefield}: the rule of {type(rule).__name__} for {call!r} passes on {shapes}. "
-        "Expected is a tensor ['V', *input] for each input, with the samples of the extension."
-    )
-
-
-def _is_at_input(call: Call, i: int, got: Sequence[int], rows: Rows) -> bool:
-    """Whether columns fit an input: its shape, flattened behind the samples, or only reshaped."""
-    shape = call.shape_in[i] if i < len(call.shape_in) else None
-    place = call.place_in(i) if shape else None
-    if shape is None or place is None or place.axis or place.is_scattered:
-        return True  # what follows finds out
-    total = Plan.num_rows(call)
-    count = shape[0] * len(row_numbers(total, rows)) // total
-    if list(got) in ([count, *shape[1:]], [count, shape[1:].numel()]):
-        return True
-    return call.is_transparent and bool(got) and got[0] == count
-
-
-def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return ``g_inp`` and ``g_out`` for user-written rules."""
-    return InputGradients(call), tuple(call.g_out)  # type: ignore[return-value]
-
-
-class InputGradients(Sequence[Any]):
-    """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
-
-    def __init__(self, call: Call):
-        """Remember the call."""
-        self._call = call
-
-    def __len__(self) -> int:
-        """Number of inputs."""
-        return len(self._call.inputs)
-
-    def __getitem__(self, i: Any) -> Any:
-        """Return the gradient with respect to input ``i``, None if it needs none."""
-        return self._gradients[i]
-
-    @cached_property
-    def _gradients(self) -> tuple[Any, ...]:
-        call = self._call
-        needed = [i for i, o in enumerate(call.origins_in) if o is not None]
-        if not needed:
-            return (None,) * len(self)
-        grad = call.g_out[0]
-        known = call.derivatives is not None and call.is_plain and len(call.outputs) == 1
-        if known and call.shape_out[0] and grad is not None:
-            grads = call_products.transposed(context_of(call), [grad.unsqueeze(0)])
-            return tuple(
-                g.squeeze(0) if g is not None and i in needed else None for i, g in enumerate(grads)
-            )
-        with torch.enable_grad(), disable():
-            xs = [x.detach() if isinstance(x, Tensor) else x for x in call.whole_inputs()]
-            for i in needed:
-                xs[i].requires_grad_()
-            outputs = flatten_outputs(call.forward(xs))
-            pairs = [(y, g) for y, g in zip(outputs, call.g_out, strict=True) if g is not None]
-            ys, gs = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
-        by_index = dict(zip(needed, found, strict=True))
-        return tuple(by_index.get(i) for i in range(len(xs)))
 
 
 def _are_per_sample(names: Iterable[str]) -> bool:

@@ -32,7 +32,7 @@ from backpack.context import (
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
-from backpack.core.engine.backpropagation import call_gradients, sample_counts, separate_samples
+from backpack.core.engine.backpropagation import separate_samples
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
@@ -42,6 +42,7 @@ from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
+from backpack.core.engine.user_rules import call_gradients, sample_counts
 from backpack.core.record import calls, shards, weights
 from backpack.core.record.calls import Call, describe, placeholder
 from backpack.core.record.context import context_of

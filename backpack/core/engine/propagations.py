@@ -25,11 +25,8 @@ from backpack.core.engine.backpropagation import (
     LossSource,
     ResidualSource,
     Source,
-    call_gradients,
-    check_passed_on,
     loss_scale,
     root_of_scale,
-    sample_counts,
 )
 from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
@@ -37,6 +34,7 @@ from backpack.core.engine.extracted import IDENTITY, REDUCTIONS, UNSLICED, Bases
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
+from backpack.core.engine.user_rules import call_gradients, check_passed_on, sample_counts
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.rows import Rows, row_numbers
