@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from warnings import warn
 
+import torch
 from torch.nn import DataParallel, Module
 
 from backpack.context import (
@@ -44,6 +45,7 @@ from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.intercept import InterceptBackward
 from backpack.core.record import calls, shards, tape, weights
+from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
@@ -181,13 +183,16 @@ class backpack(ShowsOptions):
             )
 
     def __enter__(self) -> backpack:
-        """Activate the extensions."""
+        """Activate the extensions, whose work a compiled function does not compile."""
+        if torch.compiler.is_dynamo_compiling() and may_leave_graph():
+            torch._dynamo.skip_frame()
         self._is_unused = False
         scope = Scope(
             CTX.configuration,
             latest=calls.latest(),
             seen_elsewhere=OUTSIDE.task,
             start=weights.now(),
+            compiler=set_compiler(None),
         )
         configuration = Configuration(
             self.exts,
@@ -248,6 +253,8 @@ class backpack(ShowsOptions):
         checks.note_latest(inner)
         if kind is None:
             checks.warn_of_nothing(inner)
+        if scope.compiler is not None:
+            set_compiler(scope.compiler)
 
 
 @overload

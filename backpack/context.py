@@ -48,6 +48,7 @@ class Scope:
         latest: The module whose recorded call was the latest one.
         seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
         start: When it was entered, in the order of recorded calls.
+        compiler: What compiled the functions that the thread called before.
         was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
             the state, and contexts may be left in any order.
     """
@@ -57,6 +58,7 @@ class Scope:
     latest: Module | None = None
     seen_elsewhere: int = -1
     start: int = 0
+    compiler: Any = None
     was_left: bool = False
 
 

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
-from torch.func import functional_call
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Parameter
 
 from backpack import disable
@@ -43,6 +42,7 @@ from backpack.linalg.objective import (
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.by_name import ByName, by_parameter, positive
 from backpack.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
+from backpack.utils.functional import functional_call
 
 __all__ = ["Laplace"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.fx
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
+from backpack import extend
 from backpack.core.record.functions import TABLE, Row, look_up
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.converted_module import ConvertedModule
@@ -1252,15 +1255,57 @@ def test_forward_of_the_instance_is_an_error() -> None:
         convert_module_to_backpack(net, False)
 
 
-def test_stored_tensors_warn() -> None:
-    def function(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        m.last = x.relu()
-        return m.last
+def stored(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.last = x.relu()
+    return m.last
 
-    net = Net(function)
-    with pytest.warns(UserWarning, match="attribute 'last'"):
+
+def kept_in_a_buffer(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.linear.last = x.detach()
+    return m.linear(x)
+
+
+def counted(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.count += 1
+    return x * m.count
+
+
+def collected(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    m.seen.append(x.relu())
+    return m.seen[-1]
+
+
+@pytest.mark.parametrize("function", [stored, kept_in_a_buffer, counted, collected])
+def test_what_changes_the_module_is_recorded(function: Run) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        net: Any = Net(function)
+        net.count, net.seen, net.last = 0, [], None
+        net.linear.register_buffer("last", torch.zeros(()))
+        return net
+
+    plain, net = make(), make()
+    states = [dict(vars(m)) for m in net.modules()]
+    with pytest.raises(ConversionError, match=r"changes the attribute '\w+' of (Net|Linear)"):
         convert_module_to_backpack(net, False)
-    assert not hasattr(net, "last")
+    assert states == [vars(m) for m in net.modules()] and not net.seen and net.count == 0
+    assert isinstance(net.linear.last, Tensor)
+    net = extend(net, use_converter=True)
+    x, y = torch.rand(2, 6), torch.rand(2, 6)
+    for _ in range(2):
+        assert torch.equal(net(x, y), plain(x, y))
+    assert net.count == plain.count and len(net.seen) == len(plain.seen)
+    assert torch.equal(net.linear.last, plain.linear.last)
+    assert (net.last is None) == (plain.last is None)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
+def test_random_numbers_of_python_are_recorded(draw: Callable[[], float]) -> None:
+    def function(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * draw()
+
+    net, x = extend(Net(function), use_converter=True), torch.ones(2, 6)
+    assert not torch.equal(net(x, x), net(x, x))
 
 
 # --- Signatures and structures --------------------------------------------------------------------

@@ -297,6 +297,26 @@ def test_sampling_runs_the_model_with_the_weights() -> None:
     assert_close(predicted, outputs.softmax(-1).mean(0))
 
 
+def test_sampling_leaves_a_layer_with_two_names_as_it_was() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.again = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(self.first(x))
+
+    model, X = Twice(), torch.rand(4, 3)
+    laplace = Laplace(model, nn.MSELoss(), [(X, torch.rand(4, 3))], DiagonalGGN)
+    before, parameters = model(X), list(model.parameters())
+    (drawn,) = laplace.sample_outputs(X, 1, False, Generator().manual_seed(0))
+    weight, bias = laplace.sample_weights(1, Generator().manual_seed(0))[0].split([9, 3])
+    once = X @ weight.view(3, 3).T + bias
+    assert_close(drawn, once @ weight.view(3, 3).T + bias)
+    assert_close(model(X), before)
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
+
+
 def test_monte_carlo() -> None:
     """The mean of the softmax over the distribution of the outputs."""
     model, loss, X, y = problem("mlp")

@@ -718,6 +718,34 @@ def test_quantities_of_a_model_compiled_whole(converter: Any) -> None:
     assert not any(hasattr(p, "grad_batch") for p in model.parameters())
 
 
+def test_compiled_step() -> None:
+    """The backward pass in a compiled function is computed, not compiled, in a context."""
+    torch._dynamo.reset()
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.extend(str(node.meta.get("stack_trace")) for node in graph.graph.nodes)
+        return graph.forward
+
+    model, lossfunc = both("record")[1], extend(nn.MSELoss())
+
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        loss = lossfunc(model(x), y)
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            loss.backward()
+        y.sin()  # compiled again
+        results = [(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()]
+        return [result.clone() for both in results for result in both]
+
+    run, x, y = torch.compile(step, backend=backend), data(), data()[:, :2]
+    for n in (5, 3, 5):
+        expected = step(x[:n], y[:n])
+        for result, value in zip(run(x[:n], y[:n]), expected, strict=True):
+            torch.testing.assert_close(result, value)
+    assert compiled and not any("backward_pass.py" in place for place in compiled)
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+
+
 def test_compiled_leaf_of_an_extended_model() -> None:
     """What torch.compile returns has no calls of its own: the module inside has."""
     torch.manual_seed(0)

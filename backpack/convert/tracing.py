@@ -10,9 +10,10 @@ import math
 import operator
 import sys
 import traceback
-import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from threading import RLock
 from types import FrameType, TracebackType
@@ -34,6 +35,7 @@ from backpack.core.record.functions import (
     kind,
     kind_of_call,
 )
+from backpack.core.record.generators import generator_states, have_changed, set_generators
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch
 from backpack.custom_module.function_module import map_leaves
@@ -51,6 +53,8 @@ STRICT = (
 )
 # Functions of torch that are recorded even if their arguments are constants.
 RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+# Attributes of modules that a forward pass may change without setting them, buffers among them
+FILLED = (list, dict, set, OrderedDict, defaultdict)
 # torch.fx, and we, replace functions for all threads: one forward pass at a time.
 TRACING = RLock()
 ADVICE = """\
@@ -195,6 +199,50 @@ def _assumed_class(proxy: Proxy) -> type:
     return type(proxy.tensor) if isinstance(proxy, _StateProxy) else Tensor
 
 
+class _State:
+    """The attributes of a module, and what is in those that are containers."""
+
+    def __init__(self, module: Module) -> None:
+        """Note how they are."""
+        self.own = vars(module)
+        self.attributes = dict(self.own)
+        values = self.attributes.values()
+        self.containers = [(one, copy(one), _entries(one)) for one in values if type(one) in FILLED]
+
+    def put_back(self, before: dict[str, Any]) -> list[str]:
+        """Put all back but the constants of a graph.
+
+        Args:
+            before: The attributes as the forward pass found them.
+
+        Returns:
+            The names of those that have changed since.
+        """
+        after = dict(self.own)
+        changed = [name for name in before if after.get(name, self) is not before[name]]
+        changed += [name for name in after if name not in before and not _is_constant(name)]
+        for one, contents, entries in self.containers:
+            now = _entries(one)
+            if len(now) == len(entries) and all(map(operator.is_, now, entries)):
+                continue
+            changed += [name for name, value in self.attributes.items() if value is one]
+            one.clear()
+            (one.extend if isinstance(one, list) else one.update)(contents)
+        self.own.clear()
+        self.own.update(self.attributes)
+        self.own.update({name: value for name, value in after.items() if _is_constant(name)})
+        return changed
+
+
+def _entries(container: Any) -> list[Any]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
+
+
+def _is_constant(name: str) -> bool:
+    """Whether an attribute is a constant of a graph, which torch.fx has put there."""
+    return name.startswith("_tensor_constant")
+
+
 class BackpackTracer(Tracer):
     """Records a forward pass; supported modules and those of ``torch.nn`` are recorded as a whole.
 
@@ -261,23 +309,23 @@ class BackpackTracer(Tracer):
             return self._trace(root, concrete_args)
 
     def _trace(self, root: Any, concrete_args: dict[str, Any] | None) -> Graph:
-        self._modes, before = _modes(), torch.get_rng_state()
+        self._modes, before = _modes(), generator_states()
         try:
             with self._flags(root), self._patches():
                 graph = super().trace(root, concrete_args)
         except Exception as error:
             raise ConversionError(self._explain(root, error)) from error
         finally:
-            is_random = not torch.equal(before, torch.get_rng_state())
+            is_random = have_changed(before, generator_states())
             if is_random:
-                torch.set_rng_state(before)
+                set_generators(before)
         if is_random:
             places = {place_of(n) for n in graph.nodes if "_tensor_constant" in str(n.target)}
             raise ConversionError(
                 f"The forward pass of {type(root).__name__} draws random numbers in a way that "
                 "torch.fx does not record: they would be the same in each forward pass. Constants "
                 f"are used at: {', '.join(sorted(places)) or 'unknown'}. Use torch.randn_like(x), "
-                "torch.rand_like(x), torch.bernoulli(x) or a dropout."
+                "torch.rand_like(x), torch.bernoulli(x) or a dropout, and not those of Python."
             )
         return graph
 
@@ -338,7 +386,11 @@ class BackpackTracer(Tracer):
 
     @contextmanager
     def _flags(self, root: Any) -> Iterator[None]:
-        """Let modules have flags as ``training``; undo what the forward pass changes in modules."""
+        """Let modules have flags as ``training``; undo what the forward pass changes in modules.
+
+        Raises:
+            TraceError: If it changes something, which the graph would not do.
+        """
 
         def asked() -> None:
             place = _users_place()
@@ -346,27 +398,25 @@ class BackpackTracer(Tracer):
                 self.branches.append(place)
 
         modules = list(root.modules()) if isinstance(root, Module) else []
-        states = [dict(vars(module)) for module in modules]
+        states = [_State(module) for module in modules]
         for module in modules:
             flag = TrainingFlag(module.training)
             flag.asked = asked
             vars(module)["training"] = flag
+        flagged = [dict(vars(module)) for module in modules]
+        changed: list[str] = []
         try:
             yield
         finally:
-            for module, state in zip(modules, states, strict=True):
-                current = dict(vars(module))
-                vars(module).clear()
-                vars(module).update(state)
-                for name, value in current.items():
-                    if name.startswith("_tensor_constant"):
-                        vars(module)[name] = value
-                    elif isinstance(value, Proxy):
-                        warnings.warn(
-                            f"The forward pass of {type(module).__name__} stores a tensor as its "
-                            f"attribute {name!r}; the converted module does not.",
-                            stacklevel=2,
-                        )
+            for module, state, before in zip(modules, states, flagged, strict=True):
+                names = state.put_back(before)
+                changed += [f"{name!r} of {type(module).__name__}" for name in names]
+        if changed:
+            raise TraceError(
+                f"The forward pass changes the attribute {', '.join(changed)}, which torch.fx does "
+                "not record: it would have the same value in each forward pass. Buffers can be "
+                "changed in place (self.count.add_(1))."
+            )
 
     @contextmanager
     def _patches(self) -> Iterator[None]:

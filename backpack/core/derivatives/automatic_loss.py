@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 from torch.nn import (
     CosineEmbeddingLoss,
     CTCLoss,
@@ -28,6 +27,7 @@ from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register, register_fallback
+from backpack.utils.functional import functional_call
 
 
 @register_fallback("loss")

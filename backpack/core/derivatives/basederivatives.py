@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor
-from torch.func import functional_call
 from torch.nn import Module, Parameter
 
 from backpack.core import fast
@@ -33,6 +32,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
+from backpack.utils.functional import functional_call
 
 USUAL_LAYOUT = fast.path(
     "usual layout", "Samples that are the first axis of all tensors are not looked for."

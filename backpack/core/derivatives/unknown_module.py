@@ -8,7 +8,6 @@ from warnings import warn
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Size, Tensor
-from torch.func import functional_call
 from torch.nn import Module
 
 from backpack.core.derivatives.automatic import (
@@ -22,6 +21,7 @@ from backpack.core.record.calls import Call, describe
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register_fallback
+from backpack.utils.functional import functional_call
 
 
 @register_fallback("module")

@@ -34,7 +34,7 @@ def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
     Returns:
         Its value, and whether it draws random numbers: each evaluation draws other ones.
     """
-    first = before = _states()
+    first = before = generator_states()
     try:
         for _ in _tries():
             error = None
@@ -42,12 +42,12 @@ def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
                 value = function()
             except Exception as raised:
                 error = raised
-            after = _states()
+            after = generator_states()
             if after == before and (before is first or not _sets(function, first)):
                 break
             before = after
         else:
-            _put_back(first)
+            set_generators(first)
             if error is None:
                 return value, True
         if error is not None:
@@ -152,16 +152,16 @@ def _drawn_from(own: Generator, func: Any, args: Sequence[Any], kwargs: Any) -> 
 
 def _sets(function: Callable[[], Any], states: tuple[Any, ...]) -> bool:
     """Whether a function that leaves generators as it finds them now would set those of before."""
-    now = _states()
-    _put_back(states)
+    now = generator_states()
+    set_generators(states)
     try:
         function()
-        return not all(one in (None, other) for one, other in zip(states, _states(), strict=True))
+        return have_changed(states, generator_states())
     finally:
-        _put_back(now)
+        set_generators(now)
 
 
-def _states() -> tuple[Any, ...]:
+def generator_states() -> tuple[Any, ...]:
     """Return the states of the generators of Python, NumPy, and torch on each kind of device."""
     of_numpy = None
     if "numpy" in sys.modules:
@@ -174,6 +174,11 @@ def _states() -> tuple[Any, ...]:
     return (random.getstate(), of_numpy, *of_torch)
 
 
+def have_changed(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether generators that were in use before have other states."""
+    return not all(one in (None, other) for one, other in zip(before, after, strict=True))
+
+
 def _generators() -> list[Sequence[Generator]]:
     """List the generators of torch, of each kind of device: none where none is in use."""
     found: list[Sequence[Generator]] = [[torch.default_generator]]
@@ -184,7 +189,8 @@ def _generators() -> list[Sequence[Generator]]:
     return found
 
 
-def _put_back(states: tuple[Any, ...]) -> None:
+def set_generators(states: tuple[Any, ...]) -> None:
+    """Put back the states of the generators."""
     of_python, of_numpy, *of_torch = states
     random.setstate(of_python)
     if of_numpy is not None:
