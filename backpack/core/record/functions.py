@@ -178,6 +178,21 @@ def linear_cross_entropy(
     return Apply(lossfunc, (Apply(layer, tuple(tensors)), target))
 
 
+def weight_of_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``g v / ‖v‖``, with norms over all axes but one."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def weight_norm(v: Any, g: Any, dim: Any = 0) -> Apply | None:
+    """Weight normalisation by its formula: the fused function's second derivative is wrong.
+
+    Its backward pass takes the norms for constants (torch 2.6 to 2.14).
+    """
+    if not is_static(dim):
+        return None
+    return Apply(FunctionModule(weight_of_norm, [Slot(0), Slot(1), dim]), (v, g))
+
+
 def scaled(input: Any, factor: float) -> Any:
     """Multiply something with a number."""
     if is_number(input):
@@ -777,6 +792,7 @@ TABLE: tuple[Row, ...] = (
     Row("F.one_hot"),
     Row("F.batch_norm torch.batch_norm", keep=True),
     Row("F.instance_norm torch.instance_norm", keep=True),
+    Row("torch._weight_norm", weight_norm),
     Row("F.layer_norm torch.layer_norm", layer(layer_norm)),
     Row("F.group_norm torch.group_norm"),
     Row("F.rms_norm torch.rms_norm", layer(rms_norm)),
