@@ -27,6 +27,7 @@ from backpack.optim import (
     DPOptimizer,
     PoissonBatches,
     diag_ggn,
+    noise_multiplier_for,
     privacy_spent,
     renyi_divergence,
 )
@@ -1028,6 +1029,66 @@ def test_epsilon_of_the_paper() -> None:
     assert 1.0 < privacy_spent(10_000, 4, 0.01, 1e-5) < classic
 
 
+def epsilon_by_integration(steps: int, sigma: float, rate: float, delta: float) -> float:
+    """Return the least ε, by convolution of the losses log dP/dQ of the steps on a fine grid.
+
+    P is the mixture that a batch with the sample is drawn from, Q the normal distribution without
+    it, both ways round. Source: Koskela, Jälkö, Honkela, Computing tight differential privacy
+    guarantees using FFT (AISTATS 2020).
+    """
+    x = torch.linspace(-12 * sigma, 12 * sigma + 1, 400_001, dtype=torch.float64)
+    normal = -x.square() / (2 * sigma**2)
+    mixture = torch.logaddexp(
+        normal + log(1 - rate), -(x - 1).square() / (2 * sigma**2) + log(rate)
+    )
+    size, width = 2**17, 60.0
+    grid = (torch.arange(size, dtype=torch.float64) - size // 2) * (2 * width / size)
+    epsilons = []
+    for p, q in ((mixture, normal), (normal, mixture)):
+        mass = p.exp() / p.exp().sum()
+        cells = ((p - q + width) * size / (2 * width)).round().long().clamp(0, size - 1)
+        density = torch.zeros(size, dtype=torch.float64).index_add(0, cells, mass)
+        total = torch.fft.irfft(torch.fft.rfft(density.roll(size // 2)) ** steps, size)
+        total = total.roll(size // 2)
+        low, high = 0.0, width
+        for _ in range(40):
+            middle = (low + high) / 2
+            above = grid > middle
+            spent = (total[above] * -torch.expm1(middle - grid[above])).sum()
+            low, high = (middle, high) if spent > delta else (low, middle)
+        epsilons.append(high)
+    return max(epsilons)
+
+
+@pytest.mark.parametrize(
+    ("steps", "sigma", "rate"), [(1, 1.0, 0.1), (100, 1.0, 0.05), (1000, 2.0, 0.05), (20, 3.0, 0.5)]
+)
+def test_epsilon_bounds_that_of_steps_with_sampled_batches(
+    steps: int, sigma: float, rate: float
+) -> None:
+    exact = epsilon_by_integration(steps, sigma, rate, 1e-5)
+    assert exact <= privacy_spent(steps, sigma, rate, 1e-5) < 1.3 * exact
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 300.0])
+@pytest.mark.parametrize(("steps", "rate"), [(1, 1.0), (1000, 0.01), (50, 0.5)])
+def test_noise_for_an_epsilon(epsilon: float, steps: int, rate: float) -> None:
+    """It never spends more than that, and hardly less noise does."""
+    sigma = noise_multiplier_for(epsilon, steps, rate, 1e-5)
+    assert privacy_spent(steps, sigma, rate, 1e-5) <= epsilon
+    assert privacy_spent(steps, sigma / 1.0001, rate, 1e-5) > epsilon
+
+
+def test_limits_of_the_noise_for_an_epsilon() -> None:
+    assert noise_multiplier_for(1.0, 0, 0.1, 1e-5) == 0  # no steps
+    assert noise_multiplier_for(inf, 10, 0.1, 1e-5) == 0
+    with pytest.raises(ValueError, match=r"cannot be reached .* up to 512 show 0.00837 at best"):
+        noise_multiplier_for(0.008, 10, 0.1, 1e-5)
+    orders = range(2, 2048, 32)  # the remedy of the message
+    sigma = noise_multiplier_for(0.008, 10, 0.1, 1e-5, orders=iter(orders))
+    assert privacy_spent(10, sigma, 0.1, 1e-5, orders) <= 0.008
+
+
 def test_privacy_depends_on_everything() -> None:
     """More steps, larger batches and less noise spend more."""
     epsilon = privacy_spent(100, 1.0, 0.01, 1e-5)
@@ -1046,6 +1107,10 @@ def test_privacy_depends_on_everything() -> None:
         (lambda: renyi_divergence(2, 1.0, 1.1), "sampling_rate from 0 to 1"),
         (lambda: privacy_spent(-1, 1.0, 0.1, 1e-5), "steps has to be"),
         (lambda: privacy_spent(1, 1.0, 0.1, 1.0), "delta between 0 and 1"),
+        (lambda: privacy_spent(float("nan"), 1.0, 0.1, 1e-5), "steps has to be"),  # type: ignore[arg-type]
+        (lambda: noise_multiplier_for(0.0, 1, 0.1, 1e-5), "epsilon has to be"),
+        (lambda: noise_multiplier_for(1.0, 1, 1.1, 1e-5), "sampling_rate from 0 to 1"),
+        (lambda: noise_multiplier_for(1.0, 1, 0.1, 0.0), "delta between 0 and 1"),
     ],
 )
 def test_bad_arguments_of_the_accountant(call: Any, message: str) -> None:
