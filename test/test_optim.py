@@ -1305,6 +1305,46 @@ def test_losses_whose_terms_depend_on_targets_of_others_are_refused(name: str) -
             optimizer.step()
 
 
+def private_step(
+    loss_of: Callable[[Tensor, Tensor], Tensor], reduction: Any, N: int = 6, seed: float = 1.0
+) -> None:
+    model = network()
+    optimiser = DPSGD(model.parameters(), **PRIVATE, loss_reduction=reduction)
+    with backpack(*optimiser.extensions):
+        loss = loss_of(model(X[:N]), Y[:N])
+        loss.backward(torch.tensor(seed, dtype=loss.dtype))
+    optimiser.step()
+
+
+def cross_entropies(reduction: str) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Return a loss module, the same without ``extend``, and the function."""
+    return {
+        r"CrossEntropyLoss(\(\))?,": extend(nn.CrossEntropyLoss(reduction=reduction)),
+        r"not extended \(NllLossBackward0\),": nn.CrossEntropyLoss(reduction=reduction),
+        r"\(NllLossBackward0\),": partial(FUNCTIONAL.cross_entropy, reduction=reduction),
+        r"\(MseLossBackward0\),": lambda z, y: FUNCTIONAL.mse_loss(
+            z[:, 0], y.to(z), reduction=reduction
+        ),
+    }
+
+
+@pytest.mark.parametrize(("has", "stated"), [("mean", "sum"), ("sum", "mean")])
+def test_dp_sgd_refuses_another_reduction_than_that_of_the_loss(has: str, stated: str) -> None:
+    for name, loss_of in cross_entropies(has).items():
+        with pytest.raises(ValueError, match=f"reduction='{has}'.* of .*{name} but .* '{stated}'"):
+            private_step(loss_of, stated)
+        private_step(loss_of, has)
+        private_step(loss_of, stated, N=1)  # the same
+
+
+def test_dp_sgd_does_not_judge_the_scale_of_what_was_rescaled() -> None:
+    for loss_of in cross_entropies("sum").values():
+        private_step(lambda z, y, loss_of=loss_of: loss_of(z, y) / len(y), "mean")  # type: ignore[misc]
+        private_step(loss_of, "mean", seed=1 / 6)
+    for loss_of in cross_entropies("mean").values():
+        private_step(lambda z, y, loss_of=loss_of: loss_of(z, y) * len(y), "sum")  # type: ignore[misc]
+
+
 def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
     model, loss = extend(nn.Linear(5, 1)), extend(nn.L1Loss())
     with pytest.warns(UserWarning, match="Using a target size"):

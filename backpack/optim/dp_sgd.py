@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Sampler
 
+from backpack.core.engine.loss_terms import Reduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
@@ -123,7 +124,9 @@ class DPOptimizer(ExtensionOptimizer):
             loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
                 gradients by the number of samples in the batch, which is undone before clipping.
                 It has to be ``"sum"`` if a mean would divide by something that depends on other
-                samples: with class weights or ``ignore_index``.
+                samples: with class weights or ``ignore_index``. Another one than that of a
+                loss of torch on which ``backward()`` is called is refused in the step; what becomes
+                of the value before ``backward()``, such as ``loss / 4``, is yours to know.
             generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
                 No part of ``state_dict``: a new one with the old seed draws the old noise again.
             adaptive: Let R follow a quantile of the norms. Default: R stays.
@@ -187,7 +190,8 @@ class DPOptimizer(ExtensionOptimizer):
 
         Raises:
             RuntimeError: If a parameter has a gradient, but no clipped one that is new.
-            ValueError: If samples were mixed, or nobody can tell.
+            ValueError: If samples were mixed, or nobody can tell, or the loss has another reduction
+                than ``loss_reduction``.
         """
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
         for p, clipped in found.items():
@@ -296,6 +300,23 @@ class DPOptimizer(ExtensionOptimizer):
                 f"other samples cannot be told, because of {undecided}: the steps might not be "
                 "private. For a loss, use a module and extend(lossfunc); make functions in the "
                 "network modules, or use extend(model, use_converter=True)."
+            )
+
+        self._refuse_other_reduction(p, getattr(clipped, "_backpack_reduction", None))
+
+    def _refuse_other_reduction(self, p: Tensor, reduction: Reduction | None) -> None:
+        """Refuse a loss whose individual gradients have another scale, if that is certain."""
+        stated = self.extension.loss_reduction  # type: ignore[attr-defined]
+        samples = len(p.clip_norms)  # type: ignore[attr-defined]
+        if reduction is None or reduction.name == stated or samples == 1:
+            return
+        if reduction.rows % samples == 0:  # else they are rows of something else
+            raise ValueError(
+                f"{type(self).__name__}: backward() was called on a {reduction.name} "
+                f"(reduction={reduction.name!r}) of {reduction.loss}, but loss_reduction is "
+                f"{stated!r}. What each sample adds would depend on the size of the batch, and the "
+                f"steps would not be private. Use loss_reduction={reduction.name!r}, or another "
+                "reduction of the loss."
             )
 
     def state_dict(self) -> dict[str, Any]:

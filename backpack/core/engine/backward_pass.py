@@ -31,12 +31,14 @@ from backpack.context import (
 )
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
 from backpack.core.engine.backpropagation import call_gradients, sample_counts, separate_samples
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.intercept import Entry
+from backpack.core.engine.loss_terms import Reduction
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
@@ -106,6 +108,8 @@ NOT_LEFT_ALONE = (
 
 
 LOOKS_AT_LOSS = attrgetter("looks_at_loss")
+
+REDUCTIONS = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 
 DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
 
@@ -182,6 +186,9 @@ class BackwardPass:
         self.sample_flow = SampleFlow()
         self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
         self.mixed_data: dict[str, None] = {}  # what mixes samples where no gradient passes
+        self.reduction: Reduction | None = (
+            None  # of the extended loss that backward() was called on
+        )
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
@@ -532,7 +539,7 @@ class BackwardPass:
 
     def _mark_first_order(self) -> None:
         """Say if samples were mixed, and note at the results what belongs to them."""
-        marks = {}
+        marks: dict[str, Any] = {}
         self.sample_flow.compare()
         sizes, hidden = self.sample_flow.sizes, self._mixing_without_gradient()
         terms = None if self.entry is None else self.entry.terms
@@ -574,6 +581,8 @@ class BackwardPass:
             marks["_backpack_mixing"] = checks.listed(hidden)
         if terms is not None and terms.leaves and self.results:
             self._tell_terms_of_parameters(terms.leaves)
+        if self.looks_at_loss and (reduction := self._known_reduction()) is not None:
+            marks["_backpack_reduction"] = reduction
         unknown = self.sample_flow.unknown | ({} if terms is None else terms.unknown)
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
@@ -633,6 +642,25 @@ class BackwardPass:
             self.mixing[describe(call.module)] = None
         if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
             self.mixed_data[f"{describe(call.module)}, {DIVIDES}"] = None
+        if self.looks_at_loss and isinstance(rule, BaseLossDerivatives):
+            self._note_reduction(call)
+
+    def _note_reduction(self, call: Call) -> None:
+        """Note the reduction of a loss, if ``backward()`` was called on it alone."""
+        roots = () if self.entry is None else self.entry.roots
+        reduction, shape = getattr(call.module, "reduction", None), call.shape_in[0]
+        name = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+        if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
+            self.reduction = Reduction(name, describe(call.module), shape[0])
+
+    def _known_reduction(self) -> Reduction | None:
+        """Return what the loss does with its terms; None if something may have rescaled it."""
+        if self.entry is None or self.entry.seed is None:
+            return None
+        terms, seed = self.entry.terms, self.entry.seed
+        if seed.numel() != 1 or seed.item() != 1:
+            return None
+        return self.reduction or (None if terms is None else terms.reduction)
 
     def _check_foreign_uses(self, call: Call, paths: Mapping[int, Path]) -> None:
         """Notice parameters of extended modules that a function above the call uses as well."""
