@@ -53,10 +53,13 @@ class Mistake(NamedTuple):
                 self.program()
             except self.kind as error:
                 return str(error)
-        told = [str(w.message) for w in caught if issubclass(w.category, self.kind)]
+        told = [w for w in caught if issubclass(w.category, self.kind)]
         if len(told) != 1:
             raise AssertionError(f"{self.title}: told {told}")
-        return told[0]
+        lines, first = inspect.getsourcelines(self.program)
+        if told[0].filename != __file__ or not first < told[0].lineno < first + len(lines):
+            raise AssertionError(f"{self.title}: told elsewhere, {told[0]}")
+        return str(told[0].message)
 
     def code(self) -> str:
         """Return the lines of the program."""

@@ -10,7 +10,6 @@ import math
 import operator
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +38,7 @@ from backpack.custom_module.converted_module import Branch
 from backpack.custom_module.function_module import map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.rnn_layers import RNNLayers
+from backpack.utils.warning import warn
 
 # Modules that never are in the graph: the tracer records what their forward pass does.
 CONTAINERS = (Sequential, ModuleList, ModuleDict, GraphModule, Parallel, ParameterModule, RNNLayers)
@@ -362,10 +362,9 @@ class BackpackTracer(Tracer):
                     if name.startswith("_tensor_constant"):
                         vars(module)[name] = value
                     elif isinstance(value, Proxy):
-                        warnings.warn(
+                        warn(
                             f"The forward pass of {type(module).__name__} stores a tensor as its "
                             f"attribute {name!r}; the converted module does not.",
-                            stacklevel=2,
                         )
 
     @contextmanager

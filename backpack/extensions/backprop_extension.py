@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, ClassVar
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from backpack.core.record.registry import class_derivatives, kind_of
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.options import ShowsOptions
+from backpack.utils.warning import warn
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -190,7 +190,7 @@ class BackpropExtension(ShowsOptions):
         if self._fail_mode == FAIL_ERROR:
             raise error(message)
         if self._fail_mode == FAIL_WARN:
-            warn(message, UserWarning, stacklevel=2)
+            warn(message)
 
 
 def checked_dtype(dtype: torch.dtype | None, factored: bool) -> torch.dtype | None:

@@ -10,7 +10,6 @@ from operator import attrgetter
 from threading import get_ident
 from types import FrameType
 from typing import Any, ClassVar
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -53,6 +52,7 @@ from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
+from backpack.utils.warning import warn
 
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = (
@@ -553,7 +553,6 @@ class BackwardPass:
                 "are zero. If these are rows of different samples, the batch axis is not the first "
                 "in a layer before: recurrent layers and attention need batch_first=True for data "
                 "that has it there, and a token is chosen by h[:, 0], not h[0].",
-                stacklevel=2,
             )
         if sizes and self.results:
             names = checks.listed([*reversed(sizes)])  # in the order of the calls
@@ -562,7 +561,6 @@ class BackwardPass:
                 "the rows of its input for the samples of the batch, but their numbers differ: "
                 f"{names} (a table of positions has one, merged axes have more). "
                 "Use extend(model, use_converter=True), which follows the samples.",
-                stacklevel=2,
             )
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
         if mixing and self.results:
@@ -574,7 +572,6 @@ class BackwardPass:
                 f"The network mixes the samples of a batch, in {names}: the individual gradients "
                 "are those of the loss as a whole with respect to one sample's row of a module's "
                 f"output. {' '.join(advice)}",
-                stacklevel=2,
             )
             marks["_backpack_mixing"] = names
         elif hidden and not sizes:  # the individual gradients themselves are right
@@ -603,7 +600,6 @@ class BackwardPass:
                 "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
                 "hand; a function of samples belongs into a module, or use "
                 "extend(model, use_converter=True).",
-                stacklevel=2,
             )
 
     def _note_gradients(self) -> None:
@@ -802,7 +798,6 @@ class BackwardPass:
             warn(
                 f"{names}: nothing was computed, because no module that has parameters was "
                 f"recorded, only {reached}. {checks.EXTEND_FIRST}",
-                stacklevel=2,
             )
 
     def _done(self, calls: Iterable[Call]) -> None:
@@ -996,8 +991,6 @@ class BackwardPass:
                     "with the derivative of the modified loss. Add the curvature of a penalty by "
                     "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
                     "change a part of the loss module.",
-                    UserWarning,
-                    stacklevel=2,
                 )
 
 
