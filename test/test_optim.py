@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp, inf, log, pi, sqrt
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions
+from backpack import clear as backpack_clear
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.optim import (
     DPSGD,
@@ -965,6 +968,73 @@ def test_poisson_batches() -> None:
     assert len(batches) == 4000 and len(PoissonBatches(20, 5)) == 4
     with pytest.raises(ValueError, match="at most num_samples, got 21 and 20"):
         PoissonBatches(20, 21)
+
+
+# --- Forgotten zero_grad() ------------------------------------------------------------------------
+
+
+def micro_batches(model: nn.Module, optimiser: Any, accumulate: bool, count: int = 2) -> None:
+    for rows in torch.arange(6).chunk(count):
+        with backpack(*optimiser.extensions, accumulate=accumulate):
+            (extend(nn.CrossEntropyLoss())(model(X[rows]), Y[rows]) / count).backward()
+
+
+def diagnose(model: nn.Module, optimiser: Any) -> None:
+    """Look at the curvature between the step and ``zero_grad()``."""
+    micro_batches(model, optimiser, False)
+    optimiser.zero_grad(set_to_none=False)
+
+
+CLEARED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "None": lambda model, optimiser: optimiser.zero_grad(),
+    "zero": lambda model, optimiser: optimiser.zero_grad(set_to_none=False),
+    "data": lambda model, optimiser: [p.grad.data.zero_() for p in model.parameters()],  # type: ignore[union-attr]
+    "diagnosed before": diagnose,
+}
+WITH_CURVATURE = {name: OPTIMISERS[name] for name in ("DiagGGN, sampled", "KFAC", "KFLR", "EKFAC")}
+
+
+@pytest.mark.parametrize("name", WITH_CURVATURE)
+def test_forgotten_zero_grad_is_told_once(name: str) -> None:
+    model = network()
+    optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            micro_batches(model, optimiser, False, count=1)
+            optimiser.step()
+    (told,) = caught
+    assert re.search(r"parameter 0 .*zero_grad\(\) was not called", str(told.message))
+    assert told.filename == __file__
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("clear", CLEARED.values(), ids=list(CLEARED))
+@pytest.mark.parametrize("name", WITH_CURVATURE)
+def test_gradients_that_are_added_up_on_purpose_are_not_told(
+    name: str, clear: Callable[[nn.Module, Any], Any], accumulate: bool
+) -> None:
+    model = network()
+    optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            if i:
+                clear(model, optimiser)
+            backpack_clear(model)
+            # corrected eigenvalues do not add up
+            micro_batches(model, optimiser, accumulate and name != "EKFAC")
+            optimiser.step()
+
+
+def test_gradient_and_curvature_that_both_go_on_are_not_told() -> None:
+    model = network()
+    optimiser = KFAC(model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            micro_batches(model, optimiser, True)
+            optimiser.step()
 
 
 # --- Privacy --------------------------------------------------------------------------------------

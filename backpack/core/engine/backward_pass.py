@@ -689,6 +689,8 @@ class BackwardPass:
             for name, p in call.params.items():
                 if self._is_trained(p):
                     call.trained[name] = p
+                    if p.grad is not None and not self.combining.continues(p):
+                        results.note_pass(p)
             if self.notes_accumulation:
                 for p in map(shards.home, call.trained.values()):
                     if p.grad is not None and not self.combining.continues(
