@@ -17,7 +17,7 @@ from backpack.core.engine.loss_terms import Reduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
-from backpack.optim.base import Closure, ExtensionOptimizer
+from backpack.optim.base import Closure, ExtensionOptimizer, refuse_model
 
 
 class AdaptiveClipping:
@@ -135,7 +135,20 @@ class DPOptimizer(ExtensionOptimizer):
 
         Raises:
             ValueError: If an option is out of range.
+            TypeError: If there is no optimiser, or one of this package, whose quantities of the
+                data would not be private.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{type(self).__name__} takes an optimiser, such as "
+                f"torch.optim.Adam(model.parameters()), got {optimizer!r}."
+            )
+        if isinstance(optimizer, ExtensionOptimizer):
+            raise TypeError(
+                f"{type(self).__name__} makes gradients private, but "
+                f"{type(optimizer).__name__} reads {optimizer.extension.savefield} of the data as "
+                "well. Use an optimiser that reads p.grad alone, such as torch.optim.Adam."
+            )
         check_group(process_group)
         if isinstance(process_group, str):
             raise ValueError(
@@ -381,6 +394,7 @@ class DPSGD(DPOptimizer):
         for name, least in self.at_least.items():
             if not given[name] >= least:
                 raise ValueError(f"{name} has to be at least {least}, got {given[name]}.")
+        refuse_model(self, params)
         super().__init__(
             SGD(params, **given),
             max_grad_norm=max_grad_norm,

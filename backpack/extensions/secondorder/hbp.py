@@ -333,6 +333,8 @@ class KFLR(HBP):
         2017).
     """
 
+    _optimiser = "KFAC(..., extension=KFLR())"
+
     def __init__(
         self,
         subsampling: Sequence[int] | None = None,
@@ -382,6 +384,8 @@ class KFRA(HBP):
     :Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
         2017).
     """
+
+    _optimiser = "KFAC(..., extension=KFRA())"
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
