@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from operator import methodcaller
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
-from warnings import warn
 
 import torch
 from torch.nn import DataParallel, Module
@@ -53,6 +52,7 @@ from backpack.distributed import agree, check_group, reduce, tell
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.results import clear, quantities, results_of, summary
 from backpack.utils.options import ShowsOptions
+from backpack.utils.warning import warn
 
 __version__ = "1.8.0.dev0"
 
@@ -179,7 +179,6 @@ class backpack(ShowsOptions):
             warn(
                 f"backpack({names}) was made, but never entered: its extensions have not run. "
                 "Call backward() inside `with backpack(...):`.",
-                stacklevel=2,
             )
 
     def __enter__(self) -> backpack:

@@ -31,7 +31,6 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
-from warnings import warn
 from weakref import ref
 
 import torch
@@ -42,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backpack.core.engine.results import averaged, has_other_gradient, is_result
 from backpack.distributed.data_group import DataGroup, ProcessGroupChoice, telling
 from backpack.distributed.shards import is_sharded, whole
+from backpack.utils.warning import warn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -284,7 +284,6 @@ class Monitor:
                 f"Monitor: {attribute} is that of an earlier step, because no backward pass since "
                 "has computed it. Enter backpack(...) with its extension in the steps in which "
                 "monitor.due is True.",
-                stacklevel=4,
             )
 
     def _see(self) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, memory_cleanup, quantities, results_of
 from backpack.extensions import KFAC, BatchGrad, DiagGGNExact, DiagGGNMC
 from backpack.linalg import GGN
-from backpack.optim import DiagGGN
+from backpack.optim import DiagGGN, DPOptimizer
 
 
 class Mistake(NamedTuple):
@@ -53,10 +53,13 @@ class Mistake(NamedTuple):
                 self.program()
             except self.kind as error:
                 return str(error)
-        told = [str(w.message) for w in caught if issubclass(w.category, self.kind)]
+        told = [w for w in caught if issubclass(w.category, self.kind)]
         if len(told) != 1:
             raise AssertionError(f"{self.title}: told {told}")
-        return told[0]
+        lines, first = inspect.getsourcelines(self.program)
+        if told[0].filename != __file__ or not first < told[0].lineno < first + len(lines):
+            raise AssertionError(f"{self.title}: told elsewhere, {told[0]}")
+        return str(told[0].message)
 
     def code(self) -> str:
         """Return the lines of the program."""
@@ -300,6 +303,32 @@ def operator_of_a_function() -> None:
 @mistake("The extension in place of the optimiser", TypeError, "KFAC", "backpack.optim.KFAC")
 def extension_as_optimiser() -> None:
     KFAC(mlp().parameters(), lr=0.1)  # type: ignore[call-arg, arg-type]
+
+
+@mistake("Parameters for an extension", TypeError, "KFAC", "backpack.optim.KFAC")
+def parameters_for_an_extension() -> None:
+    KFAC(mlp().parameters())  # type: ignore[arg-type]
+
+
+@mistake("A model for an extension", TypeError, "BatchGrad", "Call extend(model)")
+def model_for_an_extension() -> None:
+    BatchGrad(mlp())  # type: ignore[arg-type]
+
+
+@mistake("A model for an optimiser", TypeError, "Sequential", "DiagGGN(model.parameters()")
+def model_for_an_optimiser() -> None:
+    DiagGGN(mlp())
+
+
+@mistake("The extension of an optimiser by position", TypeError, "lr", "extension=DiagGGNExact()")
+def extension_by_position() -> None:
+    DiagGGN(mlp().parameters(), DiagGGNExact())  # type: ignore[arg-type]
+
+
+@mistake("Private steps with curvature", TypeError, "diag_ggn_mc", "torch.optim.Adam")
+def private_curvature() -> None:
+    optimizer = DiagGGN(mlp().parameters())
+    DPOptimizer(optimizer, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=8)
 
 
 # ------------------------------------------------------------------ results

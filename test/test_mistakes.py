@@ -73,7 +73,9 @@ def warnings_of(program: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         program()
         gc.collect()
-    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    told = [w for w in caught if issubclass(w.category, UserWarning)]
+    assert all(w.filename == __file__ for w in told), told  # at a line of the program
+    return [str(w.message) for w in told]
 
 
 def assert_nothing_saved(model: nn.Module) -> None:

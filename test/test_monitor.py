@@ -268,6 +268,7 @@ def test_quantities_of_an_earlier_step_are_told() -> None:
         step()
         step(Variance())
         step(Variance())
-    with pytest.warns(UserWarning, match="variance is that of an earlier step"):
+    with pytest.warns(UserWarning, match="variance is that of an earlier step") as caught:
         for _ in range(3):
             step(*[Variance()] if not monitor.due else [])
+    assert {w.filename for w in caught} == {__file__}

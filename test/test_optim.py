@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp, inf, log, pi, sqrt
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend, extensions
+from backpack import clear as backpack_clear
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.optim import (
     DPSGD,
@@ -27,6 +30,7 @@ from backpack.optim import (
     DPOptimizer,
     PoissonBatches,
     diag_ggn,
+    noise_multiplier_for,
     privacy_spent,
     renyi_divergence,
 )
@@ -966,6 +970,73 @@ def test_poisson_batches() -> None:
         PoissonBatches(20, 21)
 
 
+# --- Forgotten zero_grad() ------------------------------------------------------------------------
+
+
+def micro_batches(model: nn.Module, optimiser: Any, accumulate: bool, count: int = 2) -> None:
+    for rows in torch.arange(6).chunk(count):
+        with backpack(*optimiser.extensions, accumulate=accumulate):
+            (extend(nn.CrossEntropyLoss())(model(X[rows]), Y[rows]) / count).backward()
+
+
+def diagnose(model: nn.Module, optimiser: Any) -> None:
+    """Look at the curvature between the step and ``zero_grad()``."""
+    micro_batches(model, optimiser, False)
+    optimiser.zero_grad(set_to_none=False)
+
+
+CLEARED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "None": lambda model, optimiser: optimiser.zero_grad(),
+    "zero": lambda model, optimiser: optimiser.zero_grad(set_to_none=False),
+    "data": lambda model, optimiser: [p.grad.data.zero_() for p in model.parameters()],  # type: ignore[union-attr]
+    "diagnosed before": diagnose,
+}
+WITH_CURVATURE = {name: OPTIMISERS[name] for name in ("DiagGGN, sampled", "KFAC", "KFLR", "EKFAC")}
+
+
+@pytest.mark.parametrize("name", WITH_CURVATURE)
+def test_forgotten_zero_grad_is_told_once(name: str) -> None:
+    model = network()
+    optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            micro_batches(model, optimiser, False, count=1)
+            optimiser.step()
+    (told,) = caught
+    assert re.search(r"parameter 0 .*zero_grad\(\) was not called", str(told.message))
+    assert told.filename == __file__
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("clear", CLEARED.values(), ids=list(CLEARED))
+@pytest.mark.parametrize("name", WITH_CURVATURE)
+def test_gradients_that_are_added_up_on_purpose_are_not_told(
+    name: str, clear: Callable[[nn.Module, Any], Any], accumulate: bool
+) -> None:
+    model = network()
+    optimiser = WITH_CURVATURE[name](model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            if i:
+                clear(model, optimiser)
+            backpack_clear(model)
+            # corrected eigenvalues do not add up
+            micro_batches(model, optimiser, accumulate and name != "EKFAC")
+            optimiser.step()
+
+
+def test_gradient_and_curvature_that_both_go_on_are_not_told() -> None:
+    model = network()
+    optimiser = KFAC(model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            micro_batches(model, optimiser, True)
+            optimiser.step()
+
+
 # --- Privacy --------------------------------------------------------------------------------------
 
 
@@ -1028,6 +1099,66 @@ def test_epsilon_of_the_paper() -> None:
     assert 1.0 < privacy_spent(10_000, 4, 0.01, 1e-5) < classic
 
 
+def epsilon_by_integration(steps: int, sigma: float, rate: float, delta: float) -> float:
+    """Return the least ε, by convolution of the losses log dP/dQ of the steps on a fine grid.
+
+    P is the mixture that a batch with the sample is drawn from, Q the normal distribution without
+    it, both ways round. Source: Koskela, Jälkö, Honkela, Computing tight differential privacy
+    guarantees using FFT (AISTATS 2020).
+    """
+    x = torch.linspace(-12 * sigma, 12 * sigma + 1, 400_001, dtype=torch.float64)
+    normal = -x.square() / (2 * sigma**2)
+    mixture = torch.logaddexp(
+        normal + log(1 - rate), -(x - 1).square() / (2 * sigma**2) + log(rate)
+    )
+    size, width = 2**17, 60.0
+    grid = (torch.arange(size, dtype=torch.float64) - size // 2) * (2 * width / size)
+    epsilons = []
+    for p, q in ((mixture, normal), (normal, mixture)):
+        mass = p.exp() / p.exp().sum()
+        cells = ((p - q + width) * size / (2 * width)).round().long().clamp(0, size - 1)
+        density = torch.zeros(size, dtype=torch.float64).index_add(0, cells, mass)
+        total = torch.fft.irfft(torch.fft.rfft(density.roll(size // 2)) ** steps, size)
+        total = total.roll(size // 2)
+        low, high = 0.0, width
+        for _ in range(40):
+            middle = (low + high) / 2
+            above = grid > middle
+            spent = (total[above] * -torch.expm1(middle - grid[above])).sum()
+            low, high = (middle, high) if spent > delta else (low, middle)
+        epsilons.append(high)
+    return max(epsilons)
+
+
+@pytest.mark.parametrize(
+    ("steps", "sigma", "rate"), [(1, 1.0, 0.1), (100, 1.0, 0.05), (1000, 2.0, 0.05), (20, 3.0, 0.5)]
+)
+def test_epsilon_bounds_that_of_steps_with_sampled_batches(
+    steps: int, sigma: float, rate: float
+) -> None:
+    exact = epsilon_by_integration(steps, sigma, rate, 1e-5)
+    assert exact <= privacy_spent(steps, sigma, rate, 1e-5) < 1.3 * exact
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 300.0])
+@pytest.mark.parametrize(("steps", "rate"), [(1, 1.0), (1000, 0.01), (50, 0.5)])
+def test_noise_for_an_epsilon(epsilon: float, steps: int, rate: float) -> None:
+    """It never spends more than that, and hardly less noise does."""
+    sigma = noise_multiplier_for(epsilon, steps, rate, 1e-5)
+    assert privacy_spent(steps, sigma, rate, 1e-5) <= epsilon
+    assert privacy_spent(steps, sigma / 1.0001, rate, 1e-5) > epsilon
+
+
+def test_limits_of_the_noise_for_an_epsilon() -> None:
+    assert noise_multiplier_for(1.0, 0, 0.1, 1e-5) == 0  # no steps
+    assert noise_multiplier_for(inf, 10, 0.1, 1e-5) == 0
+    with pytest.raises(ValueError, match=r"cannot be reached .* up to 512 show 0.00837 at best"):
+        noise_multiplier_for(0.008, 10, 0.1, 1e-5)
+    orders = range(2, 2048, 32)  # the remedy of the message
+    sigma = noise_multiplier_for(0.008, 10, 0.1, 1e-5, orders=iter(orders))
+    assert privacy_spent(10, sigma, 0.1, 1e-5, orders) <= 0.008
+
+
 def test_privacy_depends_on_everything() -> None:
     """More steps, larger batches and less noise spend more."""
     epsilon = privacy_spent(100, 1.0, 0.01, 1e-5)
@@ -1046,6 +1177,10 @@ def test_privacy_depends_on_everything() -> None:
         (lambda: renyi_divergence(2, 1.0, 1.1), "sampling_rate from 0 to 1"),
         (lambda: privacy_spent(-1, 1.0, 0.1, 1e-5), "steps has to be"),
         (lambda: privacy_spent(1, 1.0, 0.1, 1.0), "delta between 0 and 1"),
+        (lambda: privacy_spent(float("nan"), 1.0, 0.1, 1e-5), "steps has to be"),  # type: ignore[arg-type]
+        (lambda: noise_multiplier_for(0.0, 1, 0.1, 1e-5), "epsilon has to be"),
+        (lambda: noise_multiplier_for(1.0, 1, 1.1, 1e-5), "sampling_rate from 0 to 1"),
+        (lambda: noise_multiplier_for(1.0, 1, 0.1, 0.0), "delta between 0 and 1"),
     ],
 )
 def test_bad_arguments_of_the_accountant(call: Any, message: str) -> None:
@@ -1238,6 +1373,46 @@ def test_losses_whose_terms_depend_on_targets_of_others_are_refused(name: str) -
     else:
         with pytest.raises(ValueError, match="private"):
             optimizer.step()
+
+
+def private_step(
+    loss_of: Callable[[Tensor, Tensor], Tensor], reduction: Any, N: int = 6, seed: float = 1.0
+) -> None:
+    model = network()
+    optimiser = DPSGD(model.parameters(), **PRIVATE, loss_reduction=reduction)
+    with backpack(*optimiser.extensions):
+        loss = loss_of(model(X[:N]), Y[:N])
+        loss.backward(torch.tensor(seed, dtype=loss.dtype))
+    optimiser.step()
+
+
+def cross_entropies(reduction: str) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Return a loss module, the same without ``extend``, and the function."""
+    return {
+        r"CrossEntropyLoss(\(\))?,": extend(nn.CrossEntropyLoss(reduction=reduction)),
+        r"not extended \(NllLossBackward0\),": nn.CrossEntropyLoss(reduction=reduction),
+        r"\(NllLossBackward0\),": partial(FUNCTIONAL.cross_entropy, reduction=reduction),
+        r"\(MseLossBackward0\),": lambda z, y: FUNCTIONAL.mse_loss(
+            z[:, 0], y.to(z), reduction=reduction
+        ),
+    }
+
+
+@pytest.mark.parametrize(("has", "stated"), [("mean", "sum"), ("sum", "mean")])
+def test_dp_sgd_refuses_another_reduction_than_that_of_the_loss(has: str, stated: str) -> None:
+    for name, loss_of in cross_entropies(has).items():
+        with pytest.raises(ValueError, match=f"reduction='{has}'.* of .*{name} but .* '{stated}'"):
+            private_step(loss_of, stated)
+        private_step(loss_of, has)
+        private_step(loss_of, stated, N=1)  # the same
+
+
+def test_dp_sgd_does_not_judge_the_scale_of_what_was_rescaled() -> None:
+    for loss_of in cross_entropies("sum").values():
+        private_step(lambda z, y, loss_of=loss_of: loss_of(z, y) / len(y), "mean")  # type: ignore[misc]
+        private_step(loss_of, "mean", seed=1 / 6)
+    for loss_of in cross_entropies("mean").values():
+        private_step(lambda z, y, loss_of=loss_of: loss_of(z, y) * len(y), "sum")  # type: ignore[misc]
 
 
 def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:

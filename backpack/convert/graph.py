@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 import re
-import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -67,6 +66,7 @@ from backpack.custom_module.rnn_layers import RNNLayers
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 from backpack.custom_module.stochastic_depth import StochasticDepth
+from backpack.utils.warning import warn
 
 __all__ = ["BackpackTracer", "ConversionError", "convert_module_to_backpack"]
 
@@ -426,10 +426,9 @@ class _Converter:
         if function.row is None and source not in self.warned:
             self.warned.add(source)
             place = place_of(node, short=False)
-            warnings.warn(
+            warn(
                 f"No rule for function {source} (node {node.name}"
                 f"{f', at {place}' if place else ''}): derivatives are computed automatically.",
-                stacklevel=2,
             )
         arguments = map_leaves(template, args), map_leaves(template, kwargs)
         module = FunctionModule(target, *arguments, name, known=function.row is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch.nn import Module
 from backpack.custom_module.function_module import map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.rnn_layers import RNNLayers
+from backpack.utils.warning import warn
 
 # What every module has: parameters, buffers, children, hooks.
 MODULE_STATE = frozenset(vars(Module()))
@@ -104,11 +104,10 @@ class ConvertedModule(GraphModule):
         """
         if self.branches and mode != self._traced_in_training:
             places = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(self.branches))
-            warnings.warn(
+            warn(
                 f"The forward pass of {type(self).__name__} branches on its training mode "
                 f"({places}). It was converted with training={self._traced_in_training} and keeps "
                 "that branch. Convert the original in the other mode, too, and share parameters.",
-                stacklevel=2,
             )
         return super().train(mode)  # type: ignore[return-value]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, ClassVar
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from backpack.core.record.registry import class_derivatives, kind_of
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.options import ShowsOptions
+from backpack.utils.warning import warn
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -64,14 +64,24 @@ class BackpropExtension(ShowsOptions):
         """Say where the optimiser is, if that was meant.
 
         Raises:
-            TypeError: If there is a learning rate, but no such option.
+            TypeError: If there is a learning rate, but no such option; or a model or parameters, of
+                which no extension of the library takes any.
         """
         known = cls.__signature__.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        if cls._optimiser and "lr" in kwargs and "lr" not in known and not takes_any:
+        is_own = cls.__module__.partition(".")[0] == "backpack"
+        is_given_model = is_own and bool(args) and _is_model(args[0])
+        unknown = {"lr", "params"} & (kwargs.keys() - known.keys()) if not takes_any else set()
+        if cls._optimiser and (unknown or is_given_model):
             raise TypeError(
                 f"{cls.__name__} of backpack.extensions is no optimiser: it takes no parameters "
                 f"and no lr. The optimiser is backpack.optim.{cls._optimiser}."
+            )
+        if is_given_model:
+            raise TypeError(
+                f"{cls.__name__} takes no model and no parameters: it is computed for those of "
+                f"extended modules. Call extend(model), and backward() inside `with "
+                f"backpack({cls.__name__}(...)):`."
             )
         return super().__new__(cls, *args, **kwargs)
 
@@ -190,7 +200,15 @@ class BackpropExtension(ShowsOptions):
         if self._fail_mode == FAIL_ERROR:
             raise error(message)
         if self._fail_mode == FAIL_WARN:
-            warn(message, UserWarning, stacklevel=2)
+            warn(message)
+
+
+def _is_model(value: Any) -> bool:
+    """Whether something is what an optimiser takes: a model, its parameters, or groups of them."""
+    if isinstance(value, Sequence) and value:
+        value = value[0]
+        return isinstance(value, Parameter | dict)
+    return isinstance(value, Module | Parameter | Iterator)
 
 
 def checked_dtype(dtype: torch.dtype | None, factored: bool) -> torch.dtype | None:

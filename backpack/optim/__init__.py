@@ -18,7 +18,7 @@ from backpack.optim.checkpoints import load_checkpoint
 from backpack.optim.diag_ggn import DiagGGN
 from backpack.optim.dp_sgd import DPSGD, AdaptiveClipping, DPOptimizer, PoissonBatches
 from backpack.optim.kfac import KFAC
-from backpack.optim.privacy import privacy_spent, renyi_divergence
+from backpack.optim.privacy import noise_multiplier_for, privacy_spent, renyi_divergence
 from backpack.optim.soap import SOAP
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "DiagGGN",
     "PoissonBatches",
     "load_checkpoint",
+    "noise_multiplier_for",
     "privacy_spent",
     "renyi_divergence",
 ]

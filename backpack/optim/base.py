@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from backpack import backpack
@@ -16,6 +17,20 @@ from backpack.extensions.backprop_extension import BackpropExtension
 
 Closure = Callable[[], Any]
 Group = dict[str, Any]
+
+
+def refuse_model(optimizer: Optimizer, params: Any) -> None:
+    """Refuse a model in the place of its parameters.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    if isinstance(params, Module):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{name} takes parameters, but got a model ({type(params).__name__}): "
+            f"{name}(model.parameters(), ...)."
+        )
 
 
 class ExtensionOptimizer(Optimizer):
@@ -46,6 +61,13 @@ class ExtensionOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], extension: BackpropExtension):
         """Store the options; those that a subclass has set before belong to the whole optimiser."""
+        refuse_model(self, params)
+        for name, value in defaults.items():
+            if isinstance(value, BackpropExtension):
+                raise TypeError(
+                    f"{type(self).__name__}: {name} is no extension, got {value!r}. Give it by "
+                    f"name, extension={value!r}."
+                )
         self.extension = extension
         self._options = tuple(vars(self))
         self._used: dict[Tensor, ref[Tensor]] = {}

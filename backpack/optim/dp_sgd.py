@@ -13,10 +13,11 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Sampler
 
+from backpack.core.engine.loss_terms import Reduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
-from backpack.optim.base import Closure, ExtensionOptimizer
+from backpack.optim.base import Closure, ExtensionOptimizer, refuse_model
 
 
 class AdaptiveClipping:
@@ -123,7 +124,9 @@ class DPOptimizer(ExtensionOptimizer):
             loss_reduction: That of the loss. With a mean, ``backward()`` divides individual
                 gradients by the number of samples in the batch, which is undone before clipping.
                 It has to be ``"sum"`` if a mean would divide by something that depends on other
-                samples: with class weights or ``ignore_index``.
+                samples: with class weights or ``ignore_index``. Another one than that of a
+                loss of torch on which ``backward()`` is called is refused in the step; what becomes
+                of the value before ``backward()``, such as ``loss / 4``, is yours to know.
             generator: Draws the noise. Default: that of torch. Neither is made for cryptography.
                 No part of ``state_dict``: a new one with the old seed draws the old noise again.
             adaptive: Let R follow a quantile of the norms. Default: R stays.
@@ -132,7 +135,20 @@ class DPOptimizer(ExtensionOptimizer):
 
         Raises:
             ValueError: If an option is out of range.
+            TypeError: If there is no optimiser, or one of this package, whose quantities of the
+                data would not be private.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{type(self).__name__} takes an optimiser, such as "
+                f"torch.optim.Adam(model.parameters()), got {optimizer!r}."
+            )
+        if isinstance(optimizer, ExtensionOptimizer):
+            raise TypeError(
+                f"{type(self).__name__} makes gradients private, but "
+                f"{type(optimizer).__name__} reads {optimizer.extension.savefield} of the data as "
+                "well. Use an optimiser that reads p.grad alone, such as torch.optim.Adam."
+            )
         check_group(process_group)
         if isinstance(process_group, str):
             raise ValueError(
@@ -187,7 +203,8 @@ class DPOptimizer(ExtensionOptimizer):
 
         Raises:
             RuntimeError: If a parameter has a gradient, but no clipped one that is new.
-            ValueError: If samples were mixed, or nobody can tell.
+            ValueError: If samples were mixed, or nobody can tell, or the loss has another reduction
+                than ``loss_reduction``.
         """
         found = {p: self._quantity(p) for _, p, _ in self._trained()}
         for p, clipped in found.items():
@@ -298,6 +315,23 @@ class DPOptimizer(ExtensionOptimizer):
                 "network modules, or use extend(model, use_converter=True)."
             )
 
+        self._refuse_other_reduction(p, getattr(clipped, "_backpack_reduction", None))
+
+    def _refuse_other_reduction(self, p: Tensor, reduction: Reduction | None) -> None:
+        """Refuse a loss whose individual gradients have another scale, if that is certain."""
+        stated = self.extension.loss_reduction  # type: ignore[attr-defined]
+        samples = len(p.clip_norms)  # type: ignore[attr-defined]
+        if reduction is None or reduction.name == stated or samples == 1:
+            return
+        if reduction.rows % samples == 0:  # else they are rows of something else
+            raise ValueError(
+                f"{type(self).__name__}: backward() was called on a {reduction.name} "
+                f"(reduction={reduction.name!r}) of {reduction.loss}, but loss_reduction is "
+                f"{stated!r}. What each sample adds would depend on the size of the batch, and the "
+                f"steps would not be private. Use loss_reduction={reduction.name!r}, or another "
+                "reduction of the loss."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return that of the optimiser behind, and the bound."""
         return {**super().state_dict(), "max_grad_norm": self.max_grad_norm}
@@ -360,6 +394,7 @@ class DPSGD(DPOptimizer):
         for name, least in self.at_least.items():
             if not given[name] >= least:
                 raise ValueError(f"{name} has to be at least {least}, got {given[name]}.")
+        refuse_model(self, params)
         super().__init__(
             SGD(params, **given),
             max_grad_norm=max_grad_norm,

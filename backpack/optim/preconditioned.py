@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from backpack.core.engine.checks import check_one_process
-from backpack.core.engine.results import averaged
+from backpack.core.engine.results import averaged, is_added_to_used, note_step
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, ExtensionOptimizer, Group
+from backpack.utils.warning import warn
 
 # How fast the damping changes, and within which ratios of gains it does not. Source: Martens,
 # Grosse, Optimizing neural networks with Kronecker-factored approximate curvature (ICML 2015),
@@ -71,6 +72,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
 
     at_least: ClassVar = {**ExtensionOptimizer.at_least, "curvature_every": 1}
     more_than: ClassVar = {"damping": 0}
+    _has_told = False  # of gradients that were added to those of the step before
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         slope, square = 0.0, 0.0
         trained: list[Trained] = []
         used = dict(self._used)
+        self._tell_if_added()
         try:
             for group, p, grad in self._trained():
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
@@ -163,6 +166,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         steps = [scale * one.group["lr"] * direction for one, direction in pairs]
         for one, step in zip(trained, steps, strict=True):
             one.p.sub_(step)
+            note_step(one.p)
 
         if interval is not None and closure is not None and self._count() % interval == 0:
             with torch.enable_grad():
@@ -185,6 +189,21 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 check_one_process(
                     what, "Put the model into a DistributedDataParallel, or use fully_shard()."
                 )
+
+    def _tell_if_added(self) -> None:
+        """Warn once if gradients contain those of the step before, but curvature does not."""
+        if self._has_told:
+            return
+        for group, p, _ in self._trained():
+            if self._is_due(group, self.state.get(p, {})) and is_added_to_used(p):
+                self._has_told = True
+                warn(
+                    f"{type(self).__name__}: the gradient of {self._describe(p)} was added to that "
+                    "of the step before, because zero_grad() was not called. It is that of several "
+                    "batches, the curvature that of the last one. Call optimizer.zero_grad() "
+                    "before backward()."
+                )
+                return
 
     def _average(self, group: Group, p: Tensor, state: dict[str, Any], gradient: Tensor) -> None:
         """Update the averages of the gradient and, if it is its turn, of the curvature."""

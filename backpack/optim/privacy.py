@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import comb, inf, log, log1p
+from functools import cache
+from math import inf, log, log1p
 
 import torch
+from torch import Tensor
+
+ORDERS = (*range(2, 64), *range(64, 513, 16))
+
+
+@cache
+def _log_binomials(order: int) -> Tensor:
+    """Return the logarithms of (α over k) for all k, ``[α + 1]``."""
+    number, logs = 1, [0.0]
+    for k in range(order):
+        number = number * (order - k) // (k + 1)  # (α over k + 1), without rounding
+        logs.append(log(number))
+    return torch.tensor(logs, dtype=torch.float64)
 
 
 def renyi_divergence(order: int, noise_multiplier: float, sampling_rate: float = 1.0) -> float:
@@ -35,18 +49,18 @@ def renyi_divergence(order: int, noise_multiplier: float, sampling_rate: float =
         )
     if sampling_rate == 0:
         return 0.0
-    if noise_multiplier == 0:
+    if noise_multiplier**2 == 0:
         return inf
     if sampling_rate == 1:
         return order / (2 * noise_multiplier**2)
-    logs = [
-        log(comb(order, k))
+    k = torch.arange(order + 1, dtype=torch.float64)
+    logs = (
+        _log_binomials(int(order))
         + (order - k) * log1p(-sampling_rate)
         + k * log(sampling_rate)
         + (k * k - k) / (2 * noise_multiplier**2)
-        for k in range(order + 1)
-    ]
-    return torch.tensor(logs, dtype=torch.float64).logsumexp(0).item() / (order - 1)
+    )
+    return logs.logsumexp(0).item() / (order - 1)
 
 
 def privacy_spent(
@@ -54,14 +68,15 @@ def privacy_spent(
     noise_multiplier: float,
     sampling_rate: float,
     delta: float,
-    orders: Iterable[int] = (*range(2, 64), *range(64, 513, 16)),
+    orders: Iterable[int] = ORDERS,
 ) -> float:
     """Return ε such that steps of DP-SGD are (ε, δ)-differentially private.
 
-    The divergences of the steps add up; the best of the orders is taken. Neighbours are data sets
-    of which one has a sample more than the other. Sources: Mironov, Rényi differential privacy (CSF
-    2017); for the conversion, Canonne, Kamath, Steinke, The discrete Gaussian for differential
-    privacy (NeurIPS 2020), proposition 12.
+    An upper bound on the smallest such ε: the divergences of the steps add up, each of the orders
+    gives a bound, and the best is taken. Neighbours are data sets of which one has a sample more
+    than the other. Sources: Mironov, Rényi differential privacy (CSF 2017); for the conversion,
+    Canonne, Kamath, Steinke, The discrete Gaussian for differential privacy (NeurIPS 2020),
+    proposition 12.
 
     Args:
         steps: Number of steps.
@@ -77,7 +92,7 @@ def privacy_spent(
     Raises:
         ValueError: If an argument is out of range.
     """
-    if steps < 0 or not 0 < delta < 1:
+    if not steps >= 0 or not 0 < delta < 1:
         raise ValueError(
             f"steps has to be at least 0 and delta between 0 and 1, got {steps} and {delta}."
         )
@@ -90,3 +105,58 @@ def privacy_spent(
         for order in orders
     ]
     return max(0.0, min(epsilons))
+
+
+def noise_multiplier_for(
+    epsilon: float,
+    steps: int,
+    sampling_rate: float,
+    delta: float,
+    orders: Iterable[int] = ORDERS,
+) -> float:
+    """Return the noise with which steps of DP-SGD are (ε, δ)-differentially private.
+
+    The inverse of :func:`privacy_spent`, by bisection: more noise spends less. What is returned
+    never spends more than ε there, and is at most 0.01 % above the least noise of which that holds.
+    As ε is an upper bound, less noise might do.
+
+    Args:
+        epsilon: ε that may be spent.
+        steps: Number of steps.
+        sampling_rate: Probability of each sample to be in a batch, see :func:`privacy_spent`.
+        delta: Probability δ that the guarantee does not hold; less than 1 / (number of samples).
+        orders: Orders of the divergence to try, integers of at least 2.
+
+    Returns:
+        σ, standard deviation of the noise in units of the largest gradient norm. Zero if nothing
+        is spent without noise (no steps).
+
+    Raises:
+        ValueError: If an argument is out of range, or no noise is enough for the orders.
+    """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon has to be larger than 0, got {epsilon}.")
+    tried = tuple(orders)
+
+    def spent(noise_multiplier: float) -> float:
+        return privacy_spent(steps, noise_multiplier, sampling_rate, delta, tried)
+
+    if spent(0.0) <= epsilon:
+        return 0.0
+    least = spent(inf)
+    if least >= epsilon:
+        raise ValueError(
+            f"epsilon={epsilon} cannot be reached with delta={delta}: with any noise, orders up to "
+            f"{max(tried)} show {least:.3g} at best. Try larger ones, such as "
+            f"orders=range(2, {4 * max(tried)}, 32), or a larger epsilon or delta."
+        )
+    high = 1.0
+    while spent(high) > epsilon:
+        high *= 2
+    while spent(high / 2) <= epsilon:
+        high /= 2
+    low = high / 2
+    while high - low > 1e-4 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle) > epsilon else (low, middle)
+    return high

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack.distributed.shards import own_part, whole
-from backpack.optim.base import Closure, Group
+from backpack.optim.base import Closure, Group, refuse_model
 from backpack.utils.kroneckers import eigh_semidefinite
 
 
@@ -63,6 +63,7 @@ class SOAP(Optimizer):
         Raises:
             ValueError: If an option is out of range.
         """
+        refuse_model(self, params)
         defaults = {
             "lr": lr,
             "betas": betas,

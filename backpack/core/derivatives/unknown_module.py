@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from warnings import warn
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Size, Tensor
@@ -22,6 +21,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.registry import register_fallback
 from backpack.utils.functional import functional_call
+from backpack.utils.warning import warn
 
 
 @register_fallback("module")
@@ -133,7 +133,6 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                 f"No rule for {describe(module)}: its derivatives are computed automatically, "
                 "which is right, but slow. How to register a faster one: see 'Write a rule' in the "
                 "documentation.",
-                stacklevel=2,
             )
         return evaluation
 

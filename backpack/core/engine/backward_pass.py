@@ -10,7 +10,6 @@ from operator import attrgetter
 from threading import get_ident
 from types import FrameType
 from typing import Any, ClassVar
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
+from backpack.utils.warning import warn
 
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = (
@@ -164,7 +164,7 @@ class BackwardPass:
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
-        self.sample_flow = SampleFlow(self.first_order)
+        self.sample_flow = SampleFlow(self.first_order, entry)
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them
         self.kept: KeptParameters | None = None
@@ -503,8 +503,7 @@ class BackwardPass:
 
     def _mark_first_order(self) -> None:
         """Say if samples were mixed, and note at the results what belongs to them."""
-        terms = None if self.entry is None else self.entry.terms
-        marks: dict[str, Any] = {**self.sample_flow.marks(terms, self.start, bool(self.results))}
+        marks = self.sample_flow.marks(self.start, self.results)
         for p, _, value in self.results if marks or self.accumulated else ():
             if isinstance(value, Tensor | FactoredGrad):
                 vars(value).update(marks)
@@ -524,12 +523,18 @@ class BackwardPass:
             for name, p in call.params.items():
                 if self._is_trained(p):
                     call.trained[name] = p
+            own: Iterable[Parameter] = call.trained.values()
+            if shards.KNOWN:
+                own = map(shards.home, own)
+            # to which the pass at hand adds later
+            added = {p: p.grad for p in own if p.grad is not None}
+            if self.combining.accumulates:
+                added = {p: grad for p, grad in added.items() if not self.combining.continues(p)}
+            if added:
+                results.note_pass(added)
             if self.notes_accumulation:
-                for p in map(shards.home, call.trained.values()):
-                    if p.grad is not None and not self.combining.continues(
-                        p
-                    ):  # the pass at hand adds to it later
-                        self.accumulated.setdefault(p, p.grad.any())
+                for p, grad in added.items():
+                    self.accumulated.setdefault(p, grad.any())
         if len(call.trained) < len(call.params):
             left_out = [p for name, p in call.params.items() if name not in call.trained]
             self.results.untrained.update(map(shards.home, left_out))
@@ -612,7 +617,7 @@ class BackwardPass:
         if error is None and self.is_nested and not self.results.is_mute:
             self._leave_outer()
         self._done(sorted(self.calls, key=attrgetter("index"), reverse=True))
-        if self.results and torch.is_grad_enabled() and not self.configuration.retain_graph:
+        if torch.is_grad_enabled() and not self.configuration.retain_graph and self.results:
             # results that have a graph let that of the forward pass live as long as they do
             for call in self.reached_calls.values():
                 call.release()
@@ -633,7 +638,6 @@ class BackwardPass:
             warn(
                 f"{names}: nothing was computed, because no module that has parameters was "
                 f"recorded, only {reached}. {checks.EXTEND_FIRST}",
-                stacklevel=2,
             )
 
     def _done(self, done: Iterable[Call]) -> None:
@@ -837,8 +841,6 @@ class BackwardPass:
                     "with the derivative of the modified loss. Add the curvature of a penalty by "
                     "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
                     "change a part of the loss module.",
-                    UserWarning,
-                    stacklevel=2,
                 )
 
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import combinations, islice
 from typing import Any, NamedTuple
-from warnings import warn
 from weakref import WeakSet
 
 from torch import distributed
@@ -18,6 +17,7 @@ from backpack.core.engine.extracted import REDUCTIONS, UNSLICED
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import calls, weights
 from backpack.core.types import Extension
+from backpack.utils.warning import warn
 
 # Names of all that can be extracted of a parameter.
 EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | InputsAlone.offers | UNSLICED
@@ -144,13 +144,11 @@ def warn_of_nothing(configuration: Configuration) -> None:
             f"The extensions of backpack({names}) have not run: each backward() inside was also "
             "inside of another context, and the innermost one alone is active. Give all "
             "extensions to one context: `with backpack(A(), B()):`.",
-            stacklevel=3,
         )
     elif passes.missed:
         warn(
             f"backward() inside of `with backpack({names}):` reached no extended module, so "
             f"nothing was computed. {EXTEND_FIRST}",
-            stacklevel=3,
         )
     elif configuration.scope is not None and configuration.scope.seen_elsewhere != OUTSIDE.task:
         warn(
@@ -158,7 +156,6 @@ def warn_of_nothing(configuration: Configuration) -> None:
             "thread (or task of asyncio) inside of the context, but in another one, through "
             "extended modules. A context is active where it is entered alone: enter it in the "
             "function that the thread runs.",
-            stacklevel=3,
         )
     elif configuration.scope is not None:
         left.append(Left(configuration.scope.start, weights.now(), names))
@@ -173,7 +170,6 @@ def tell_if_left(call: calls.Call) -> None:
                 f"The extensions of backpack({context.names}) have not run: the forward pass was "
                 f"inside of `with backpack({context.names}):`, but backward() comes behind it. "
                 "Call backward() inside; the forward pass may be before.",
-                stacklevel=2,
             )
 
 

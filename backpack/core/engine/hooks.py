@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from warnings import warn
-
 import torch
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
@@ -15,6 +13,7 @@ from backpack.core.record.altered import alteration
 from backpack.core.record.calls import describe
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
+from backpack.utils.warning import warn
 
 # What records of calls tell
 REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPass.entered
@@ -34,7 +33,6 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
         warn(
             f"{describe(module)} was made by torch.jit and cannot be extended: its "
             "parameters have no quantities. Extend the module that it was made from.",
-            stacklevel=3,
         )
         return
     if debug:

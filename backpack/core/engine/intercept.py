@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import BoundArguments, signature
 from operator import attrgetter
@@ -33,6 +33,7 @@ class Entry:
         elided: Parameters whose gradients autograd was not asked for, and that still need one.
         terms: What the losses say about the samples, if first-order extensions are active.
         task: Autograd's number of the backward pass, once it has started.
+        seed: The gradient that it starts with at the last of the roots, once it has started there.
     """
 
     def __init__(self, roots: tuple[Any, ...]):
@@ -42,11 +43,14 @@ class Entry:
         self.elided: set[Parameter] = set()
         self.terms: LossTerms | None = None
         self.task: int | None = None
+        self.seed: Tensor | None = None
 
-    def start(self, _: Any = None) -> None:
+    def start(self, seeds: Sequence[Tensor | None] = ()) -> None:
         """Note that the first node runs, before passes inside of this one start."""
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
+        for seed in seeds:
+            self.seed = seed
 
     def is_of(self, task: int) -> bool:
         """Whether it has started a backward pass."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,23 @@ MOST_KNOWN = 256
 
 # Number of the reduction in torch.
 MEAN = 1
+REDUCTIONS = {MEAN: "mean", 2: "sum"}
 
 Edge = tuple[Any, int]
+
+
+class Reduction(NamedTuple):
+    """What a loss does with its terms.
+
+    Attributes:
+        name: ``"mean"`` or ``"sum"``.
+        loss: Name of the loss.
+        rows: Number of rows of its prediction, which samples have one or several of.
+    """
+
+    name: str
+    loss: str
+    rows: int
 
 
 class LossTerms:
@@ -60,6 +75,7 @@ class LossTerms:
         mixing: Functions whose results depend on several samples, and are no sum.
         unknown: Functions for which that cannot be found out.
         divided: Losses that are divided by a number that depends on the targets of all samples.
+        reduction: That of the only loss, if it is a function of torch whose value it is.
         leaves: Parameters that functions read themselves, such as those of a penalty, by the name
             of one that does.
     """
@@ -72,6 +88,7 @@ class LossTerms:
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         self.divided: dict[str, None] = {}
+        self.reduction: Reduction | None = None
         self.leaves: dict[Tensor, str] = {}
         for root in roots:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
@@ -82,6 +99,8 @@ class LossTerms:
                 continue
             path = path_above(node, slot)
             if looks_at_targets:
+                if len(roots) == 1:
+                    self.reduction = _reduction(node)
                 self._look_at_targets(path)
             if is_usual:
                 continue
@@ -205,6 +224,15 @@ def _divides_by_targets(node: Any) -> bool:
     if node._saved_weight is not None:
         return True
     return bool((node._saved_target == node._saved_ignore_index).any())
+
+
+def _reduction(node: Any) -> Reduction | None:
+    """Return the reduction of a loss of torch; None for other functions."""
+    name = REDUCTIONS.get(getattr(node, "_saved_reduction", None))  # type: ignore[arg-type]
+    shape = shape_of(*node.next_functions[0]).shape if name and node.next_functions[0][0] else ()
+    if name is None or not shape:
+        return None
+    return Reduction(name, f"a loss that is not extended ({node.name()})", shape[0])
 
 
 def _is_euclidean(node: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -30,6 +30,20 @@ class Beside(NamedTuple):
     value: ref[Tensor]
     grad: ref[Tensor] | None
     version: int
+
+
+class Used(NamedTuple):
+    """The gradient that the last step of an optimiser has used.
+
+    Attributes:
+        grad: The gradient.
+        version: Counts its changes in place.
+        is_added_to: Whether a backward pass has found it unchanged, and added to it.
+    """
+
+    grad: ref[Tensor]
+    version: int
+    is_added_to: bool = False
 
 
 class Averaged(NamedTuple):
@@ -55,9 +69,10 @@ class Attributes(dict[str, Any]):
         accumulated: What the results are made of that accumulate over backward passes.
         moved: Identities of values in whose places others are, by :func:`put_in_place`.
         processes: The processes of results that belong to several.
+        used: What the last step of an optimiser has used.
     """
 
-    __slots__ = ("accumulated", "moved", "processes", "results")
+    __slots__ = ("accumulated", "moved", "processes", "results", "used")
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
@@ -66,6 +81,7 @@ class Attributes(dict[str, Any]):
         self.accumulated: dict[str, Any] = {}
         self.moved: dict[str, int] = {}
         self.processes: dict[str, Averaged] = {}
+        self.used: Used | None = None
 
     def others(self) -> dict[str, Any]:
         """Return the attributes that are no results."""
@@ -255,6 +271,32 @@ def has_other_gradient(p: Parameter, name: str) -> bool:
     if beside.grad is None or grad is None:
         return beside.grad is not grad
     return beside.grad() is not grad or beside.version != grad._version
+
+
+def note_step(p: Tensor) -> None:
+    """Note that an optimiser has used the gradient that a parameter has now."""
+    own, grad = vars(p), p.grad
+    if isinstance(own, Attributes):
+        own.used = None if grad is None else Used(ref(grad), grad._version)
+
+
+def note_pass(parameters: Iterable[Tensor]) -> None:
+    """Note whether a backward pass, which has not come to gradients yet, adds to used ones."""
+    for p in parameters:
+        own, grad = vars(p), p.grad
+        used = own.used if isinstance(own, Attributes) else None
+        if used is not None:
+            # a gradient may be zero, with no change that is counted (p.grad.data.zero_())
+            same = grad is not None and used.grad() is grad and used.version == grad._version
+            added = same and type(grad) is Tensor and bool(grad.any())
+            own.used = used._replace(is_added_to=added)  # type: ignore[attr-defined]
+
+
+def is_added_to_used(p: Tensor) -> bool:
+    """Whether the gradient contains that of the step before, and that of a backward pass since."""
+    own = vars(p)
+    used = own.used if isinstance(own, Attributes) else None
+    return used is not None and used.is_added_to and used.grad() is p.grad
 
 
 def saved(p: Tensor) -> dict[str, Any]:

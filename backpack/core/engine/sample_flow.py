@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
-from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +24,8 @@ from backpack.core.derivatives.elementwise_losses import (
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import checks
-from backpack.core.engine.loss_terms import LossTerms
+from backpack.core.engine.intercept import Entry
+from backpack.core.engine.loss_terms import Reduction
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
@@ -35,12 +35,22 @@ from backpack.core.engine.paths import (
     touched,
     vjp,
 )
+from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of, spread
 from backpack.core.record import data_flow
 from backpack.core.record.calls import Call, describe, is_used
 from backpack.core.record.given import Given
-from backpack.core.record.origins import RESHAPES, Origin, is_foreign_function, parameter_behind
+from backpack.core.record.origins import (
+    RESHAPES,
+    Origin,
+    is_foreign_function,
+    origin,
+    parameter_behind,
+)
 from backpack.core.types import Extension
+from backpack.utils.warning import warn
+
+REDUCTIONS = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 
 DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
 
@@ -74,6 +84,7 @@ class SampleFlow:
 
     Args:
         exts: The first-order extensions, whose results are those of samples.
+        entry: The call of ``backward()``, if it was noticed.
 
     Attributes:
         modules: Modules that mix samples.
@@ -87,9 +98,11 @@ class SampleFlow:
     # What was found out of the functions before a module, by their structure.
     _known: ClassVar[WeakKeyDictionary[Module, dict[Hashable, Verdict]]] = WeakKeyDictionary()
 
-    def __init__(self, exts: Sequence[Extension]) -> None:
+    def __init__(self, exts: Sequence[Extension], entry: Entry | None) -> None:
         """Nothing was reached."""
         self.exts = exts
+        self.entry = entry
+        self.reduction: Reduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         self.modules: dict[str, None] = {}
         self.functions: dict[str, None] = {}
@@ -131,6 +144,8 @@ class SampleFlow:
             self.modules[describe(call.module)] = None
         if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
             self.data[f"{describe(call.module)}, {DIVIDES}"] = None
+        if self.looks_at_loss and isinstance(rule, BaseLossDerivatives):
+            self._note_reduction(call)
 
     def _paths(self, call: Call) -> dict[int, Path]:
         """Return what is above those inputs that functions have computed; note foreign uses."""
@@ -152,6 +167,14 @@ class SampleFlow:
                 if reached or is_used(leaf):
                     self.foreign_uses.append((call, leaf))
         return paths
+
+    def _note_reduction(self, call: Call) -> None:
+        """Note the reduction of a loss, if ``backward()`` was called on it alone."""
+        roots = () if self.entry is None else self.entry.roots
+        reduction, shape = getattr(call.module, "reduction", None), call.shape_in[0]
+        name = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+        if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
+            self.reduction = Reduction(name, describe(call.module), shape[0])
 
     def _tell_foreign_uses(self) -> None:
         """Refuse parameters of extended modules that functions use as well."""
@@ -309,41 +332,39 @@ class SampleFlow:
 
     # ------------------------------------------------------------------ all calls
 
-    def marks(self, terms: LossTerms | None, start: int, has_results: bool) -> dict[str, str]:
+    def marks(self, start: int, results: Writer) -> dict[str, Any]:
         """Return what results are to be marked with; warn of what they are if not of samples.
 
         Args:
-            terms: What the losses say that are not extended.
             start: Where the backward pass has started, in the order of the calls.
-            has_results: Whether there are any to warn of.
+            results: What was written: without any, there is nothing to warn of.
         """
         self._compare_sizes()
-        marks = {}
+        marks: dict[str, Any] = {}
+        terms = None if self.entry is None else self.entry.terms
         sizes, hidden = self.sizes, self._mixing_without_gradient(start)
         if terms is not None and self.looks_at_loss:
             hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
         in_loss = () if terms is None else terms.mixing
         # in the order of the calls
         mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
-        if self.single and has_results:
+        if self.single and results:
             warn(
                 f"{checks.listed(self.single)}: the individual gradients of all others "
                 "are zero. If these are rows of different samples, the batch axis is not the first "
                 "in a layer before: recurrent layers and attention need batch_first=True for data "
                 "that has it there, and a token is chosen by h[:, 0], not h[0].",
-                stacklevel=2,
             )
-        if sizes and has_results:
+        if sizes and results:
             names = checks.listed([*reversed(sizes)])
             warn(
                 "The individual gradients of some layers are not those of samples. A layer takes "
                 "the rows of its input for the samples of the batch, but their numbers differ: "
                 f"{names} (a table of positions has one, merged axes have more). "
                 "Use extend(model, use_converter=True), which follows the samples.",
-                stacklevel=2,
             )
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
-        if mixing and has_results:
+        if mixing and results:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.modules else []
             advice += [FUNCTIONS_THAT_MIX] if self.functions else []
@@ -352,13 +373,14 @@ class SampleFlow:
                 f"The network mixes the samples of a batch, in {names}: the individual gradients "
                 "are those of the loss as a whole with respect to one sample's row of a module's "
                 f"output. {' '.join(advice)}",
-                stacklevel=2,
             )
             marks["_backpack_mixing"] = names
         elif hidden and not sizes:  # the individual gradients themselves are right
             marks["_backpack_mixing"] = checks.listed(hidden)
-        if terms is not None and terms.leaves and has_results:
+        if terms is not None and terms.leaves and results:
             self._tell_terms_of_parameters(terms.leaves)
+        if self.looks_at_loss and (reduction := self._known_reduction()) is not None:
+            marks["_backpack_reduction"] = reduction
         unknown = self.unknown | ({} if terms is None else terms.unknown)
         if unknown:
             marks["_backpack_undecided"] = checks.listed(unknown)
@@ -384,6 +406,15 @@ class SampleFlow:
             names.update(dict.fromkeys(given.mixing))
         return names | dict.fromkeys(data_flow.take_mixing(before=start))
 
+    def _known_reduction(self) -> Reduction | None:
+        """Return what the loss does with its terms; None if something may have rescaled it."""
+        if self.entry is None or self.entry.seed is None:
+            return None
+        terms, seed = self.entry.terms, self.entry.seed
+        if seed.numel() != 1 or seed.item() != 1:
+            return None
+        return self.reduction or (None if terms is None else terms.reduction)
+
     def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
         """Warn of penalties: parameters of the calls that functions beside the modules read."""
         own = {p for params in self.parameters for p in params.values()}
@@ -396,7 +427,6 @@ class SampleFlow:
                 "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
                 "hand; a function of samples belongs into a module, or use "
                 "extend(model, use_converter=True).",
-                stacklevel=2,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,6 +19,7 @@ from backpack.core.engine.propagations import (
 )
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.utils.warning import warn
 
 Approximation = Literal["expand", "reduce"] | None
 # Larger Kronecker factors than these, 1 GiB in single precision, are diagonal by default.
@@ -234,11 +234,10 @@ class HBP(SecondOrderBackpropExtension):
         # another extension may have wanted them whole
         found = [f.diagonal().clone() if f.dim() > 1 and len(f) > most else f for f in factors]
         if most == MAX_FACTOR_SIZE:
-            warnings.warn(
+            warn(
                 f"{self._title}: of Kronecker factors with more than {most} rows there is the "
                 f"diagonal alone, as for the parameter of shape {list(p.shape)}. Choose with "
                 "max_factor_size; None keeps all.",
-                stacklevel=2,
             )
         return found
 
@@ -334,6 +333,8 @@ class KFLR(HBP):
         2017).
     """
 
+    _optimiser = "KFAC(..., extension=KFLR())"
+
     def __init__(
         self,
         subsampling: Sequence[int] | None = None,
@@ -383,6 +384,8 @@ class KFRA(HBP):
     :Source: Botev, Ritter, Barber, Practical Gauss-Newton optimisation for deep learning (ICML
         2017).
     """
+
+    _optimiser = "KFAC(..., extension=KFRA())"
 
     def __init__(self, subsampling: Sequence[int] | None = None):
         """Choose the samples.
