@@ -1422,3 +1422,29 @@ def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
     told = pytest.warns(UserWarning, match="mixes the samples of a batch, in L1Loss")
     with told, backpack(extensions.BatchGrad()):
         value.backward()
+
+
+def test_state_of_other_options_is_refused() -> None:
+    def trained(**options: Any) -> KFAC:
+        model, X = extend(nn.Linear(3, 2)), torch.rand(4, 3)
+        optimiser = KFAC(model.parameters(), **options)
+        if known:
+            optimiser.load_state_dict(known[0])
+        with backpack(*optimiser.extensions):
+            extend(nn.MSELoss())(model(X), torch.rand(4, 2)).backward()
+        optimiser.step()
+        return optimiser
+
+    known: list[Any] = []
+    known.append(trained().state_dict())
+    with pytest.raises(ValueError, match=r"averages of 2 matrices, and gets 3.*other options"):
+        trained(ekfac=True)
+
+
+def test_data_that_are_not_finite_are_named() -> None:
+    model, X = extend(nn.Linear(3, 2)), torch.full((4, 3), torch.nan)
+    optimiser = KFAC(model.parameters())
+    with backpack(*optimiser.extensions):
+        extend(nn.MSELoss())(model(X), torch.rand(4, 2)).backward()
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite: the data"):
+        optimiser.step()

@@ -212,6 +212,12 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         values = value if isinstance(value, list) else [value]
         if not state:
             state.update(step=0, curvatures=0, gradient=None, curvature=[None] * len(values))
+        if due and len(values) != len(state["curvature"]):
+            raise ValueError(
+                f"{self._describe(p)} has averages of {len(state['curvature'])} matrices, and gets "
+                f"{len(values)}: they are those of an optimiser with other options, or other "
+                "parameters are trained than before. Make a new optimiser."
+            )
         beta, beta_curvature = group["betas"]
         state["step"] += 1
         state["gradient"] = updated_average(state["gradient"], gradient, beta, state["step"])

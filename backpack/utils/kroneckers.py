@@ -179,13 +179,24 @@ def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, 
         Eigenvalues in ascending order, those that cannot be told from zero being zero, and
         eigenvectors in the columns. ``[D], [D, D]``. Of a diagonal matrix, the eigenvalues are in
         the order of its entries, and the eigenvectors the diagonal ``[D]`` of the identity.
+
+    Raises:
+        torch.linalg.LinAlgError: If the decomposition fails, as it may if an entry is not finite.
     """
     single = torch.promote_types(factor.dtype, torch.float32)  # none in less
     wide = torch.float64 if in_double and factor.device.type != "mps" else single
     if factor.dim() == 1:
         values, vectors = factor.to(wide), torch.ones_like(factor, dtype=wide)
     else:
-        values, vectors = torch.linalg.eigh(factor.to(wide))
+        try:
+            values, vectors = torch.linalg.eigh(factor.to(wide))
+        except torch.linalg.LinAlgError as error:
+            if factor.isfinite().all():
+                raise
+            raise torch.linalg.LinAlgError(
+                f"A Kronecker factor of shape {list(factor.shape)} has entries that are not "
+                "finite: the data, or the outputs of the model, are not."
+            ) from error
     round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
     values = torch.where(values > round_off, values, 0)
     return values.to(factor.dtype), vectors.to(factor.dtype)
