@@ -1,7 +1,7 @@
 """Which module works with which extension, read off the registered derivatives.
 
 ``python -m backpack.support`` prints it; ``--summary`` makes it short, ``--markdown`` a table for
-a web page.
+a web page, and ``--write README.md`` puts the short table into a file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 from itertools import groupby
+from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
@@ -79,6 +80,9 @@ SYMBOLS = {
     Support.UNDEFINED: "-",
     Support.MISSING: "?",
 }
+
+# Marks of the place of the summary in a file.
+BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 
 Matrix = dict[type[Module], dict[type[BackpropExtension], Support]]
 
@@ -271,6 +275,24 @@ def report(markdown: bool = False, summary: bool = False) -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def write_summary(file: Path) -> None:
+    """Replace what is between the marks of a file by the summary in markdown.
+
+    Args:
+        file: A text in UTF-8 that has each mark once, in a line of its own. The rest stays.
+
+    Raises:
+        ValueError: If it does not have the marks.
+    """
+    text = file.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in rest or END in before + after:
+        raise ValueError(f"{file} needs a line {BEGIN}, and below it a line {END}, once.")
+    section = report(markdown=True, summary=True)
+    file.write_text(f"{before}{begin}{section}\n{end}{after}", encoding="utf-8")
+
+
 def report_of(model: Module) -> str:
     """Write what every extension finds in the modules of a model, as text for 80 columns.
 
@@ -419,8 +441,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m backpack.support", description=__doc__)
     parser.add_argument("--markdown", action="store_true", help="tables in markdown")
     parser.add_argument("--summary", action="store_true", help="a row for each family of modules")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help=f"write the short table in markdown between {BEGIN} and {END} of a file",
+    )
     options = parser.parse_args()
-    print(report(options.markdown, options.summary))
+    if options.write is None:
+        print(report(options.markdown, options.summary))
+        return
+    try:
+        write_summary(options.write)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,10 @@ class Call:
         function = getattr(self.derivatives, method)
         return function(name, self.module, None, self.g_out, *args, **keywords)
 
+    def of_param(self, name: str, method: str) -> Callable[..., Any]:
+        """Return the method whose name begins with that of a parameter: weight_jac_mat_prod."""
+        return getattr(self, f"{name}_{method}")
+
     def reduced(self, name: str, s: Tensor, *args: Any, generic: bool = False) -> Any:
         """Reduce individual products as extensions do, or with the generic body."""
         owner = BaseDerivatives if generic else type(self.derivatives)
@@ -378,12 +382,12 @@ def test_param_jacobians(probe: Probe) -> None:
             close(call.param("param_mjp", name, s, False, rows), each)
             close(call.param("param_mjp", name, s, subsampling=rows), each.sum(1))
             close(call.param("param_mjp", name, s[0], False, rows), each[0])
-            close(getattr(call, f"{name}_jac_t_mat_prod")(s, False, rows), each)
+            close(call.of_param(name, "jac_t_mat_prod")(s, False, rows), each)
 
             u = torch.randn(V, *p.shape, dtype=p.dtype)
             pushed = einsum("nop,vp->vno", part, u.flatten(1)).reshape(s.shape)
             close(call.param("param_jac_mat_prod", name, u, rows), pushed)
-            product = getattr(call, f"{name}_jac_mat_prod")
+            product = call.of_param(name, "jac_mat_prod")
             close(product(u, subsampling=rows), pushed)
             close(product(u[0], subsampling=rows), pushed[0])
 
@@ -817,7 +821,7 @@ def test_wrong_shapes_are_named(probe: Probe) -> None:
     for name, p in call.params.items():
         refuses(lambda mat, name=name: call.param("param_mjp", name, mat), out.shape, *wrong(out))
         longer, *_, deeper = wrong(p)
-        refuses(getattr(call, f"{name}_jac_mat_prod"), p.shape, longer, deeper)
+        refuses(call.of_param(name, "jac_mat_prod"), p.shape, longer, deeper)
     with pytest.raises(ValueError, match="no parameter 'nonsense'"):
         call.param("param_mjp", "nonsense", out)
     with pytest.raises(ValueError, match="no parameter 'nonsense'"):

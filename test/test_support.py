@@ -15,7 +15,7 @@ import torch
 from cases import CASES, Case, select
 from torch import nn
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend, extensions, support
 from backpack.__main__ import main
 from backpack.core.derivatives import (
     REGISTRY,
@@ -24,7 +24,7 @@ from backpack.core.derivatives import (
     RefusedDerivatives,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.support import Support, all_extensions, report_of, support_matrix
+from backpack.support import BEGIN, END, Support, all_extensions, report_of, support_matrix
 from backpack.utils.kroneckers import EigenKronecker
 
 ROOT = Path(__file__).parents[1]
@@ -267,11 +267,34 @@ def test_command_prints_every_registered_class() -> None:
     not hasattr(nn, "LinearCrossEntropyLoss"),
     reason="the README was written with torch 2.15, which has more modules",
 )
-def test_readme_is_up_to_date() -> None:
+def test_readme_is_up_to_date(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, rest = readme.partition("<!-- support:begin -->\n")
-    section, end, _ = rest.partition("<!-- support:end -->")
-    assert end
-    assert section == command("--summary", "--markdown"), (
-        "Replace the section by the output of `python -m backpack.support --summary --markdown`."
+    copy = tmp_path / "README.md"
+    copy.write_text(readme, encoding="utf-8")
+    command("--write", str(copy))
+    assert copy.read_text(encoding="utf-8") == readme, (
+        "Run `python -m backpack.support --write README.md`."
     )
+
+
+def test_command_writes_between_the_marks(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(f"Äbove\n{BEGIN}\nold\n{END}\nbelow\n", encoding="utf-8")
+    command("--write", str(file))
+    section = command("--markdown", "--summary")
+    assert file.read_text(encoding="utf-8") == f"Äbove\n{BEGIN}\n{section}{END}\nbelow\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["", f"{BEGIN}\n", f"{END}\n{BEGIN}\n", 2 * f"{BEGIN}\n{END}\n", f"{BEGIN} {END}"]
+)
+def test_command_refuses_a_file_without_the_marks(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["support", "--write", str(file)])
+    with pytest.raises(SystemExit):
+        support.main()
+    assert "needs a line" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == text
