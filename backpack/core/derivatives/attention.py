@@ -22,9 +22,10 @@ from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.memoise import memoise
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.rows import Rows
 from backpack.custom_module.attention import ScaledDotProductAttention

@@ -39,12 +39,13 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
 from backpack.custom_module.function_module import FunctionModule

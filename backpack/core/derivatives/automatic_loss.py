@@ -23,10 +23,11 @@ from backpack.core.derivatives.automatic import attributes_kept, hidden_paramete
 from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
 
 

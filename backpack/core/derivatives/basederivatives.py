@@ -28,10 +28,11 @@ from backpack.core.derivatives.by_autograd import (
     transposed,
 )
 from backpack.core.derivatives.interface import Interface
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
 
 USUAL_LAYOUT = fast.path(

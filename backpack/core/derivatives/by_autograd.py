@@ -22,8 +22,8 @@ from torch.nn import Module
 from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.math_attention import math_attention
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
 

@@ -32,8 +32,9 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 

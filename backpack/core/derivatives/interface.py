@@ -18,8 +18,8 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context, at_hand
+from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.types import Grads, Mats
 

@@ -9,8 +9,8 @@ from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 

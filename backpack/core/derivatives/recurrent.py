@@ -42,10 +42,11 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.record.weights import state_of
 from backpack.core.types import Mats

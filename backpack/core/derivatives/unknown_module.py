@@ -18,9 +18,10 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register_fallback
 
 

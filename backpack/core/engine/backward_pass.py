@@ -391,7 +391,7 @@ class BackwardPass:
         for call in reading:
             if changed:
                 call.see_parameters_before(changed)
-            for p, was in call.before.items():
+            for p, was in call.kept_values.items():
                 assert was.value is not None
                 self.results.originals[was.value] = p
 

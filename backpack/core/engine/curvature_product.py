@@ -24,8 +24,9 @@ from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.combining import gathered
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.engine.plan import Feed, Plan
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
 from backpack.core.rows import Rows, row_numbers
 

@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from backpack.core import fast
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, describe, live_calls, put
+from backpack.core.record.calls import Call, live_calls
+from backpack.core.record.module_state import describe, put
 from backpack.core.record.shards import need
 from backpack.core.record.weights import VERSION
 from backpack.core.rows import Rows, row_numbers
@@ -200,7 +201,7 @@ def context_of(
     as_stored = call.is_usual and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
         c = kind(call, call.inputs, call.outputs, rows)
-        if len(call.read) == 2 and not (call.read[1] or call.before or call.shards):
+        if len(call.read) == 2 and not (call.read[1] or call.kept_values or call.shards):
             c.params = call.read[0]
         return c
     is_folded = folds and call.is_foldable

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
-from backpack.core.record.calls import Call, all_live_calls, describe, layout_of, positional
+from backpack.core.record.calls import Call, all_live_calls, layout_of, positional
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.layout import (
     Inputs,
@@ -29,6 +29,7 @@ from backpack.core.record.layout import (
     running,
     unbatched,
 )
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import (
     derivatives_of,

@@ -258,7 +258,7 @@ class Layout:
 
     def confirm(self) -> None:
         """Take what was assumed for certain."""
-        root = self._root
+        root = self if self._same is None else self._root
         if root.is_constant:
             return
         before, samples, assumed, dims = root._facts

@@ -49,7 +49,7 @@ from backpack.custom_module.function_module import FunctionModule
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own: see has_rules.
 _ruled: set[ref[type[Module]]] = set()
-_GRAD_FN = operator.attrgetter("grad_fn")
+GRAD_FN = operator.attrgetter("grad_fn")
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -236,7 +236,7 @@ def record(
             for y in outputs:
                 follow_odd(module.name, odd, y)
         return None
-    if not any(map(_GRAD_FN, outputs)):
+    if not any(map(GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
         return None
     if altered is not None:
