@@ -45,6 +45,7 @@ from backpack.core.record.data_flow import (
     note_inputs,
     pass_by,
 )
+from backpack.core.record.data_notes import UNFILLED, note
 from backpack.core.record.functions import (
     ATTRIBUTES_TENSOR,
     ATTRIBUTES_VALUE,
@@ -61,7 +62,7 @@ from backpack.core.record.functions import (
     part_of,
     set_item,
 )
-from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
+from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record

@@ -425,7 +425,7 @@ class BaseDerivatives(Interface):
                 continue
             axis = self.batch_axis_in(module, i)
             single = layout.samples == 1 == shape[axis]
-            if place is not None and place.axis == axis and place.is_apart:
+            if place is not None and place.axis == axis and place.is_split:
                 raise ValueError(
                     f"{call!r} needs the samples of the batch alone along axis {axis} of input "
                     f"{i}, but another axis is merged with them. Move that axis to the front, "

@@ -345,7 +345,7 @@ class _Border(_Side):
     def _merged_rows(self) -> Place | None:
         places = map(self.call.place_out, range(len(self.call.shape_out)))
         found = next((place for place in places if place is not None), None)
-        return None if found is None else found._replace(axis=0, is_apart=False)
+        return None if found is None else found._replace(axis=0, is_split=False)
 
     def _stands_alone(self, i: int) -> bool:
         return not self.follows and i in self.call.unbatched_inputs

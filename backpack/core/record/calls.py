@@ -24,13 +24,8 @@ from backpack.context import STATE, disable
 from backpack.core import fast
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
-from backpack.core.record.layout import (
-    UNFILLED,
-    Layout,
-    Place,
-    noted,
-    unbatched,
-)
+from backpack.core.record.data_notes import UNFILLED, noted
+from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
 from backpack.core.record.origins import (
     Origin,
@@ -872,7 +867,7 @@ def _saved(
 
 def _numbers_of_samples(layouts: Sequence[Layout | None]) -> list[int | None]:
     return [
-        None if one is None else (one if one._same is None else one._root)._facts[1]
+        None if one is None else (one if one._merged_into is None else one._root)._facts[1]
         for one in layouts
     ]
 
@@ -882,7 +877,7 @@ def _is_first(layout: Layout | None, shape: Size | None) -> bool:
 
 
 def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
-    if layout is None or layout._same is not None:
+    if layout is None or layout._merged_into is not None:
         return None if layout is None else layout.facts
     before, samples, *_ = layout._facts
     return before, samples, layout.owners

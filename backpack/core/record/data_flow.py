@@ -18,17 +18,16 @@ from torch.utils._pytree import tree_leaves
 from backpack.context import disable
 from backpack.core.record.calls import Call, all_live_calls, layout_of, positional
 from backpack.core.record.compiler import is_traced
-from backpack.core.record.layout import (
+from backpack.core.record.data_notes import (
     Inputs,
-    Layout,
     begin_call,
     end_call,
     mixed_by,
     note,
     note_mixed,
     running,
-    unbatched,
 )
+from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import (
@@ -147,18 +146,18 @@ def is_all_data(layout: Layout) -> bool:
     """Whether nothing that the model at hand was called with has samples if this has none."""
     known = _given(running()[-1]) if running() else ()
     batched = [one for one in known if one.is_batched and not one.is_constant]
-    return bool(batched) and all(one._root in layout.behind for one in batched)
+    return bool(batched) and all(one._root in layout.ancestors for one in batched)
 
 
 def assumption_behind(layouts: Iterable[Layout]) -> str:
     """Tell which assumption says where samples are, for an error that might be due to it."""
-    known: set[Layout] = set().union(*(layout.behind for layout in layouts))
+    known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))
     for inputs in running():
-        if inputs.others and any(known & one.behind for one in _given(inputs)):
+        if inputs.others and any(known & one.ancestors for one in _given(inputs)):
             return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
     for call in all_live_calls():
         read = zip(call.inputs, call.layouts_in, strict=True)
-        if any(one is not None and known & one.behind for one in call.layouts_out):
+        if any(one is not None and known & one.ancestors for one in call.layouts_out):
             if any(isinstance(x, Tensor) and one is None for x, one in read):
                 return (
                     f" They were taken to be along the first axis of the data that {call!r} reads, "

@@ -27,12 +27,8 @@ from backpack.core.record.data_flow import (
     note_miss,
     tensors_in,
 )
-from backpack.core.record.layout import (
-    MIXED_DATA,
-    mixed_by,
-    note,
-    unbatched,
-)
+from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
+from backpack.core.record.layout import unbatched
 from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
 from backpack.core.record.registry import (
     derivatives_of,
