@@ -28,7 +28,7 @@ from torch.nn import (
 )
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
@@ -39,6 +39,7 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
@@ -324,7 +325,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         places = map(c.call.place_out, range(len(c.outputs)))
         return [None if place is None else place.axis for place in places]
 
-    def stands_apart(self, call: Call, i: int) -> bool:
+    def has_sample_tangents(self, call: Call, i: int) -> bool:
         """Return whether input ``i`` has no samples while the output has."""
         return i in call.unbatched_inputs
 

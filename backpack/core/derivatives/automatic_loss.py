@@ -20,9 +20,9 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart

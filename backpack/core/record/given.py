@@ -100,14 +100,14 @@ class Given:
             for known in self.tensors:
                 if known.has_rows(x):
                     return False
-        mine, axes = Strided(x), {0, axis}
-        if mine.shape[axis] < 2 or mine.shape[axis] not in self.sizes(axes):  # known by that
+        read, axes = Strided(x), {0, axis}
+        if read.shape[axis] < 2 or read.shape[axis] not in self.sizes(axes):  # known by that
             return False
-        same = [known for known in self.tensors if known.memory == mine.memory]
+        same = [known for known in self.tensors if known.memory == read.memory]
         if same:
             steps = [known.step(i) for known in same for i in axes if i < len(known.shape)]
-            return mine.step(axis) not in steps
-        if not is_computed or axis or mine.is_outermost(0):
+            return read.step(axis) not in steps
+        if not is_computed or axis or read.is_outermost(0):
             return False
         return all(known.is_outermost(0) for known in self.tensors)
 
