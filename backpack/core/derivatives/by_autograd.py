@@ -270,8 +270,11 @@ def transposed(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), disable():
         vs = [v.requires_grad_() for v in vs]
-        given = [*zip(linear(vs), ts, strict=False)]
-        pairs = [(b, t) for b, t in given if b is not None and t is not None and b.requires_grad]
+        pairs = [
+            (b, t)
+            for b, t in zip(linear(vs), ts, strict=False)
+            if b is not None and t is not None and b.requires_grad
+        ]
         if not pairs:
             return [torch.zeros_like(v) for v in vs]
         options: Any = {"create_graph": create_graph, "materialize_grads": True}
@@ -392,19 +395,19 @@ def moved_products(
     Returns:
         ``[V, N, *in]`` for each key; None if numbers do not come through as they are.
     """
-    given, start = list(evaluation.inputs), 1
+    zeros, start = list(evaluation.inputs), 1
     values: Values = {}
-    for i, x in enumerate(given):
+    for i, x in enumerate(zeros):
         if isinstance(x, Tensor) and x.is_floating_point():
-            given[i] = torch.zeros_like(x, dtype=torch.float64)
+            zeros[i] = torch.zeros_like(x, dtype=torch.float64)
     for i in keys:
-        end = start + given[i].numel()
-        values[i] = torch.arange(start, end, device=given[i].device).to(given[i])
-        values[i], start = values[i].reshape(given[i].shape), end
+        end = start + zeros[i].numel()
+        values[i] = torch.arange(start, end, device=zeros[i].device).to(zeros[i])
+        values[i], start = values[i].reshape(zeros[i].shape), end
     try:
         with torch.no_grad():
-            moved = evaluation.outputs(values, given)
-            doubled = evaluation.outputs({i: 2 * x for i, x in values.items()}, given)
+            moved = evaluation.outputs(values, zeros)
+            doubled = evaluation.outputs({i: 2 * x for i, x in values.items()}, zeros)
     except RuntimeError:  # it is not for this precision
         return None
     used = [m for m in mats if m is not None]

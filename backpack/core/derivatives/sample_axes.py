@@ -135,7 +135,8 @@ class SampleAxes(Interface):
         """
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         for i, layout in enumerate(call.layouts_in):
-            if layout is None and call.computed[i] and self._has_axis_of_its_own(module, i):
+            is_fixed = self.batch_axis is BatchAxis.FIXED
+            if layout is None and call.computed[i] and is_fixed and self.batch_axis_in(module, i):
                 raise ValueError(
                     f"{call!r} reads a tensor that a function has computed. Make the function a "
                     "module, or use extend(model, use_converter=True)."
@@ -164,7 +165,7 @@ class SampleAxes(Interface):
         else:
             wrong = place.axis >= len(shape) - trailing
         if wrong and layout.is_constant:
-            layout.demote()
+            layout.mark_unbatched()
         elif wrong:
             raise ValueError(
                 f"{call!r} mixes the samples of the batch: they are along the last "
@@ -183,7 +184,7 @@ class SampleAxes(Interface):
             )
         is_elsewhere = place is None or place.axis != axis
         if is_elsewhere and layout.is_constant:
-            layout.demote()
+            layout.mark_unbatched()
             return
         # an axis of one entry, such as that of x[None], says nothing of the batch
         if is_elsewhere and not layout.samples == 1 == shape[axis]:
@@ -198,10 +199,6 @@ class SampleAxes(Interface):
             except ValueError as error:
                 raise ValueError(f"{call!r}: {error}.") from None
         layout.confirm()
-
-    def _has_axis_of_its_own(self, module: Module, i: int) -> bool:
-        """Whether the rule needs the samples of an input behind other axes."""
-        return self.batch_axis is BatchAxis.FIXED and self.batch_axis_in(module, i) > 0
 
     def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
         """Find where the samples are in an output, from where they are in the inputs."""

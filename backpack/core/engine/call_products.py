@@ -288,11 +288,6 @@ class _MovedView(_RuleView):
         first = row_numbers(self.call.num_rows, self.selected)[::total]
         return [n // total * own + i for n in first for i in range(own)]
 
-    @staticmethod
-    def _behind(mat: Tensor | None, first: int, axis: int) -> Tensor | None:
-        """Move the samples from the axis ``first`` behind ``axis`` others."""
-        return mat if mat is None or not axis else mat.movedim(first, first + axis)
-
     # ------------------------------------------------------------------ columns
 
     def at_inputs(self, mats: Columns) -> list[Tensor | None]:
@@ -359,7 +354,7 @@ class _MovedView(_RuleView):
         if mat is None:
             return None
         if axis is not None:
-            return self._behind(mat, 1, axis)
+            return mat.movedim(1, 1 + axis) if axis else mat
         if place is None:
             return mat
         if self.sees_all_rows:

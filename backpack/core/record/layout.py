@@ -284,13 +284,13 @@ class Layout:
         root = self._root
         return {root}.union(*(source.ancestors for source in root._sources))
 
-    def demote(self) -> None:
-        """Say that there are no samples, here and in what this was derived from."""
+    def mark_unbatched(self) -> None:
+        """Note that there are no samples, here and in what this was derived from."""
         root = self._root
         root._facts = (1, 0, False, root._facts[3])
         Layout.on_correction()
         for source in root._sources:
-            source.demote()
+            source.mark_unbatched()
 
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""

@@ -169,6 +169,28 @@ def _computed_parameters(module: Module, rule: Rule) -> str | None:
     )
 
 
+def _note_not_dense(
+    module: Module,
+    arguments: Sequence[Any],
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    missed: OnMiss,
+) -> None:
+    """Note that a call is not recorded, because one of its tensors is nested or sparse."""
+    not_dense = next(x for x in tensors if FORM(x) not in DENSE)
+    note_miss(module, arguments, outputs, dense_advice(not_dense), missed)
+    if isinstance(module, FunctionModule):
+        for y in outputs:
+            follow_not_dense(module.name, not_dense, y)
+
+
+def _note_integers(output: Any) -> None:
+    """Take outputs such as indices for the same for all samples: no gradient tells these apart."""
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            note(x, unbatched())
+
+
 def record(
     module: Module,
     args: tuple[Any, ...],
@@ -220,11 +242,7 @@ def record(
         return None
     tensors = arguments if TENSORS.issuperset(map(type, arguments)) else tensors_in(arguments)
     if not DENSE.issuperset(map(FORM, tensors + outputs)):
-        not_dense = next(x for x in tensors + outputs if FORM(x) not in DENSE)
-        note_miss(module, arguments, outputs, dense_advice(not_dense), missed)
-        if isinstance(module, FunctionModule):
-            for y in outputs:
-                follow_not_dense(module.name, not_dense, y)
+        _note_not_dense(module, arguments, tensors + outputs, outputs, missed)
         return None
     if not any(map(GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
@@ -260,9 +278,7 @@ def record(
     if repeated is not None:
         call.repeats = call.origins_in.index(repeated)
     if not isinstance(output, Tensor):
-        for x in tree_leaves(output):  # such as indices: no gradient tells their samples apart
-            if isinstance(x, Tensor) and not x.is_floating_point():
-                note(x, unbatched())
+        _note_integers(output)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             base = None if out._base is None else _inner_base(call, i, out)

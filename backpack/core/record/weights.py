@@ -61,7 +61,9 @@ class KeptParameters:
         new = {id(p): p for p in parameters if id(p) not in self._tensors}
         self._tensors.update(new)
         tensors = list(new.values())
-        copied = set(filter(_is_copied, tensors)) if self.copies else ()
+        copied: set[Tensor] = set()
+        if self.copies:
+            copied = {p for p in tensors if p.requires_grad and shards.shard_of(p) is None}
         values = [p.detach().clone().requires_grad_() if p in copied else None for p in tensors]
         digests = _digests([p for p in tensors if p not in copied])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
@@ -97,10 +99,6 @@ class KeptParameters:
     def storages(self) -> set[int]:
         """Return where the entries of the parameters are, but for those that were sharded."""
         return {storage_of(t) for t in self._tensors.values() if shards.shard_of(t) is None}
-
-
-def _is_copied(parameter: Tensor) -> bool:
-    return parameter.requires_grad and shards.shard_of(parameter) is None
 
 
 # Up to this many entries, a copy tells sooner what has changed than a digest.
