@@ -187,7 +187,7 @@ class backpack(ShowsOptions):
             CTX.configuration,
             latest=calls.latest(),
             seen_elsewhere=OUTSIDE.task,
-            start=weights.now(),
+            start=weights.next_number(),
         )
         configuration = Configuration(
             self.exts,

@@ -198,7 +198,7 @@ class BackwardPass:
         # what autograd keeps for further backward passes is kept, see _end
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.retains = configuration.retain_graph or keeps_graph
-        self.start = weights.now()
+        self.start = weights.next_number()
         self._keep_parameters(calls.all_live_calls())
         # whether there was a gradient before, of parameters whose result belongs to this one
         self.accumulated: dict[Parameter, Tensor] = {}
@@ -784,7 +784,7 @@ class BackwardPass:
                 stored = call.inputs, call.outputs
                 if call.views:
                     call.inputs, call.outputs = call.without_views()
-                with context_of(call, check=False, whole=True).shown(now=True) as module:
+                with context_of(call, check=False, whole=True).shown(for_users=True) as module:
                     hook(module)
                 call.inputs, call.outputs = stored
             if self.retains:

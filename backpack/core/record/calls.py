@@ -62,7 +62,7 @@ MAX_DEPTH = 3
 _LAYOUT = operator.attrgetter("layout")
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
-_newest_then = -1  # what that was when a context was left
+_newest_before = -1  # what that was when a context was left last
 
 
 class Call(ModuleState):
@@ -625,11 +625,11 @@ class Call(ModuleState):
         """Whether what the rule has found out still holds, if a later module corrected it."""
         if self.is_transparent:
             return True
-        now = tuple(map(_facts, self.layouts_in))
-        if now == self.relied_on:
+        facts = tuple(map(_facts, self.layouts_in))
+        if facts == self.relied_on:
             return True
         expected = tuple(map(_facts, self.layouts_out))
-        self.relied_on = now
+        self.relied_on = facts
         assert self.derivatives is not None
         try:
             return tuple(map(_facts, self.derivatives.layouts(self))) == expected
@@ -672,10 +672,10 @@ class Call(ModuleState):
         """Whether the entries of the only input stay where they are in its rows, the samples."""
         if len(self.shape_in) > 1 or len(self.shape_out) > 1:
             return False
-        (layout,), (given,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
-        if layout is None or layout is not self.layouts_out[0] or not (given and shape):
+        (layout,), (shape_in,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
+        if layout is None or layout is not self.layouts_out[0] or not (shape_in and shape):
             return False
-        if shape[0] != given[0] or not layout.has_rows(given):
+        if shape[0] != shape_in[0] or not layout.has_rows(shape_in):
             return False
         rule = self.derivatives
         return rule is not None and rule.has_samples_first and rule.sees_samples_first(self.module)
@@ -931,15 +931,15 @@ def is_used(tensor: Tensor) -> bool:
 
 def latest() -> Module | None:
     """Return the module of the latest call, if that waits for its first context."""
-    entry = _live.get(_newest) if _newest != _newest_then else None
+    entry = _live.get(_newest) if _newest != _newest_before else None
     call = None if entry is None else entry()
     return None if call is None else call.module
 
 
 def note_end_of_context() -> None:
     """Note that the calls so far do not wait for a context any more."""
-    global _newest_then
-    _newest_then = _newest
+    global _newest_before
+    _newest_before = _newest
 
 
 def last_call() -> Call | None:

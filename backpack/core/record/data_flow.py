@@ -33,7 +33,7 @@ from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import (
     derivatives_of,
 )
-from backpack.core.record.weights import TENSORS, now
+from backpack.core.record.weights import TENSORS, next_number
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -207,7 +207,7 @@ def _follow_mixing(module: Module, tensors: Sequence[Any], outputs: Sequence[Ten
     if rule is not None:
         if rule.couples_samples(module):
             by = describe(module)
-            _mixing[module] = now()
+            _mixing[module] = next_number()
         elif _mixing:
             _mixing.pop(module, None)
     if by is not None:

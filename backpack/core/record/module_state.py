@@ -203,7 +203,7 @@ class ModuleState:
                 self.module.training = mode
 
     def swap_tensors(
-        self, module: Module, precision: torch.dtype | None = None, now: bool = False
+        self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
     ) -> list[Entry]:
         """Give a module the parameters and buffers of the call, if it has others by now.
 
@@ -212,8 +212,8 @@ class ModuleState:
         Args:
             module: That of the call, or a copy.
             precision: Cast all of them.
-            now: Those that have changed as they are now, and sharded ones as users see them: for
-                code of users.
+            for_users: Parameters that have changed as they are now, and sharded ones as users see
+                them.
 
         Returns:
             What has been replaced: see :func:`put`.
@@ -224,11 +224,11 @@ class ModuleState:
         own, reads = tensors_of_modules(module), self.read
         if len(own) != len(reads):
             raise RuntimeError(self._changed("its children are others"))
-        if self.shards and now:
+        if self.shards and for_users:
             reads = [{name: shards.home(t) for name, t in read.items()} for read in reads]
         elif self.shards:
             shards.need(self.shards)
-        if self.kept_values and not now:
+        if self.kept_values and not for_users:
             reads = [{name: self._as_kept(t) for name, t in read.items()} for read in reads]
         if precision is None and not any(map(_differ, own, reads)):
             return []
