@@ -447,8 +447,8 @@ class FunctionDerivatives(AutomaticDerivatives):
             elif not place[1]:
                 layouts.append(unbatched())
             else:
-                before, count, owners, *is_constant = place
-                if is_constant:
+                before, count, owners, *marks = place  # one where the entries are a constant
+                if marks:
                     layouts.append(
                         Layout(before, count, True, batched[0].dims, (), owners, is_constant=True)
                     )
