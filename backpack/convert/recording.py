@@ -34,7 +34,7 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
-from backpack.core.record.calls import layout_of, preserve
+from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import (
     DENSE,
@@ -45,7 +45,7 @@ from backpack.core.record.data_flow import (
     note_inputs,
     pass_by,
 )
-from backpack.core.record.data_notes import UNFILLED, note
+from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import (
     ATTRIBUTES_TENSOR,
     ATTRIBUTES_VALUE,

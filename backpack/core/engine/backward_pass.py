@@ -411,7 +411,7 @@ class BackwardPass:
                 call.refuse_moved()
             if self.sharded and call.module in self.sharded:
                 raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
-            if call.is_astray:
+            if call.has_unknown_shards:
                 raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
             if call.module._parameters:
                 call.check_parameters(trained_only=not self.second_order)

@@ -308,9 +308,13 @@ def _is_hooked(node: Any) -> bool:
         handle: RemovableHandle = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
-        if hooks and not all(map(calls.is_own, hooks.values())):
+        if hooks and not all(map(_is_of_library, hooks.values())):
             return True
     return False
+
+
+def _is_of_library(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
 
 
 def _nothing(*_: Any) -> None:

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Size, Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,7 +24,7 @@ from backpack.context import STATE, disable
 from backpack.core import fast
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
-from backpack.core.record.data_notes import UNFILLED, noted
+from backpack.core.record.data_notes import UNFILLED, layout_of, noted
 from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
 from backpack.core.record.origins import (
@@ -877,10 +877,7 @@ def _is_first(layout: Layout | None, shape: Size | None) -> bool:
 
 
 def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
-    if layout is None or layout._merged_into is not None:
-        return None if layout is None else layout.facts
-    before, samples, *_ = layout._facts
-    return before, samples, layout.owners
+    return None if layout is None else layout.facts
 
 
 def _is_followed(module: Module) -> bool:
@@ -897,6 +894,9 @@ def mark_converted(module: Module, by: str) -> None:
 def is_converted(module: Module) -> bool:
     """Whether a module is part of a model whose functions are known."""
     return "_backpack_converted" in vars(module)
+
+
+# --- The calls that live --------------------------------------------------------------------------
 
 
 class Users:
@@ -1011,21 +1011,3 @@ def positional(
     arguments = signature(module.forward).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.args, arguments.kwargs
-
-
-def is_own(hook: Any) -> bool:
-    """Whether a hook is one of this library."""
-    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
-
-
-def layout_of(x: Any) -> Layout | None:
-    """Return where the samples of a tensor are, if that is known."""
-    if not isinstance(x, Tensor):
-        return None
-    mark = None if x.grad_fn is None else origin(x)
-    if mark is not None and mark.layout is not None:
-        return mark.layout
-    found = noted(x)
-    if found is not None or type(x) is Tensor:
-        return found
-    return unbatched() if isinstance(x, Parameter) else None

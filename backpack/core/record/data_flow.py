@@ -16,12 +16,13 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
-from backpack.core.record.calls import Call, all_live_calls, layout_of, positional
+from backpack.core.record.calls import Call, all_live_calls, positional
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_notes import (
     Inputs,
     begin_call,
     end_call,
+    layout_of,
     mixed_by,
     note,
     note_mixed,

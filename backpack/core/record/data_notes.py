@@ -14,9 +14,10 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from backpack.core.record.layout import Layout
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.origins import origin
 
 # Why the samples are not known in memory that no function of torch has filled.
 UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
@@ -161,3 +162,16 @@ def noted(tensor: Tensor) -> Layout | None:
     if found is None or found[2]() is not tensor or found[0] != _form(tensor):
         return None
     return found[1]
+
+
+def layout_of(x: Any) -> Layout | None:
+    """Return where the samples of a tensor are, if that is known."""
+    if not isinstance(x, Tensor):
+        return None
+    mark = None if x.grad_fn is None else origin(x)
+    if mark is not None and mark.layout is not None:
+        return mark.layout
+    found = noted(x)
+    if found is not None or type(x) is Tensor:
+        return found
+    return unbatched() if isinstance(x, Parameter) else None

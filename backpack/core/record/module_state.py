@@ -45,14 +45,14 @@ class ModuleState:
         precision: What derivatives are computed in, if the network is of several precisions.
         views: Shards of the parameters that inputs and outputs are views of.
         shards: Those, and of the parameters that the call has read.
-        is_astray: Whether parameters are sharded, and nobody knows where the shards are.
+        has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
     """
 
     addresses: tuple[int, ...]
     __slots__ = (
         "__weakref__",
         "addresses",
-        "is_astray",
+        "has_unknown_shards",
         "kept_values",
         "module",
         "params",
@@ -87,11 +87,11 @@ class ModuleState:
         self.precision: torch.dtype | None = None
         self.views: tuple[Shard, ...] = ()
         self.shards: tuple[Shard, ...] = ()
-        self.is_astray = False
+        self.has_unknown_shards = False
 
     def _note_shards(self, tensors: Sequence[Any]) -> None:
         """Note which sharded parameters the call has read, and which some tensors are views of."""
-        self.is_astray = not shards.note(self.module)
+        self.has_unknown_shards = not shards.note(self.module)
         if shards.KNOWN:
             self.views = shards.shards_in(tensors)
             read = shards.shards_in(self.own())
