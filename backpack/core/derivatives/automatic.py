@@ -137,12 +137,12 @@ class AutomaticDerivatives(BaseDerivatives):
         if others:
             found |= transposed_products(evaluation, vs, others, c.rows)
         if without_samples:
-            found |= self._per_sample_vjp(evaluation, vs, without_samples)
+            found |= self._cotangents_of_samples(evaluation, vs, without_samples)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
 
-    def _per_sample_vjp(
+    def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
@@ -298,14 +298,14 @@ class FunctionDerivatives(AutomaticDerivatives):
         """
         return None if _moves_entries(c.module) else super().unsupported_reason(c)
 
-    def _per_sample_vjp(
+    def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples: entries move back."""
         c, found = evaluation.c, None
         if _moves_entries(c.module) and not torch.is_grad_enabled():
             found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
-        return super()._per_sample_vjp(evaluation, vs, keys) if found is None else found
+        return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def sees_samples_first(self, module: Module) -> bool:
         """Return False: the rule needs to know the axes."""
