@@ -43,7 +43,9 @@ from backpack.core.record.data_flow import (
     follow_data,
     is_dense,
     note_inputs,
+    note_unbatched,
     pass_by,
+    tensors_in,
 )
 from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import (
@@ -261,10 +263,7 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if None not in known:
-                lost = next((one.lost for one in known if one is not None and one.lost), None)
-                for y in tree_leaves(result):
-                    if isinstance(y, Tensor):
-                        note(y, unbatched(lost))
+                note_unbatched(tensors_in(result), known)
             return result
         if getattr(func, "__name__", "") in UNINITIALISED:
             result = func(*args, **kwargs)

@@ -234,9 +234,7 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return
     if not any(layout is not None and layout.is_batched for layout in known):
         if None not in known and (tensors or isinstance(module, FUNCTIONS)):
-            lost = next((one.lost for one in known if one is not None and one.lost), None)
-            for y in outputs:
-                note(y, unbatched(lost))
+            note_unbatched(outputs, known)
         return
     call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
     try:
@@ -252,6 +250,13 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
+
+
+def note_unbatched(outputs: Iterable[Tensor], known: Iterable[Layout | None]) -> None:
+    """Note that tensors have no samples, as those of these layouts that they are computed from."""
+    lost = next((one.lost for one in known if one is not None and one.lost), None)
+    for y in outputs:
+        note(y, unbatched(lost))
 
 
 def dense_advice(x: Tensor) -> str:
