@@ -190,7 +190,7 @@ class backpack(ShowsOptions):
             CTX.configuration,
             latest=calls.latest(),
             seen_elsewhere=OUTSIDE.task,
-            start=weights.now(),
+            start=weights.next_number(),
             compiler=set_compiler(None),
         )
         configuration = Configuration(

@@ -155,14 +155,14 @@ def test_few_calls_compute_a_tensor_again() -> None:
     x = torch.rand(5, 4, dtype=torch.float64)
     y = model(x)
     found = calls_of(model)
-    steps = [call.steps for call in found]
-    assert max(steps) == calls.MAX_STEPS
+    depths = [call.recompute_depth for call in found]
+    assert max(depths) == calls.MAX_DEPTH
     expected, seen = y.detach().clone(), []
     last = found[-1]
     torch.testing.assert_close(last.whole_outputs()[0], expected)
     with backpack(extension_hook=lambda m: seen.append(m.output.isfinite().all())):
         y.sum().backward()
-    assert len(seen) == len(steps) and all(seen)
+    assert len(seen) == len(depths) and all(seen)
 
 
 def test_what_sums_keep() -> None:
@@ -389,7 +389,7 @@ def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, lossfunc = extended()
     x, y = data()
     loss = lossfunc(model(x), y)
-    assert not any(call.makers for call in calls_of(model))
+    assert not any(call.producers for call in calls_of(model))
     loss.backward()
     assert len(calls.live_calls(model[0])) == 1
 

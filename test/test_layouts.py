@@ -243,9 +243,9 @@ def test_places() -> None:
     assert Layout(1, 3).place([1, 3, 4]) == Place(1, 1, 3)
     assert Layout(4, 3).place([4, 3, 2]) == Place(1, 1, 3)
     assert Layout(4, 3).place([12, 2]) == Place(0, 4, 3)
-    apart = Place(1, 1, 3, is_apart=True)  # samples merged with what follows them
+    apart = Place(1, 1, 3, is_split=True)  # samples merged with what follows them
     assert Layout(4, 3).place([4, 6]) == apart
-    assert Layout(8, 3).place([4, 6]) == Place(1, 2, 3, is_apart=True)
+    assert Layout(8, 3).place([4, 6]) == Place(1, 2, 3, is_split=True)
     assert Layout(2, 3).place([4, 6]) is None  # in the middle of an axis
     x = torch.arange(24).reshape(4, 6)
     assert apart.to_canonical(x).flatten(1).tolist() == [

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record import calls, layout
-from backpack.core.record.layout import Layout, Owners, Place, noted
+from backpack.core.record import calls, data_notes
+from backpack.core.record.data_notes import noted
+from backpack.core.record.layout import Layout, Owners, Place
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 Forward = Callable[[Any, Tensor], Tensor]
@@ -444,12 +445,12 @@ def test_an_interrupted_call_leaves_no_notes() -> None:
         return m.head(m.layer(x))
 
     model = extend(Function(interrupt), use_converter="record")
-    layout.running().clear()  # interrupted calls of the models of other tests
+    data_notes.running().clear()  # interrupted calls of the models of other tests
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             model(torch.rand(4, 3))
         model(torch.rand(5, 3))
-        assert not layout.running()
+        assert not data_notes.running()
 
 
 def interrupts(*_: Any) -> None:
@@ -461,16 +462,16 @@ def test_an_interrupted_call_of_a_converted_model_leaves_no_notes_in_the_next() 
         extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), use_converter="trace")
         for _ in range(2)
     )
-    layout.running().clear()  # interrupted calls of the models of other tests
+    data_notes.running().clear()  # interrupted calls of the models of other tests
     known: list[list[Any]] = []
     one.get_submodule("1").register_forward_hook(interrupts)
-    other.get_submodule("0").register_forward_hook(lambda *_: known.append([*layout.running()]))
+    other.get_submodule("0").register_forward_hook(lambda *_: known.append([*data_notes.running()]))
     with pytest.raises(KeyboardInterrupt):
         one(torch.rand(4, 3))
-    (stale,) = layout.running()
+    (stale,) = data_notes.running()
     other(torch.rand(5, 3))
     (during,) = known
-    assert len(during) == 1 and stale not in during and not layout.running()
+    assert len(during) == 1 and stale not in during and not data_notes.running()
 
 
 def _at(model: nn.Module, positions: Tensor, table: Tensor | None = None) -> nn.Module:
@@ -587,7 +588,7 @@ def test_data_is_left_as_it_was() -> None:
     assert noted(X) is None
     key = id(X)
     del X
-    assert key not in layout._of_data
+    assert key not in data_notes._of_data
     assert not [call for m in model.modules() for call in calls.live_calls(m)]
 
 

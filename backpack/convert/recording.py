@@ -34,7 +34,7 @@ from backpack.context import CTX, STATE, disable, update
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
-from backpack.core.record.calls import layout_of, preserve
+from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import (
     DENSE,
@@ -43,8 +43,11 @@ from backpack.core.record.data_flow import (
     follow_data,
     is_dense,
     note_inputs,
+    note_unbatched,
     pass_by,
+    tensors_in,
 )
+from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import (
     ATTRIBUTES_TENSOR,
     ATTRIBUTES_VALUE,
@@ -61,7 +64,7 @@ from backpack.core.record.functions import (
     part_of,
     set_item,
 )
-from backpack.core.record.layout import UNFILLED, Layout, note, unbatched
+from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
@@ -212,7 +215,7 @@ class Recorder(TorchFunctionMode):
             return self._follow(func, args, kwargs, tensors)
         function = resolve(func)
         if function is None:
-            return self._alike(func(*args, **kwargs), args)
+            return self._follow_source(func(*args, **kwargs), args)
         if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = self.read_parameters(args, kwargs)
         may_change = bool(kwargs) or _position_of_inplace(func) is not None
@@ -226,12 +229,12 @@ class Recorder(TorchFunctionMode):
                 return result  # the same entries
         # "inplace" is False, and modules need not know it
         options = {k: x for k, x in kwargs.items() if k != "inplace"} if kwargs else kwargs
-        what, given = self._application(function, args, options)
+        what, inputs = self._application(function, args, options)
         if what.is_nested:
-            return self._run(what, given)
+            return self._run(what, inputs)
         if not is_view:
             result = func(*args, **kwargs)
-        return self._note(what, given, result)
+        return self._note(what, inputs, result)
 
     def _note(self, what: Apply, tensors: Sequence[Tensor], result: Any) -> Any:
         """Record what was computed, as a call of the module that stands for the function."""
@@ -260,10 +263,7 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if None not in known:
-                lost = next((one.lost for one in known if one is not None and one.lost), None)
-                for y in tree_leaves(result):
-                    if isinstance(y, Tensor):
-                        note(y, unbatched(lost))
+                note_unbatched(tensors_in(result), known)
             return result
         if getattr(func, "__name__", "") in UNINITIALISED:
             result = func(*args, **kwargs)
@@ -271,7 +271,7 @@ class Recorder(TorchFunctionMode):
             return result
         function = resolve(func)
         if function is None:
-            return self._alike(func(*args, **kwargs), args)
+            return self._follow_source(func(*args, **kwargs), args)
         changes = function.in_place or _changes_input(func, args, kwargs)
         changed = args[0] if changes else None
         former = None if changed is None else _former(changed)
@@ -279,12 +279,12 @@ class Recorder(TorchFunctionMode):
         if not isinstance(result, Tensor) and changed is None and not tree_leaves(result):
             return result
         options = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
-        inputs = args if former is None else (former, *args[1:])
+        before = args if former is None else (former, *args[1:])
         self.silent += 1
         try:
-            what, given = self._application(function, inputs, options, at_once=True)
+            what, inputs = self._application(function, before, options, at_once=True)
             outputs = result if changed is None else changed
-            follow_data(what.module, tuple(self._inputs(what, given)), {}, outputs)
+            follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
             if changed is not None:
                 _follow_base(changed)
         finally:
@@ -292,7 +292,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     @staticmethod
-    def _alike(result: Any, args: Any) -> Any:
+    def _follow_source(result: Any, args: Any) -> Any:
         """Note that a result such as ``x.data`` has its samples where its source has them."""
         source: Any = args[0] if args else None
         both = isinstance(result, Tensor) and isinstance(source, Tensor)
@@ -382,10 +382,10 @@ class Recorder(TorchFunctionMode):
         """
         tensors: list[Tensor] = []
         try:
-            given = [_form(x, tensors) for x in args]
+            options = [_form(x, tensors) for x in args]
             if kwargs:
-                given += [*kwargs, *[_form(x, tensors) for x in kwargs.values()]]
-            key = (function.target, at_once, *given)
+                options += [*kwargs, *[_form(x, tensors) for x in kwargs.values()]]
+            key = (function.target, at_once, *options)
         except TypeError:  # an option that looks like another one need not be equal
             key = None
             map_leaves(lambda x: _form(x, tensors) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -698,7 +698,8 @@ def _start(module: Module, args: Any, kwargs: Any) -> None:
         inner.__enter__()
 
 
-def _stop(*given: Any) -> None:
+def _stop(*arguments: Any) -> None:
+    """End the recording: as a hook of the model (module, inputs, output), or after an interrupt."""
     if torch.compiler.is_dynamo_compiling():
         if may_leave_graph():
             torch._dynamo.skip_frame()
@@ -707,7 +708,7 @@ def _stop(*given: Any) -> None:
     if recorder is not None and recorder not in outer:
         recorder.leave()
         recorder.others.__exit__(None, None, None)
-        clear_inputs(recorder.root, given[2] if given else None)
+        clear_inputs(recorder.root, arguments[2] if arguments else None)
         set_compiler(recorder.compiler)
     update(recorders=tuple(outer))
 
@@ -762,8 +763,8 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     is_outermost, read = not recorder.silent, None
     recorder.pause()
     if is_outermost and torch.is_grad_enabled() and not state.disabled:
-        given = tensors_among((*args, *kwargs.values()) if kwargs else args)
-        if not ONLY_TENSORS.issuperset(map(type, given)) and any(map(_is_trained, given)):
+        tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = read = recorder.read_parameters(args, kwargs)
         if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
             recorder.opened.append(module)
@@ -781,11 +782,11 @@ def _leave_leaf(module: Module, args: Any, output: Any) -> None:
         recorder.resume()
 
 
-def _suits_as_a_whole(given: Sequence[Any]) -> bool:
+def _suits_as_a_whole(inputs: Sequence[Any]) -> bool:
     """Whether a module can be one function: of something with samples, a row for each."""
-    if not all(is_dense(x) for x in given if isinstance(x, Tensor)):
+    if not all(is_dense(x) for x in inputs if isinstance(x, Tensor)):
         return True  # what is said of it names the module
-    layouts = [(layout_of(x), x) for x in given if isinstance(x, Tensor)]
+    layouts = [(layout_of(x), x) for x in inputs if isinstance(x, Tensor)]
     batched = [(one, x.shape) for one, x in layouts if one is None or one.is_batched]
     return bool(batched) and all(
         layout is None

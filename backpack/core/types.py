@@ -184,5 +184,5 @@ class Save(Protocol):
     def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
         """Take the result of an extension at a parameter."""
 
-    def holds(self, products: Any, exts: Sequence[Extension]) -> bool:
+    def defers(self, products: Any, exts: Sequence[Extension]) -> bool:
         """Take products, of which results will be made later, or return False."""

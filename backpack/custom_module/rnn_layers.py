@@ -83,17 +83,17 @@ class RNNLayers(RNNBase):
             RuntimeError: If one is no parameter any longer.
         """
         for k, layer in enumerate(self.layers()):
-            own, given = layer._parameters, self._parameters
+            own, shared = layer._parameters, self._parameters
             for name in own:
                 original = name.replace("_l0", f"_l{k}")
-                if original not in given:
+                if original not in shared:
                     raise RuntimeError(
                         f"{original} of {type(self).__name__} is no parameter any longer, but the "
                         "layers have become modules that read it. Register parametrisations and "
                         "the like before extend(model, use_converter=True)."
                     )
-                if own[name] is not given[original]:
-                    own[name] = given[original]
+                if own[name] is not shared[original]:
+                    own[name] = shared[original]
                     layer._flat_weight_refs = []
             if not layer._flat_weight_refs:
                 layer._init_flat_weights()

@@ -164,11 +164,11 @@ def load_accumulated_checkpoint(
     """
     own = dict(model.named_parameters())
 
-    def place(name: str, way: Sequence[Any], entry: Any) -> tuple[Any]:
-        p = own.get(way[0])
-        if p is None or way[2] != "values":
+    def place(name: str, path: Sequence[Any], entry: Any) -> tuple[Any]:
+        p = own.get(path[0])
+        if p is None or path[2] != "values":
             return (like_entry(entry, torch.device("cpu")),)
-        rule = OVER_PARTS[way[3]]
+        rule = OVER_PARTS[path[3]]
         is_like = rule.sample_axis is None and not rule.is_symmetric
         if is_like and is_sharded(p) and getattr(entry, "size", None) == p.shape:
             return (torch.empty_like(p, dtype=entry.properties.dtype),)

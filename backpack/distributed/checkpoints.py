@@ -12,8 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
 
-# Says, given the name of an entry, the keys that lead to it, and what the checkpoint says about it,
-# where it is read to; None if it is not needed.
+# Says where an entry is read to, None if it is not needed; from its name, the keys that lead to it,
+# and what the checkpoint says about it.
 Place = Callable[[str, Sequence[Any], Any], tuple[Any] | None]
 
 
@@ -41,16 +41,16 @@ def read_state(
             raise ValueError("Give a checkpoint_id (a folder), or a storage_reader.")
         storage_reader = checkpoint.FileSystemReader(checkpoint_id)
     metadata = storage_reader.read_metadata()
-    entries, ways = metadata.state_dict_metadata, metadata.planner_data or {}
-    own = {name: way[1:] for name, way in ways.items() if way[0] == key}
+    entries, paths = metadata.state_dict_metadata, metadata.planner_data or {}
+    own = {name: path[1:] for name, path in paths.items() if path[0] == key}
     if not own:
-        known = ", ".join(dict.fromkeys(str(way[0]) for way in ways.values()))
+        known = ", ".join(dict.fromkeys(str(path[0]) for path in paths.values()))
         raise ValueError(f"The checkpoint has no state {key!r}, but {known or 'nothing'}.")
     found: dict[str, Any] = {}
-    for name, way in own.items():
-        there = place(name, way, entries[name])
-        if there is not None:
-            found[name] = there[0]
+    for name, path in own.items():
+        target = place(name, path, entries[name])
+        if target is not None:
+            found[name] = target[0]
     checkpoint.load(found, storage_reader=storage_reader)
     state: dict[str, Any] = {}
     for name, value in found.items():

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from backpack.core.engine.checks import check_one_process
 from backpack.core.record.averaging import Processes
 from backpack.distributed.agreement import NotAgreedError
-from backpack.distributed.reduction import agree, check_group, tell
+from backpack.distributed.reduction import agree, check_group, tell, totals
 from backpack.distributed.shards import is_sharded
+from backpack.distributed.sums import exact_total
 
 # Over which processes sums over the data are: those of the DistributedDataParallel around the
 # model, or of its DTensors, or of a group; None: each process has all data.
@@ -125,16 +126,9 @@ class DataGroup:
         """
         shapes = [(list(value.shape), value.dtype) for value in values]
         self.agree(f"{what}: {shapes}")
-        sums: list[Tensor | None] = [None] * len(values)
-        for dtype in dict.fromkeys(value.dtype for value in values):
-            places = [i for i, value in enumerate(values) if value.dtype == dtype]
-            flat = torch.cat([values[i].reshape(-1) for i in places])
-            for group in self.groups:
-                distributed.all_reduce(flat, group=group)
-            pieces = flat.split([values[i].numel() for i in places])
-            for i, piece in zip(places, pieces, strict=True):
-                sums[i] = piece.view(values[i].shape)
-        return [value for value in sums if value is not None]
+        flat = [value.reshape(-1) for value in values]
+        sums = totals(flat, lambda value: exact_total(value, self.groups))
+        return [piece.view(value.shape) for piece, value in zip(sums, values, strict=True)]
 
     def gathered(self, what: str, values: Sequence[Tensor]) -> list[Tensor]:
         """Concatenate tensors of all processes along their first axis.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -13,7 +13,7 @@ from backpack.core.engine.statistics import Statistics
 from backpack.core.record.averaging import Processes
 from backpack.distributed import agreement
 from backpack.distributed.shards import Piece, scattered
-from backpack.distributed.sums import all_reduced, precision
+from backpack.distributed.sums import all_reduced, exact_total, precision
 
 
 def check_group(group: Any) -> None:
@@ -56,10 +56,7 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
         part.scale(1 / processes.divisor)
 
     def total(value: Tensor) -> Tensor:
-        value = value.contiguous()
-        for group in processes.groups:
-            distributed.all_reduce(value, group=group)
-        return value
+        return exact_total(value, processes.groups)
 
     def total_of_sums(value: Tensor) -> Tensor:
         for group in processes.groups:
@@ -70,10 +67,10 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
     numbers = [part.counts() for part in parts]
     devices = [value.device for part in parts for value in (*part.sums(), *part.like_parameter())]
     _scatter(processes, parts)
-    totals = iter(_totals([value for own in sums for value in own], total_of_sums))
+    found = iter(totals([value for own in sums for value in own], total_of_sums))
     counts = iter(_counts([count for own in numbers for count in own], devices, total))
     for part in parts:
-        part.set_totals(totals, counts, total)
+        part.set_totals(found, counts, total)
 
 
 def tell(processes: Processes, error: Exception) -> None:
@@ -159,8 +156,13 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
     return "\n".join(lines), ", ".join(short) or "nothing"
 
 
-def _totals(values: Sequence[Tensor], total: Any) -> list[Tensor]:
-    """Sum vectors over the processes, those of one precision (and device) at once."""
+def totals(values: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Sum vectors over processes, those of one precision (and device) at once.
+
+    Args:
+        values: ``[n]`` each.
+        total: Sums one.
+    """
     found = list(values)
     for members in _by_kind(values).values():
         flat = total(torch.cat([values[i] for i in members]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,12 +49,23 @@ def precision() -> str:
     return f" in {_sent[-1]}" if _sent else ""
 
 
+def exact_total(value: Tensor, groups: Sequence[Any]) -> Tensor:
+    """Sum a tensor over processes, in its precision.
+
+    Args:
+        value: Of this process; the sum may be written over it.
+        groups: Groups that have all of the processes as their product.
+    """
+    value = value.contiguous()
+    for group in groups:
+        distributed.all_reduce(value, group=group)
+    return value
+
+
 def all_reduced(value: Tensor, group: Any) -> Tensor:
     """Sum a vector ``[n]`` over the processes of a group."""
     if not _sent:
-        value = value.contiguous()
-        distributed.all_reduce(value, group=group)
-        return value
+        return exact_total(value, (group,))
     size = group.size()
     rows = value.new_zeros(size, -(-len(value) // size))
     rows.view(-1)[: len(value)] = value

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.record.calls import describe
+from backpack.core.record.module_state import describe
 from backpack.core.types import Save
 
 

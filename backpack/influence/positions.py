@@ -11,7 +11,7 @@ from torch.nn import Embedding, LayerNorm, Linear, Parameter, RMSNorm
 
 from backpack.core.engine import call_products
 from backpack.core.engine.products import Products, Use
-from backpack.core.record.calls import describe
+from backpack.core.record.module_state import describe
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 # Entries of the outputs' tangents that are kept at once.

@@ -19,7 +19,7 @@ from backpack.core.derivatives.automatic import (
     RefusedDerivatives,
 )
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives, CTCLossDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCEWithLogitsLossDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
@@ -96,6 +96,7 @@ from backpack.core.derivatives.recurrent import (
     RNNCellDerivatives,
     RNNDerivatives,
 )
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.unknown_module import UnknownModuleDerivatives
 from backpack.core.derivatives.upsample import UpsampleDerivatives
 from backpack.core.derivatives.weighted_loss import WeightedLossDerivatives

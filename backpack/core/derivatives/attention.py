@@ -22,9 +22,10 @@ from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
 from backpack.core.derivatives.memoise import memoise
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.rows import Rows
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -235,8 +236,8 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
     def _common_layout(self, call: Call) -> Layout | None:
         """Return the layout of queries, keys and values; None if they have no common one."""
         known = by_certainty(x for x in call.layouts_in[:3] if x is not None and x.is_batched)
-        alike = len({x.facts for x in known}) == 1
-        if len(known) < 3 or not alike or self.learns_mask(call.saved):
+        are_alike = len({x.facts for x in known}) == 1
+        if len(known) < 3 or not are_alike or self.learns_mask(call.saved):
             return None
         shapes = [shape or Size() for shape in (*call.shape_in[:3], *call.shape_out)]
         places = [known[0].place(shape) for shape in shapes]
@@ -431,8 +432,8 @@ class Affine(NamedTuple):
     def of(cls, values: Mapping[str, Tensor | None]) -> Affine:
         """Take the parameters apart: ``[*p]``, or ``[V, *p]``."""
         weight, bias = values.get("in_proj_weight"), values.get("in_proj_bias")
-        apart = tuple(values.get(f"{x}_proj_weight") for x in "qkv")
-        weights = apart if weight is None else weight.chunk(3, -2)
+        separate = tuple(values.get(f"{x}_proj_weight") for x in "qkv")
+        weights = separate if weight is None else weight.chunk(3, -2)
         biases = (None,) * 3 if bias is None else bias.chunk(3, -1)
         return cls(
             (*weights, values.get("out_proj.weight")),
@@ -633,8 +634,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
         selected = None if c.rows is None else tuple(c.numbers(len(whole.heads)))
         # the trace tells whether an input or a parameter has changed
-        given = [*vs, whole.heads, c.params["out_proj.weight"]]
-        return y, memoise(c.saved, "cotangents", given, (selected,), compute)
+        read = [*vs, whole.heads, c.params["out_proj.weight"]]
+        return y, memoise(c.saved, "cotangents", read, (selected,), compute)
 
     @or_automatic(AutomaticDerivatives)
     def vjp(self, c: Context, v: Any) -> Any:

@@ -28,7 +28,7 @@ from torch.nn import (
 )
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
@@ -39,12 +39,14 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
-from backpack.core.record.calls import Call, describe
+from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
 from backpack.custom_module.function_module import FunctionModule
@@ -128,19 +130,19 @@ class AutomaticDerivatives(BaseDerivatives):
         evaluation = self.evaluation(c)
         vs = [v] if isinstance(v, Tensor) else list(v)
         needed = c.saved["needed"]
-        alone = [i for i in needed if not evaluation.is_batched(i)]
-        alone = alone if self._has_samples(evaluation) else []
-        together = [i for i in needed if i not in alone]
+        without_samples = [i for i in needed if not evaluation.is_batched(i)]
+        without_samples = without_samples if self._has_samples(evaluation) else []
+        others = [i for i in needed if i not in without_samples]
         found: dict[Any, Tensor | None] = {}
-        if together:
-            found |= transposed_products(evaluation, vs, together, c.rows)
-        if alone:
-            found |= self._apart(evaluation, vs, alone)
+        if others:
+            found |= transposed_products(evaluation, vs, others, c.rows)
+        if without_samples:
+            found |= self._cotangents_of_samples(evaluation, vs, without_samples)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
 
-    def _apart(
+    def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples, for each sample: by number."""
@@ -296,14 +298,14 @@ class FunctionDerivatives(AutomaticDerivatives):
         """
         return None if _moves_entries(c.module) else super().unsupported_reason(c)
 
-    def _apart(
+    def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]
     ) -> dict[Any, Tensor | None]:
         """Apply the transposed Jacobian of inputs without samples: entries move back."""
         c, found = evaluation.c, None
         if _moves_entries(c.module) and not torch.is_grad_enabled():
             found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
-        return super()._apart(evaluation, vs, keys) if found is None else found
+        return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def sees_samples_first(self, module: Module) -> bool:
         """Return False: the rule needs to know the axes."""
@@ -323,7 +325,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         places = map(c.call.place_out, range(len(c.outputs)))
         return [None if place is None else place.axis for place in places]
 
-    def stands_apart(self, call: Call, i: int) -> bool:
+    def has_sample_tangents(self, call: Call, i: int) -> bool:
         """Return whether input ``i`` has no samples while the output has."""
         return i in call.unbatched_inputs
 
@@ -359,7 +361,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         call.kept |= {"affine"}
         found = self._tried(call)
         while found is None:
-            self._demote_one(call)
+            self._mark_one_unbatched(call)
             found = self._tried(call)
         call.saved["affine"], layouts = found
         return layouts
@@ -377,7 +379,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         return Layout.of_axis(shape, 0, assumed=True) if layout is None and shape else layout
 
     @staticmethod
-    def _demote_one(call: Call) -> None:
+    def _mark_one_unbatched(call: Call) -> None:
         """Take back one assumption: of what has fewer axes, or a single entry along the first.
 
         Raises:
@@ -390,7 +392,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         ]
         for *_, layout in batched:
             if layout.is_constant:
-                layout.demote()
+                layout.mark_unbatched()
                 return
         doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
         others = len({id(layout._root) for *_, layout in batched}) > 1
@@ -402,7 +404,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                 "a way that cannot be followed. Extensions need functions that act on each sample "
                 f"alone.{assumption_behind(layout for *_, layout in batched)}"
             )
-        doubtful[0][-1].demote()
+        doubtful[0][-1].mark_unbatched()
 
     def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
         """Return whether the function is affine, and the layouts of the outputs if it has them."""
@@ -445,8 +447,8 @@ class FunctionDerivatives(AutomaticDerivatives):
             elif not place[1]:
                 layouts.append(unbatched())
             else:
-                before, count, owners, *alike = place
-                if alike:
+                before, count, owners, *marks = place  # one where the entries are a constant
+                if marks:
                     layouts.append(
                         Layout(before, count, True, batched[0].dims, (), owners, is_constant=True)
                     )

@@ -19,13 +19,14 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
-from backpack.core.record.calls import Call, describe
+from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
 from backpack.utils.functional import functional_call
 
@@ -204,17 +205,17 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             # H has other terms; the random numbers are not those of the user
             generator = torch.Generator().manual_seed(0)
             vector = torch.rand(dense.shape[:2], generator=generator).to(dense) + 0.5
-            alone = torch.einsum("nab,nb->na", dense, vector)
-            error = (self._apply(c, vector.unsqueeze(0))[0] - alone).abs().max()
+            of_blocks = torch.einsum("nab,nb->na", dense, vector)
+            error = (self._apply(c, vector.unsqueeze(0))[0] - of_blocks).abs().max()
             c.saved[key] = (dense + dense.mT) / 2, float(error.detach())
         return c.saved[key]
 
     def _apply(self, c: Context, columns: Tensor) -> Tensor:
         """Apply the Hessian to ``[V, N, D]``, the entries of all predictions together."""
-        products = self._products(c, self._apart(c, columns))
+        products = self._products(c, self._split(c, columns))
         return torch.cat([p.flatten(2) if p.dim() > 2 else p.unsqueeze(2) for p in products], -1)
 
-    def _apart(self, c: Context, columns: Tensor) -> list[Tensor]:
+    def _split(self, c: Context, columns: Tensor) -> list[Tensor]:
         """Split ``[V, N, D]`` in the columns of each prediction."""
         shapes = self._shapes(c)
         parts = columns.split([prod(shape[1:]) for shape in shapes], -1)
@@ -277,16 +278,16 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         numbers = self.predictions(c)
         if numbers == (0,):
             return self._products(c, [t])[0]
-        return self._with_none(c, self._products(c, self._given(c, t)))
+        return self._with_none(c, self._products(c, self._at_predictions(c, t)))
 
     def ggn_product(self, c: Context, t: Any) -> Any:
         """Apply ``H_n`` of each sample."""
         blocks = self._separate(c)
-        given = [t] if self.predictions(c) == (0,) else self._given(c, t)
+        given = [t] if self.predictions(c) == (0,) else self._at_predictions(c, t)
         columns = torch.cat([m.reshape(*m.shape[:2], -1) for m in given], -1)
         return self._at_inputs(c, torch.einsum("nab,vnb->vna", blocks, columns))
 
-    def _given(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor]:
+    def _at_predictions(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the columns at each prediction, zeros for None."""
         like = next(m for m in mats if m is not None)
         known = [mats[i] for i in self.predictions(c)]
@@ -297,7 +298,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def _at_inputs(self, c: Context, columns: Tensor) -> Any:
         """Bring ``[V, N, D]`` to the predictions: one tensor, or one for each input."""
-        parts = self._apart(c, columns)
+        parts = self._split(c, columns)
         return parts[0] if self.predictions(c) == (0,) else self._with_none(c, parts)
 
     def _with_none(self, c: Context, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

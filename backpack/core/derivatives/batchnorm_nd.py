@@ -10,9 +10,10 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNor
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.convnd import sum_positions
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 

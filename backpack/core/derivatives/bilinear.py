@@ -58,7 +58,7 @@ class BilinearDerivatives(BaseDerivatives):
     def vjp(self, c: Context, v: Tensor) -> tuple[Tensor, ...]:
         """Return ``(W z)ᵀ v`` and ``(Wᵀ x)ᵀ v``."""
         products = [einsum("ntoi,vnto->vnti", J, positions(v)) for J in self._slopes(c)]
-        return tuple(self._apart(c, product) for product in products)
+        return tuple(self._unflatten_positions(c, product) for product in products)
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def hvp(self, c: Context, t: Any) -> list[Tensor | None]:
@@ -71,7 +71,7 @@ class BilinearDerivatives(BaseDerivatives):
         t_x, t_z = (one if one is None else positions(one) for one in t)
         d_x = None if t_z is None else einsum("ntij,vntj->vnti", mixed, t_z)
         d_z = None if t_x is None else einsum("ntij,vnti->vntj", mixed, t_x)
-        return [d if d is None else self._apart(c, d) for d in (d_x, d_z)]
+        return [d if d is None else self._unflatten_positions(c, d) for d in (d_x, d_z)]
 
     def _gradient(self, c: Context) -> Tensor:
         """Return g: ``[N, T, O]``."""
@@ -79,7 +79,7 @@ class BilinearDerivatives(BaseDerivatives):
         (g,) = positions(c.select(grad).unsqueeze(0))
         return g
 
-    def _apart(self, c: Context, mat: Tensor) -> Tensor:
+    def _unflatten_positions(self, c: Context, mat: Tensor) -> Tensor:
         """Give ``[V, N, T, I]`` the axes of the positions."""
         return mat.reshape(*mat.shape[:2], *c.output.shape[1:-1], mat.shape[-1])
 
@@ -98,12 +98,12 @@ class BilinearDerivatives(BaseDerivatives):
             like.new_zeros(len(like), *tensor.shape) if t is None else positions(t)
             for t, tensor in zip(inputs, (x, z), strict=True)
         )
-        pulled: Any = self._second(c, [self._apart(c, t) for t in (t_x, t_z)])
+        pulled: Any = self._second(c, [self._unflatten_positions(c, t) for t in (t_x, t_z)])
         (d_x, d_z), d_params = pulled, {}
         if "weight" in params:
             mixed = einsum("nto,voij->vntij", g, params["weight"])
-            d_x = d_x + self._apart(c, einsum("vntij,ntj->vnti", mixed, z))
-            d_z = d_z + self._apart(c, einsum("vntij,nti->vntj", mixed, x))
+            d_x = d_x + self._unflatten_positions(c, einsum("vntij,ntj->vnti", mixed, z))
+            d_z = d_z + self._unflatten_positions(c, einsum("vntij,nti->vntj", mixed, x))
             u = einsum("vnti,ntj->vntij", t_x, z) + einsum("nti,vntj->vntij", x, t_z)
             total = "voij" if sum_batch else "vnoij"
             d_params["weight"] = einsum(f"nto,vntij->{total}", g, u)

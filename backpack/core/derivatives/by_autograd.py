@@ -22,8 +22,8 @@ from torch.nn import Module
 from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.math_attention import math_attention
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
 
@@ -270,8 +270,11 @@ def transposed(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), disable():
         vs = [v.requires_grad_() for v in vs]
-        given = [*zip(linear(vs), ts, strict=False)]
-        pairs = [(b, t) for b, t in given if b is not None and t is not None and b.requires_grad]
+        pairs = [
+            (b, t)
+            for b, t in zip(linear(vs), ts, strict=False)
+            if b is not None and t is not None and b.requires_grad
+        ]
         if not pairs:
             return [torch.zeros_like(v) for v in vs]
         options: Any = {"create_graph": create_graph, "materialize_grads": True}
@@ -392,19 +395,19 @@ def moved_products(
     Returns:
         ``[V, N, *in]`` for each key; None if numbers do not come through as they are.
     """
-    given, start = list(evaluation.inputs), 1
+    zeros, start = list(evaluation.inputs), 1
     values: Values = {}
-    for i, x in enumerate(given):
+    for i, x in enumerate(zeros):
         if isinstance(x, Tensor) and x.is_floating_point():
-            given[i] = torch.zeros_like(x, dtype=torch.float64)
+            zeros[i] = torch.zeros_like(x, dtype=torch.float64)
     for i in keys:
-        end = start + given[i].numel()
-        values[i] = torch.arange(start, end, device=given[i].device).to(given[i])
-        values[i], start = values[i].reshape(given[i].shape), end
+        end = start + zeros[i].numel()
+        values[i] = torch.arange(start, end, device=zeros[i].device).to(zeros[i])
+        values[i], start = values[i].reshape(zeros[i].shape), end
     try:
         with torch.no_grad():
-            moved = evaluation.outputs(values, given)
-            doubled = evaluation.outputs({i: 2 * x for i, x in values.items()}, given)
+            moved = evaluation.outputs(values, zeros)
+            doubled = evaluation.outputs({i: 2 * x for i, x in values.items()}, zeros)
     except RuntimeError:  # it is not for this precision
         return None
     used = [m for m in mats if m is not None]
@@ -449,7 +452,7 @@ def _vmapped_products(
     inputs: Sequence[Any],
 ) -> dict[Any, Tensor | None]:
     sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
-    given = [j for j, m in enumerate(mats) if m is not None]
+    used = [j for j, m in enumerate(mats) if m is not None]
     axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
 
     def of_sample(values: Values, xs: list[Tensor], vectors: list[Tensor]) -> Any:
@@ -459,15 +462,15 @@ def _vmapped_products(
 
         def outputs(values: Values) -> list[Tensor]:
             ys = evaluation.outputs(values, leaves)
-            return [ys[j].squeeze(_axis(axes_out[j])) for j in given]
+            return [ys[j].squeeze(_axis(axes_out[j])) for j in used]
 
         pull: Any = torch.func.vjp(outputs, values)[1]
         return torch.vmap(lambda *v: pull(list(v))[0])(*vectors)
 
     values = {key: evaluation.value(key) for key in keys}
     xs = [inputs[i] for i in sampled]
-    vectors: Any = [mats[j] for j in given]
-    dims: Any = (None, [axes_in[i] for i in sampled], [_axis(axes_out[j]) + 1 for j in given])
+    vectors: Any = [mats[j] for j in used]
+    dims: Any = (None, [axes_in[i] for i in sampled], [_axis(axes_out[j]) + 1 for j in used])
     size = _chunk(evaluation, len(vectors[0]))
     return torch.vmap(of_sample, in_dims=dims, out_dims=1, chunk_size=size)(values, xs, vectors)
 
@@ -498,16 +501,16 @@ def products(
         tangents: ``[V, *in]`` or ``[V, *p]`` for each key.
         rows: Samples that the tangents hold (and the result will).
     """
-    given = {key: t for key, t in tangents.items() if t is not None}
+    known = {key: t for key, t in tangents.items() if t is not None}
     inputs, separable = evaluation.rows(rows)
     if not separable:
-        for key, t in given.items():
+        for key, t in known.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
                 size = evaluation.inputs[key].shape[axis]
-                given[key] = spread(t, axis + 1, rows, size, evaluation.c.module)
+                known[key] = spread(t, axis + 1, rows, size, evaluation.c.module)
     create_graph = torch.is_grad_enabled()
-    values = _variables(evaluation, list(given), inputs)
+    values = _variables(evaluation, list(known), inputs)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         us = [torch.zeros_like(y, requires_grad=True) for y in ys]
@@ -519,9 +522,9 @@ def products(
             create_graph=True,
             allow_unused=True,
         )
-        pairs = [(b, given[k]) for k, b in zip(values, backs, strict=True) if b is not None]
+        pairs = [(b, known[k]) for k, b in zip(values, backs, strict=True) if b is not None]
         found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
-    num_v = len(next(iter(given.values())))
+    num_v = len(next(iter(known.values())))
     results = [
         y.new_zeros(num_v, *y.shape) if t is None else t for y, t in zip(ys, found, strict=True)
     ]
@@ -654,7 +657,7 @@ def _second_of_samples(
     inputs, separable = evaluation.rows(None if evaluation.is_whole(numbers) else numbers)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(tangents), inputs)
-    given = dict(tangents)
+    whole = dict(tangents)
     if not separable:
         g_out = [
             g
@@ -662,11 +665,11 @@ def _second_of_samples(
             else spread(g, a, numbers, evaluation.num_samples, evaluation.c.module)
             for g, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
-        for key, t in given.items():
+        for key, t in whole.items():
             if evaluation.is_batched(key):
                 axis = _axis(evaluation.axes_in[key])
                 size = evaluation.inputs[key].shape[axis]
-                given[key] = spread(t, axis + 1, numbers, size, evaluation.c.module)
+                whole[key] = spread(t, axis + 1, numbers, size, evaluation.c.module)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         # what is once differentiable (a function in Python) says so if the gradient has a graph
@@ -684,13 +687,13 @@ def _second_of_samples(
         )
         if not create_graph:
             _refuse_once_differentiable(gradients, evaluation.c.module)
-        used = [(g, given[key]) for key, g in zip(values, gradients, strict=True) if g is not None]
+        used = [(g, whole[key]) for key, g in zip(values, gradients, strict=True) if g is not None]
         found = pull_back(
             [g for g, _ in used], list(values.values()), [t for _, t in used], create_graph
         )
     results = {}
     for key, product in zip(values, found, strict=True):
-        product = torch.zeros_like(given[key]) if product is None else product
+        product = torch.zeros_like(whole[key]) if product is None else product
         if not separable and evaluation.is_batched(key):
             product = take(product, _axis(evaluation.axes_in[key]) + 1, numbers)
         results[key] = product
@@ -725,7 +728,7 @@ def _vmapped_second(
     inputs: Sequence[Any],
 ) -> dict[Any, Tensor]:
     sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
-    given = [j for j, g in enumerate(g_out) if g is not None]
+    used = [j for j, g in enumerate(g_out) if g is not None]
     axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
 
     def of_sample(xs: list[Tensor], gs: list[Tensor], ts: Values, others: Values) -> Values:
@@ -738,8 +741,7 @@ def _vmapped_second(
             unsampled = {k: v for k, v in values.items() if not evaluation.is_batched(k)}
             ys = evaluation.outputs(unsampled, leaves)
             terms = [
-                (ys[j].squeeze(_axis(axes_out[j])) * g).sum()
-                for j, g in zip(given, gs, strict=True)
+                (ys[j].squeeze(_axis(axes_out[j])) * g).sum() for j, g in zip(used, gs, strict=True)
             ]
             return torch.stack(terms).sum()
 
@@ -759,12 +761,12 @@ def _vmapped_second(
         }
 
     others = {k: evaluation.value(k) for k in tangents if not evaluation.is_batched(k)}
-    gs: Any = [g_out[j] for j in given]
+    gs: Any = [g_out[j] for j in used]
     found = torch.vmap(
         of_sample,
         in_dims=(
             [axes_in[i] for i in sampled],
-            [axes_out[j] for j in given],
+            [axes_out[j] for j in used],
             dims(1),
             None,
         ),

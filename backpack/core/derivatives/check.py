@@ -16,8 +16,9 @@ from backpack.core.derivatives import by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.record.calls import Call, describe, placeholder
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import REGISTRY, derivatives_of
 from backpack.core.rows import Rows

@@ -14,8 +14,9 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 # What fast bodies of the cross entropy follow from.

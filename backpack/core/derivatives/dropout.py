@@ -17,8 +17,8 @@ from torch.nn import (
     RReLU,
 )
 
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
 from backpack.core.record.origins import is_output
 from backpack.core.record.registry import register

@@ -35,8 +35,9 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.reductions import gram
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register

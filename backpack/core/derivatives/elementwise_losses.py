@@ -24,7 +24,6 @@ from torch.nn import (
 )
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
@@ -32,8 +31,10 @@ from backpack.core.derivatives.lossbase import (
     same_shape,
     scaled_identity,
 )
-from backpack.core.record.calls import Call, describe
+from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 

@@ -13,10 +13,11 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.derivatives.linear import positions
-from backpack.core.record.calls import describe
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 

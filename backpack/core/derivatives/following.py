@@ -69,8 +69,8 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Same) or self.version != other.version:
             return False
-        now = self.target()
-        return now is not None and other.target() is now
+        target = self.target()
+        return target is not None and other.target() is target
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -258,9 +258,9 @@ class Following:
             if _contain([each], SEVERAL):
                 return None
             # what is the same for all samples has a row for each, if the axis for that is there
-            alike = each.numel() > 0 and not bool((each > NONE).any())
+            is_constant = each.numel() > 0 and not bool((each > NONE).any())
             kept = (one for i, one in batched.items() if self._keeps_axis(i, each.shape))
-            layout = next(kept, None) if alike else None
+            layout = next(kept, None) if is_constant else None
             if layout is not None and self.call.index < 0:
                 found.append((*layout.facts, True))
                 continue
@@ -337,8 +337,8 @@ class Following:
         result = torch.full(shape, NONE)
         for x, layout in zip(self.call.inputs, self.call.layouts_in, strict=True):
             if isinstance(x, Tensor) and layout is not None and layout.is_batched:
-                given = layout.numbers(x.shape)
-                own = torch.full(x.shape, SEVERAL) if given is None else given
+                numbers = layout.numbers(x.shape)
+                own = torch.full(x.shape, SEVERAL) if numbers is None else numbers
                 own = own.expand(shape)
                 differ = (result != NONE) & (own != NONE) & (result != own)
                 result = torch.where(differ, SEVERAL, torch.where(own == NONE, result, own))
@@ -352,9 +352,9 @@ class Following:
         if not isinstance(module, FunctionModule):
             return {0}
         first = next(iter((*module.args, *module.kwargs.values())), None)
-        given, _ = self.call.arguments(range(len(self.call.inputs)))
+        arguments, _ = self.call.arguments(range(len(self.call.inputs)))
         slots = [slot for slot in tree_leaves(first) if isinstance(slot, Slot)]
-        return {i for slot in slots for i in tree_leaves(given[slot.index])}
+        return {i for slot in slots for i in tree_leaves(arguments[slot.index])}
 
     def _reshaped(self) -> tuple[Any, ...] | None:
         """Return the layout of what is reshaped: it is that of all its forms."""
@@ -375,10 +375,10 @@ class Following:
                 continue
             if not isinstance(x, Tensor):
                 continue
-            given = layout.numbers(x.shape) if layout is not None else torch.full((), NONE)
-            if given is None:
+            numbers = layout.numbers(x.shape) if layout is not None else torch.full((), NONE)
+            if numbers is None:
                 return None
-            leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(given)
+            leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(numbers)
         try:
             moved = [y.round().long().cpu() for y in self.evaluate(leaves)]
         except (RuntimeError, TypeError, ValueError, IndexError):

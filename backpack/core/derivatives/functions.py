@@ -46,14 +46,14 @@ class SumModuleDerivatives(FunctionDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the inputs."""
         (shape,) = call.shape_out
-        first, given = call.layouts_in[0], call.shape_in
-        if first is not None and given.count(shape) == len(given) == call.layouts_in.count(first):
+        first, shapes = call.layouts_in[0], call.shape_in
+        if first is not None and shapes.count(shape) == len(shapes) == call.layouts_in.count(first):
             call.saved["affine"] = True
             call.kept |= {"affine"}
             return [first]
         known = by_certainty(layout for layout in call.layouts_in if layout is not None)
-        alike = all(s in (None, shape) for s in call.shape_in)
-        if known and alike and len({one.facts for one in known}) == 1:
+        are_alike = all(s in (None, shape) for s in call.shape_in)
+        if known and are_alike and len({one.facts for one in known}) == 1:
             call.saved["affine"] = True
             call.kept |= {"affine"}
             for layout in known[1:]:
@@ -69,8 +69,8 @@ class SumModuleDerivatives(FunctionDerivatives):
         """Return whether shapes or the places of the samples differ."""
         shapes = [shape for shape in call.shape_in if shape is not None]
         layouts = [one for one in call.layouts_in if one is not None and one.is_batched]
-        alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
-        return not alike or len({one.facts for one in layouts}) > 1
+        are_alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
+        return not are_alike or len({one.facts for one in layouts}) > 1
 
     def autograd_stores(self, call: Call) -> bool:
         """Return False: gradients of a sum do not depend on anything."""

@@ -18,8 +18,8 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context, at_hand
+from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.types import Grads, Mats
 
@@ -29,17 +29,17 @@ class Form(NamedTuple):
 
     Attributes:
         method: Name of our method, which has the context instead of the module.
-        given: Names of our method's arguments behind the context.
+        own_arguments: Names of the arguments that our method has behind the context.
         arguments: Names of the arguments that the user's method has.
     """
 
     method: str
-    given: tuple[str, ...]
+    own_arguments: tuple[str, ...]
     arguments: tuple[str, ...]
 
 
-def _form(method: str, given: str, arguments: str) -> Form:
-    return Form(method, tuple(given.split()), tuple(arguments.split()))
+def _form(method: str, own_arguments: str, arguments: str) -> Form:
+    return Form(method, tuple(own_arguments.split()), tuple(arguments.split()))
 
 
 _PRODUCT = "module g_inp g_out mat subsampling"
@@ -151,8 +151,8 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
     check = _check_of(name, form)
 
     def method(self: Any, c: Context, *arguments: Any) -> Any:
-        values: dict[str, Any] = dict.fromkeys(form.given)  # optional ones are None
-        values |= dict(zip(form.given, arguments, strict=False))
+        values: dict[str, Any] = dict.fromkeys(form.own_arguments)  # optional ones are None
+        values |= dict(zip(form.own_arguments, arguments, strict=False))
         values |= {"g_inp": None, "g_out": c.grad_out, "subsampling": c.rows, **options}
         with c.shown() as module:
             values["module"] = module
@@ -185,7 +185,7 @@ def _check_in(rule: Any, name: str, c: Context, values: Mapping[str, Any], resul
     parts = result if isinstance(result, (list, tuple)) else [result]
     nothing = all(part is None for part in parts)
     for i, (part, x) in enumerate(zip(parts, c.inputs, strict=False)):
-        if not isinstance(x, Tensor) or rule.stands_apart(c.call, i):
+        if not isinstance(x, Tensor) or rule.has_sample_tangents(c.call, i):
             continue
         if part is None and not (nothing and x.is_floating_point()):
             continue
@@ -245,7 +245,7 @@ class Interface:
     axis_in: Callable[..., int]
     axis_out: Callable[..., int]
     shape_of_rows: Callable[..., Size]
-    stands_apart: Callable[..., bool]
+    has_sample_tangents: Callable[..., bool]
     param_names: Callable[..., Sequence[str]]
     own: Callable[..., Mapping[str, Any]]
     parameter: Callable[[Context, str], Tensor]
@@ -257,8 +257,11 @@ class Interface:
             for method, own in _translations(name, function):
                 setattr(cls, method, own)
 
-    def _above(self, method: str, *names: str) -> Callable[..., Any]:
-        """Return a method of ours, but not the translation of one of these methods of a user."""
+    def _ours(self, method: str, *names: str) -> Callable[..., Any]:
+        """Return our method of this name, passing over translations of these methods of a user.
+
+        A user's method that calls the one of its base class would else call itself.
+        """
         own = self._next(method, names)
         if own is not None:
             return own
@@ -272,6 +275,7 @@ class Interface:
         return partial(getattr(self, f"affine_{kind}"), name=name)
 
     def _next(self, method: str, names: Sequence[str]) -> Callable[..., Any] | None:
+        """Return the first method of this name that translates none of some; None if none does."""
         for base in type(self).__mro__:
             found = vars(base).get(method)
             if found is not None and getattr(found, "translates", None) not in names:
@@ -301,7 +305,7 @@ class Interface:
         """
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_inputs(c, mat)
-        result = self._above("jvp", "jac_mat_prod")(c, mats[0] if c.takes_one else mats)
+        result = self._ours("jvp", "jac_mat_prod")(c, mats[0] if c.takes_one else mats)
         return result if had_v else _without_v(result)
 
     def jac_t_mat_prod(
@@ -325,7 +329,7 @@ class Interface:
         """
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_outputs(c, mat)
-        result = self._above("vjp", "jac_t_mat_prod")(c, mats)
+        result = self._ours("vjp", "jac_t_mat_prod")(c, mats)
         return result if had_v else _without_v(result)
 
     def ea_jac_t_mat_jac_prod(
@@ -357,7 +361,7 @@ class Interface:
                 f"{describe(module)}: expected a matrix of shape {[dim, dim]} (entries of one "
                 f"sample's output), got {list(mat.shape)}."
             )
-        return self._above("batch_averaged", "ea_jac_t_mat_jac_prod")(c, mat)
+        return self._ours("batch_averaged", "ea_jac_t_mat_jac_prod")(c, mat)
 
     # ------------------------------------------------------------------ parameters
 
@@ -392,7 +396,7 @@ class Interface:
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_outputs(c, mat)
         method = "param_vjp_sum" if sum_batch else "param_vjp"
-        result = self._above(method, "param_mjp")(c, param_str, mats)
+        result = self._ours(method, "param_mjp")(c, param_str, mats)
         return result if had_v else result.squeeze(0)
 
     def param_jac_mat_prod(
@@ -415,7 +419,7 @@ class Interface:
             )
         had_v = mat.dim() > len(shape)
         mat = mat if had_v else mat.unsqueeze(0)
-        result = self._above("param_jvp", "param_jac_mat_prod")(c, param_str, mat)
+        result = self._ours("param_jvp", "param_jac_mat_prod")(c, param_str, mat)
         return result if had_v else _without_v(result)
 
     def weight_jac_mat_prod(
@@ -482,7 +486,7 @@ class Interface:
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
-        return self._above("reduced")(c, param_str, mat, frozenset(wanted), weights)
+        return self._ours("reduced")(c, param_str, mat, frozenset(wanted), weights)
 
     # ------------------------------------------------------------------ second derivative
 
@@ -498,7 +502,7 @@ class Interface:
         """
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
-        return self._above("hessian_diag", "hessian_diagonal")(c)
+        return self._ours("hessian_diag", "hessian_diagonal")(c)
 
     def residual_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
@@ -513,7 +517,7 @@ class Interface:
         self._need_g_out(module, g_out)
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_inputs(c, mat)
-        hvp = self._above("hvp", "residual_mat_prod")
+        hvp = self._ours("hvp", "residual_mat_prod")
         result = hvp(c, mats if len(mats) > 1 else mats[0])
         return result if had_v else _without_v(result)
 
@@ -523,7 +527,7 @@ class Interface:
         mats = [mat] if isinstance(mat, Tensor) else list(mat)
         had_v = True
         for i, one in enumerate(mats):
-            if one is None or self.stands_apart(c.call, i):
+            if one is None or self.has_sample_tangents(c.call, i):
                 continue  # [V, N, *in]: the tensor has no samples, its tangents do
             axis = self.axis_in(c, i)
             shape = self.shape_of_rows(c.inputs[i].shape, axis, c.rows)
@@ -601,8 +605,8 @@ class LossInterface(Interface):
         """
 
         def factor(c: Context) -> Any:
-            self._above("need_convex")(c)
-            return self._above("hessian_root", "sqrt_hessian")(c)
+            self._ours("need_convex")(c)
+            return self._ours("hessian_root", "sqrt_hessian")(c)
 
         return at_rows(self, self._at_loss(module, subsampling), factor)
 
@@ -632,7 +636,7 @@ class LossInterface(Interface):
             NotImplementedError: If the loss is no negative log likelihood.
         """
         c = self._at_loss(module, subsampling)
-        drawn = self._above("drawn_hessian_root", "sqrt_hessian_sampled")
+        drawn = self._ours("drawn_hessian_root", "sqrt_hessian_sampled")
         return at_rows(self, c, lambda c: drawn(c, mc_samples))
 
     def make_hessian_mat_prod(
@@ -660,7 +664,7 @@ class LossInterface(Interface):
             return one.new_zeros(one.shape)
         c = c.counting(chosen.own) if chosen else c
         if method == "ggn_product":
-            self._above("need_convex")(c)
+            self._ours("need_convex")(c)
         if not is_of_one:
             return product(c, list(mat))
         if chosen is not None:
@@ -677,7 +681,7 @@ class LossInterface(Interface):
         c = at_hand(module, None, subsampling)
         chosen = chosen_rows(self, c)
         c = c.counting(chosen.own) if chosen else c
-        return self._above("hessian_sum", "sum_hessian")(c)
+        return self._ours("hessian_sum", "sum_hessian")(c)
 
     def _at_loss(self, module: Module, subsampling: Rows) -> Context:
         c = at_hand(module, None, subsampling)
@@ -698,8 +702,8 @@ def _inherited(name: str, form: Form) -> Any:
         values = dict(zip(form.arguments, arguments, strict=False)) | named
         c = at_hand(values["module"], values.get("g_out"), values.get("subsampling"))
         own = form.method + ("_sum" if values.get("sum_batch") else "")
-        return self._above(own, name, name.removeprefix("_"))(
-            c, *[values.get(k) for k in form.given]
+        return self._ours(own, name, name.removeprefix("_"))(
+            c, *[values.get(k) for k in form.own_arguments]
         )
 
     method.__name__ = name

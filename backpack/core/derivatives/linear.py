@@ -10,7 +10,8 @@ from torch import Size, Tensor
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register

@@ -41,7 +41,8 @@ from torch.nn import (
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BatchAxis, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout

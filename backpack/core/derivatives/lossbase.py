@@ -15,13 +15,13 @@ are about the Hessian, whatever its sign. The two differ only where a rule says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
@@ -29,8 +29,9 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import derivatives_of
 
 # Columns at the prediction, or one entry (None for zero) for each input.
@@ -44,7 +45,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     the loss need not be convex, also ``need_convex`` and ``signed_hessian_root``.
     """
 
-    includes_children = True
+    includes_children = True  # no rule knows parameters of a loss: trained ones are an error
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Return False: a loss is no affine function of its prediction, as a rule."""
@@ -57,10 +58,6 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     def has_likelihood(self, module: Module) -> bool:
         """Return whether the loss is the negative log likelihood of a known distribution."""
         return True
-
-    def own(self, module: Any) -> Mapping[str, Parameter | None]:
-        """Return all parameters of the loss, which no rule knows: trained ones are an error."""
-        return dict(module.named_parameters()) if module._modules else module._parameters
 
     def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that are predictions; the others are targets, weights or options."""

@@ -9,8 +9,8 @@ from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.record.calls import describe
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
 
@@ -41,14 +41,14 @@ class MultiMarginLossDerivatives(BaseLossDerivatives):
             )
         num_rows, num_classes = x.shape
         true = one_hot(y, num_classes).to(x.dtype)
-        apart = torch.eye(num_classes, dtype=x.dtype, device=x.device) - true.unsqueeze(1)
-        violated = torch.einsum("nkc,nc->nk", apart, x) + c.module.margin > 0
+        differences = torch.eye(num_classes, dtype=x.dtype, device=x.device) - true.unsqueeze(1)
+        violated = torch.einsum("nkc,nc->nk", differences, x) + c.module.margin > 0
         scale = torch.full_like(x, 2 / num_classes if c.module.p == 2 else 0) * violated
         if c.params.get("weight") is not None:
             scale = scale * c.params["weight"][y].unsqueeze(1)
         if c.module.reduction == "mean":
             scale = scale / num_rows
-        return c.select(scale.to(x.dtype)), c.select(apart)
+        return c.select(scale.to(x.dtype)), c.select(differences)
 
     def need_convex(self, c: Context) -> None:
         """Refuse negative weights."""
@@ -58,16 +58,16 @@ class MultiMarginLossDerivatives(BaseLossDerivatives):
 
     def hessian_root(self, c: Context) -> Tensor:
         """Return the columns ``sqrt(a_k) d_k``."""
-        scale, apart = self._pieces(c)
-        return (scale.sqrt().unsqueeze(2) * apart).movedim(1, 0)
+        scale, differences = self._pieces(c)
+        return (scale.sqrt().unsqueeze(2) * differences).movedim(1, 0)
 
     def signed_hessian_root(self, c: Context) -> tuple[Tensor, Tensor | None]:
         """Return the columns d and the weights a."""
-        scale, apart = self._pieces(c)
-        return apart.movedim(1, 0), scale.T
+        scale, differences = self._pieces(c)
+        return differences.movedim(1, 0), scale.T
 
     def hessian_product(self, c: Context, t: Tensor) -> Tensor:
         """Apply ``sum_k a_k d_k d_kᵀ``."""
-        scale, apart = self._pieces(c)
-        along = torch.einsum("nkc,vnc->vnk", apart, t) * scale
-        return torch.einsum("nkc,vnk->vnc", apart, along)
+        scale, differences = self._pieces(c)
+        along = torch.einsum("nkc,vnc->vnk", differences, t) * scale
+        return torch.einsum("nkc,vnk->vnc", differences, along)

@@ -58,11 +58,11 @@ def memoise(
     """
     if not MEMOISED.is_on:
         return compute()
-    given = [t for t in tensors if t is not None]
+    known = [t for t in tensors if t is not None]
     facts += (torch.is_grad_enabled(), *(t is None for t in tensors))
-    facts += tuple(map(_identity, given))
+    facts += tuple(map(_identity, known))
     found = saved.get(name)
     if found is None or found.facts != facts:
         saved.pop(name, None)  # its memory is free before the new result takes some
-        found = saved[name] = Memo(facts, [t.detach() for t in given], compute())
+        found = saved[name] = Memo(facts, [t.detach() for t in known], compute())
     return found.value

@@ -23,12 +23,8 @@ from torch.nn import (
 )
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import (
-    FIRST_DERIVATIVES,
-    BaseDerivatives,
-    BatchAxis,
-    always,
-)
+from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, always
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context

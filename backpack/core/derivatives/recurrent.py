@@ -42,10 +42,11 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.record.weights import state_of
 from backpack.core.types import Mats
@@ -201,9 +202,9 @@ class RecurrentDerivatives(BaseDerivatives):
                 "are not known. Use extend(model, use_converter=True), which splits the layers, or "
                 "dropout=0, or eval()."
             )
-        x, *given = inputs
+        x, *first = inputs
         x = self.inside(module, x, 0, False)
-        states = [self.inside(module, s, 0, True) for s in given if isinstance(s, Tensor)]
+        states = [self.inside(module, s, 0, True) for s in first if isinstance(s, Tensor)]
         shape = len(network.weights), x.shape[1]
         return x, states or [x.new_zeros(*shape, size) for size in network.state_sizes]
 

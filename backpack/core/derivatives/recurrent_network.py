@@ -574,10 +574,10 @@ def _push_direction(
     moved: Moved | None,
     reverse: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    given = [m for m in (x, *first, None if moved is None else moved.mat) if m is not None]
-    if not given:
+    tangents = [m for m in (x, *first, None if moved is None else moved.mat) if m is not None]
+    if not tangents:
         return None, [None] * step.num_states
-    num_v, (num_t, num_n, num_p) = given[0].shape[0], values.before.shape
+    num_v, (num_t, num_n, num_p) = tangents[0].shape[0], values.before.shape
     num_gates_h = w.weight_hh.shape[0]
     zero = values.before.new_zeros(())
     # what does not depend on the steps before: [V, T, N, *]

@@ -16,9 +16,10 @@ from backpack.core.derivatives.automatic import (
     refuse_totals,
 )
 from backpack.core.derivatives.by_autograd import Evaluation
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register_fallback
 from backpack.utils.functional import functional_call
 from backpack.utils.warning import warn
@@ -139,12 +140,12 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
 def _is_in_place(call: Call, main: Layout) -> bool:
     """Whether all outputs have one row for each sample, along the axis of the inputs."""
-    given = [
+    shapes_in = [
         shape
         for shape, layout in zip(call.shape_in, call.layouts_in, strict=True)
         if shape and layout is not None and layout.is_batched
     ]
-    places = [main.place(shape) for shape in (*given, *filter(None, call.shape_out))]
+    places = [main.place(shape) for shape in (*shapes_in, *filter(None, call.shape_out))]
     axes = {None if place is None else place.axis for place in places}
     return len(axes) == 1 and all(_fits(main, shape) for shape in call.shape_out)
 

@@ -46,6 +46,7 @@ from backpack.core.record import calls, shards, weights
 from backpack.core.record.calls import Call, describe, placeholder
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
+from backpack.core.record.module_state import moved, parameters_of
 from backpack.core.record.origins import has_parameters, origin
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
@@ -160,7 +161,7 @@ class BackwardPass:
         # whose gradients this pass has to accumulate, in autograd's place
         self.owed: set[Parameter] = set()
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
-        # what first order has read is not needed again: see _keeps
+        # what first order has read is not needed again: see _is_read_later
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self.restricted = True  # whether autograd can tell which parameters it accumulates into
@@ -181,8 +182,8 @@ class BackwardPass:
         # what autograd keeps for further backward passes is kept, see _end
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.retains = configuration.retain_graph or keeps_graph
-        self.start = weights.now()
-        self._keep_parameters(calls.all_live_calls())
+        self.start = weights.next_number()
+        self._keep_parameters()
         # whether there was a gradient before, of parameters whose result belongs to this one
         self.accumulated: dict[Parameter, Tensor] = {}
         # above the last call, as long as no call with parameters was reached
@@ -206,7 +207,7 @@ class BackwardPass:
             if current is None and checks.left:
                 checks.tell_if_left(call)
         if current is not None:
-            current._undone_on_error(task, current._reach, call, slot, grad)
+            current._run_or_undo(task, current._reach, call, slot, grad)
         elif grad.numel() >= calls.LARGE and not state_of_caller().disabled:
             call.follow_autograd()
 
@@ -279,7 +280,7 @@ class BackwardPass:
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
         if current is not None:
-            current._undone_on_error(task, current._complete, call)
+            current._run_or_undo(task, current._complete, call)
 
     @classmethod
     def _finish(cls, ending: _Ending) -> None:
@@ -291,13 +292,13 @@ class BackwardPass:
             return
         if not current.has_run:
             current.has_run = True
-            current._undone_on_error(task, current._run)
+            current._run_or_undo(task, current._run)
             if current.error is not None or current.combining.groups:
                 # behind what others have queued: then gradients are averaged, whatever comes
                 torch.autograd.Variable._execution_engine.queue_callback(ending)
                 return
         error, current.error = current.error, None
-        current._undone_on_error(task, current._end, error, told=True)
+        current._run_or_undo(task, current._end, error, told=True)
         del cls._running[task]
 
     @classmethod
@@ -307,7 +308,7 @@ class BackwardPass:
         if current is not None:
             current._undo()
 
-    def _undone_on_error(
+    def _run_or_undo(
         self, task: int, work: Callable[..., None], *arguments: Any, told: bool = False
     ) -> None:
         """Do work; if that fails, undo all, but go on as long as others wait for this process."""
@@ -344,15 +345,22 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ during the backward pass
 
-    def _keep_parameters(self, live: Iterable[Call]) -> None:
-        """Keep what hooks could change, where it is read after others have run."""
-        reading = calls.parameters_read(live, bool(self.second_order), self.shows_calls)
-        if not reading:
+    def _keep_parameters(self, newest: Call | None = None) -> None:
+        """Keep what hooks could change, where it is read after others have run.
+
+        Args:
+            newest: A call that was recorded since the pass has begun. Default: all before.
+        """
+        live = calls.all_live_calls() if newest is None else [newest]
+        found = calls.reading_parameters(live, bool(self.second_order), self.shows_calls)
+        if not found:
             return
-        self.moved.update(calls.moved(reading))
+        reading = parameters_of(found)
+        self.moved.update(moved(reading))
         self.keeping |= reading
         if self.kept is None:
-            self.kept = KeptParameters(copies=_have_hooks(calls.all_live_calls()))
+            everything = live if newest is None else calls.all_live_calls()
+            self.kept = KeptParameters(copies=_have_hooks(everything))
         self.kept.add(chain.from_iterable(reading.values()))
         if self.kept.copies:
             storages = self.kept.storages()
@@ -368,7 +376,7 @@ class BackwardPass:
         for call in reading:
             if changed:
                 call.see_parameters_before(changed)
-            for p, was in call.before.items():
+            for p, was in call.kept_values.items():
                 assert was.value is not None
                 self.results.originals[was.value] = p
 
@@ -376,36 +384,12 @@ class BackwardPass:
         """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
         is_new = known is None
-        if known is not None:
-            call = known
-        else:
-            if call.index > self.start:  # such as that of a checkpoint
-                self._keep_parameters([call])
-            call.check(trained_only=not self.second_order)
-            if call in self.moved:
-                call.refuse_moved()
-            if self.sharded and call.module in self.sharded:
-                raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
-            if call.is_astray:
-                raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
-            self.reached_calls[call] = call
-            if len(self._running) > 1:
-                call = self._take(call)
-            if call.params:
-                self._find_trained(call)
-                if call.trained:
-                    self.combining.note(call, self.is_nested)
-                    if self.inside:
-                        self._refuse_parts(call, self.inside)
-            if not self.has_parameters:
-                self.has_parameters = bool(call.params) or call.has_parameters
-                self.above = () if self.has_parameters else self.above or call.inputs
-            if self.second_order and call.shards:
-                self.combining.note_gathering(call)
-            self.calls.append(call)
+        call = self._take_up(call) if known is None else known
         if call.is_unbatched:  # it may become the gradient of a parameter, which others change
             grad = grad.clone()
-        call.g_out[slot] = grad if self.first_order or self._keeps(grad) else placeholder(grad)
+        call.g_out[slot] = (
+            grad if self.first_order or self._is_read_later(grad) else placeholder(grad)
+        )
         if self.first_order:
             if is_new:
                 self.sample_flow.visit(call, self.has_parameters)
@@ -413,7 +397,7 @@ class BackwardPass:
             return
         if len(call.outputs) == 1 and self._is_independent(call):
             self._finish_alone(call)
-            if self.second_order and grad.numel() >= calls.LARGE and not self._keeps(grad):
+            if self.second_order and grad.numel() >= calls.LARGE and not self._is_read_later(grad):
                 call.g_out[slot] = placeholder(grad)
         else:
             self.deferred.append(call)
@@ -421,7 +405,35 @@ class BackwardPass:
                 self.copied = self.copied or shards.copied()
                 self.copied.add(call.shards)
 
-    def _take(self, call: Call) -> Call:
+    def _take_up(self, call: Call) -> Call:
+        """Check a call that was not reached before, and return what this pass works on."""
+        if call.index > self.start:  # such as that of a checkpoint
+            self._keep_parameters(call)
+        call.check(trained_only=not self.second_order)
+        if call in self.moved:
+            call.refuse_moved()
+        if self.sharded and call.module in self.sharded:
+            raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
+        if call.has_unknown_shards:
+            raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
+        self.reached_calls[call] = call
+        if len(self._running) > 1:
+            call = self._apart_from_others(call)
+        if call.params:
+            self._find_trained(call)
+            if call.trained:
+                self.combining.note(call, self.is_nested)
+                if self.inside:
+                    self._refuse_parts(call, self.inside)
+        if not self.has_parameters:
+            self.has_parameters = bool(call.params) or call.has_parameters
+            self.above = () if self.has_parameters else self.above or call.inputs
+        if self.second_order and call.shards:
+            self.combining.note_gathering(call)
+        self.calls.append(call)
+        return call
+
+    def _apart_from_others(self, call: Call) -> Call:
         """Return what this pass works on: a copy where another one that runs has the call, too."""
         others = [other for other in [*self._running.values()] if other is not self]
         if not any(call in other.reached_calls for other in others):
@@ -469,7 +481,7 @@ class BackwardPass:
             self._done([call])
             self.calls.remove(call)
 
-    def _keeps(self, grad: Tensor) -> bool:
+    def _is_read_later(self, grad: Tensor) -> bool:
         """Whether a gradient is that of a loss, or small, or second-order quantities read it."""
         if grad.dim() == 0 or grad.numel() < calls.LARGE or self.reads_gradients:
             return True
@@ -652,7 +664,7 @@ class BackwardPass:
             stored = call.inputs, call.outputs
             if call.views:
                 call.inputs, call.outputs = call.without_views()
-            with context_of(call, check=False, whole=True).shown(now=True) as module:
+            with context_of(call, check=False, whole=True).shown(for_users=True) as module:
                 hook(module)
             call.inputs, call.outputs = stored
             yield call

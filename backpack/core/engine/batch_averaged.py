@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.loss_hessian import LossHessian
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.plan import Plan

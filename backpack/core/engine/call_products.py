@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Place
@@ -54,12 +54,12 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         back = rule.vjp(c, v[0] if len(v) == 1 else list(v))
         backs = [back] if isinstance(back, Tensor) else list(back)
         return backs if len(backs) == len(call.inputs) else _padded(call, backs)
-    side = _side(c)
-    if side.is_folded:
+    view = _rule_view(c)
+    if view.is_folded:
         like = next(m for m in v if m is not None)
-        backs = _listed(rule.vjp(side.c, _argument(_flat(v))))
+        backs = _listed(rule.vjp(view.c, _argument(_flat(v))))
         return _padded(call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs])
-    return side.from_inputs(_listed(rule.vjp(side.c, side.at_outputs(v))))
+    return view.from_inputs(_listed(rule.vjp(view.c, view.at_outputs(v))))
 
 
 def forward(c: Context, t: Columns) -> list[Tensor]:
@@ -70,37 +70,37 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
     repeated = None if call.repeats is None else t[call.repeats]
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
-    side = _side(c)
-    given = _flat(t) if side.is_folded else side.at_inputs(t)
-    outs = _listed(side.rule.jvp(side.c, given[0] if c.takes_one else given))
-    if side.is_folded:
+    view = _rule_view(c)
+    tangents = _flat(t) if view.is_folded else view.at_inputs(t)
+    outs = _listed(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
+    if view.is_folded:
         like = next(m for m in t if m is not None)
         return [o.unflatten(0, like.shape[:2]) for o in outs]
-    return side.from_outputs(outs)
+    return view.from_outputs(outs)
 
 
 def shown(c: Context, i: int, mat: Tensor) -> Tensor:
     """Return columns at output ``i`` as ``module.output`` shows its samples to a user's rule."""
-    side = _side(c)
-    return mat if side.is_folded else side.to_output(i, mat).contiguous()  # type: ignore[union-attr]
+    view = _rule_view(c)
+    return mat if view.is_folded else view.to_output(i, mat).contiguous()  # type: ignore[union-attr]
 
 
 def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
     """Return what a user's rule has made of columns at input ``i`` in canonical form."""
-    side = _side(c)
-    return mat if side.is_folded else side.from_input(i, mat)
+    view = _rule_view(c)
+    return mat if view.is_folded else view.from_input(i, mat)
 
 
 def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
     if c.call.views:
         need(c.call.views)
-    call, side = c.call, _side(c)
-    outs = _listed(side.rule.param_jvp(side.c, name, t.to(call.precision or t.dtype)))
-    if side.is_folded:
+    call, view = c.call, _rule_view(c)
+    outs = _listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
+    if view.is_folded:
         count = len(row_numbers(call.copies, c.rows))
         return [o.unsqueeze(1).expand(-1, count, *o.shape[1:]) for o in outs]
-    return side.from_outputs(outs)
+    return view.from_outputs(outs)
 
 
 def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> Any:
@@ -110,10 +110,10 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
     if c.call.is_direct:  # nothing to move: as a rule
         at_outputs = v[0] if len(v) == 1 else list(v)
         return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
-    side = _side(c)
-    if side.is_folded:
+    view = _rule_view(c)
+    if view.is_folded:
         return _param_of_copies(c, method, name, v)
-    return getattr(side.rule, method)(side.c, name, side.at_outputs(v), *arguments)
+    return getattr(view.rule, method)(view.c, name, view.at_outputs(v), *arguments)
 
 
 def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
@@ -150,16 +150,16 @@ def second(
     """
     if c.call.views:
         need(c.call.views)
-    side = _side(c)
+    view = _rule_view(c)
     params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
-    if isinstance(side, _Border) and side.is_folded:
-        return side.second_of_copies(inputs, params, sum_batch)
-    given = side.at_inputs(inputs)
+    if isinstance(view, _MovedView) and view.is_folded:
+        return view.second_of_copies(inputs, params, sum_batch)
+    tangents = view.at_inputs(inputs)
     if params:
-        backs, products = side.rule.mixed_hvp(side.c, given, params, sum_batch)
+        backs, products = view.rule.mixed_hvp(view.c, tangents, params, sum_batch)
     else:
-        backs, products = _listed(side.rule.hvp(side.c, _argument(given))), {}
-    return side.from_inputs(backs), products
+        backs, products = _listed(view.rule.hvp(view.c, _argument(tangents))), {}
+    return view.from_inputs(backs), products
 
 
 def second_diagonal(c: Context) -> Tensor:
@@ -220,13 +220,14 @@ def _padded(call: Call, backs: list[Tensor | None]) -> list[Tensor | None]:
     return backs + [None] * len(missing)
 
 
-class _Side:
-    """What the rule of a call sees, if it expects samples along the first axis, as the engine does.
+class _RuleView:
+    """Columns as the rule of a call sees them: as the engine does, if it has samples first.
 
     Attributes:
         c: The call, for the rows that the rule is given.
         rule: Its derivatives.
-        is_folded: Whether the columns of a tensor without samples are more vectors of the rule.
+        is_folded: Whether the tensors have no samples, and the columns of each sample are more
+            vectors of the rule.
     """
 
     is_folded = False
@@ -255,11 +256,11 @@ class _Side:
         return mat
 
 
-def _side(c: Context) -> _Side:
-    return _Side(c) if c.call.is_direct else _Border(c)
+def _rule_view(c: Context) -> _RuleView:
+    return _RuleView(c) if c.call.is_direct else _MovedView(c)
 
 
-class _Border(_Side):
+class _MovedView(_RuleView):
     """Moves the samples of one call between the canonical place and the one the rule expects."""
 
     def __init__(self, c: Context):
@@ -267,13 +268,13 @@ class _Border(_Side):
         self.selected = c.rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
         self.is_folded = self.call.is_of_copies
-        # a batch axis that is merged with another one in front of it cannot be selected from, nor
-        # one whose samples have other numbers of rows
-        self.whole = self.follows and c.rows is not None and self._is_merged()
-        if self.whole or self.is_folded:
+        # the rule gets all rows where they cannot be selected
+        self.sees_all_rows = self.follows and c.rows is not None and self._is_scattered()
+        if self.sees_all_rows or self.is_folded:
             self.c = c.at(None)
 
-    def _is_merged(self) -> bool:
+    def _is_scattered(self) -> bool:
+        """Whether the rows of a sample are not next to each other in some tensor."""
         call = self.call
         places = [call.place_in(i) for i in range(len(call.shape_in))]
         places += [call.place_out(i) for i in range(len(call.shape_out))]
@@ -286,11 +287,6 @@ class _Border(_Side):
             return self.selected
         first = row_numbers(self.call.num_rows, self.selected)[::total]
         return [n // total * own + i for n in first for i in range(own)]
-
-    @staticmethod
-    def _behind(mat: Tensor | None, first: int, axis: int) -> Tensor | None:
-        """Move the samples from the axis ``first`` behind ``axis`` others."""
-        return mat if mat is None or not axis else mat.movedim(first, first + axis)
 
     # ------------------------------------------------------------------ columns
 
@@ -319,7 +315,7 @@ class _Border(_Side):
     def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
         shape, place = self.call.shape_in[i], self.call.place_in(i)
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
-        if mat is not None and axis is not None and self._stands_alone(i):
+        if mat is not None and axis is not None and self._reads_own_row(i):
             # what sample n reads of a tensor without samples: its own row
             count, numbers = mat.shape[1], self._numbers(mat.shape[2 + axis])
             mat = mat.movedim(2 + axis, 2)[:, torch.arange(count), numbers]
@@ -334,7 +330,7 @@ class _Border(_Side):
             # columns of a tensor without samples: a row for each of the output's, in its order
             return self._from(mat, shape, self._merged_rows(), axis)
         result = self._from(mat, shape, place, axis)
-        if result is not None and axis is not None and self._stands_alone(i):
+        if result is not None and axis is not None and self._reads_own_row(i):
             count = result.shape[1]
             whole = result.new_zeros(len(result), count, *shape)
             rows = whole.movedim(2 + axis, 2)
@@ -345,9 +341,10 @@ class _Border(_Side):
     def _merged_rows(self) -> Place | None:
         places = map(self.call.place_out, range(len(self.call.shape_out)))
         found = next((place for place in places if place is not None), None)
-        return None if found is None else found._replace(axis=0, is_apart=False)
+        return None if found is None else found._replace(axis=0, is_split=False)
 
-    def _stands_alone(self, i: int) -> bool:
+    def _reads_own_row(self, i: int) -> bool:
+        """Whether each sample reads a row of its own of an input without samples."""
         return not self.follows and i in self.call.unbatched_inputs
 
     def _numbers(self, size: int) -> Tensor:
@@ -357,10 +354,10 @@ class _Border(_Side):
         if mat is None:
             return None
         if axis is not None:
-            return self._behind(mat, 1, axis)
+            return mat.movedim(1, 1 + axis) if axis else mat
         if place is None:
             return mat
-        if self.whole:
+        if self.sees_all_rows:
             rows = self._selection(place, shape)
             mat = spread(mat, 1, rows, place.rows(shape), self.call.module)
         return place.from_canonical(mat, place.rows_per_sample(shape))
@@ -373,7 +370,7 @@ class _Border(_Side):
         if place is None:
             return mat
         mat = place.to_canonical(mat, skip=1)
-        return take(mat, 1, self._selection(place, shape)) if self.whole else mat
+        return take(mat, 1, self._selection(place, shape)) if self.sees_all_rows else mat
 
     def second_of_copies(
         self, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool
@@ -384,8 +381,8 @@ class _Border(_Side):
         for i, n in enumerate(row_numbers(call.copies, self.selected)):
             at = self.c.reading(*self.c.inputs)
             at.grad_out = [None if g is None else g[n] for g in samples]
-            given = [None if m is None else m[:, i] for m in inputs]
-            found.append(self.rule.hvp_unbatched(at, given, params))
+            tangents = [None if m is None else m[:, i] for m in inputs]
+            found.append(self.rule.hvp_unbatched(at, tangents, params))
         backs: list[Tensor | None] = []
         for parts in zip(*(each for each, _ in found), strict=True):
             known = [p for p in parts if p is not None]

@@ -22,7 +22,8 @@ from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import Loaded, Name, OfProducts, Statistics, of_value
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging, Processes, is_wrapped
-from backpack.core.record.calls import Call, Users, all_live_calls, describe
+from backpack.core.record.calls import Call, Users, all_live_calls
+from backpack.core.record.module_state import describe
 from backpack.core.record.shards import Shard, home, shard_of
 from backpack.core.record.tape import calls_above
 from backpack.core.record.weights import TENSORS
@@ -119,7 +120,7 @@ class Combining:
     agree: ClassVar[Agree]
 
     def __init__(self, configuration: Configuration, results: Writer, nodes: Sequence[Any]):
-        """Hold nothing yet."""
+        """Note what the pass was asked for; nothing is deferred yet."""
         self.accumulates = self.is_waiting = configuration.accumulate
         self.chosen = configuration.process_group
         # whether gradients may be averaged without a call that says by what
@@ -130,13 +131,13 @@ class Combining:
         self.originals = results.originals
         self.groups: dict[Parameter, Processes] = {}
         self.is_sharded = False
-        self._gathering: dict[Processes, None] = {}  # those that gather weights behind the pass
+        self._gathering: dict[Processes, None] = {}  # those that gather weights after the pass
         self._names: dict[Parameter, Name] = {}  # of those whose gradients are averaged
         self._averagings: list[Averaging] | None = None  # of the wrappers that live calls are in
-        self._alike: dict[Processes, bool] = {}  # whether they have the same graphs
-        self._told: set[Processes] = set()  # of an error
-        self._held: list[Statistics] = []
-        self._latest: Any = None  # which parameters are sharded together with that of the last one
+        self._have_same_graphs: dict[Processes, bool] = {}
+        self._told_of_error: set[Processes] = set()
+        self._deferred: list[Statistics] = []
+        self._latest_unit: Any = None  # parameters that are sharded together, of the last result
 
     # ------------------------------------------------------------------ what is combined
 
@@ -296,8 +297,8 @@ class Combining:
         if not (self.is_sharded or any(call.shards for call in self._in_graph())):
             return bool(self.others())
         for processes in self.others():
-            if processes.are_sharding and processes not in self._told:
-                self._told.add(processes)
+            if processes.are_sharding and processes not in self._told_of_error:
+                self._told_of_error.add(processes)
                 type(self).tell(processes, error)
         return True  # torch gathers and reduces on the way
 
@@ -328,12 +329,12 @@ class Combining:
         if not found or not self._communicates():
             return True
         for processes in found:
-            if processes not in self._alike:
+            if processes not in self._have_same_graphs:
                 live = [one for one in all_live_calls() if one.shards]
                 alone = [f"{describe(one.module)}: {users.is_alone(one)}" for one in live]
                 text = f"early: {is_early} {alone}"
-                self._alike[processes] = self._agree(processes, text, may_differ=True)
-        return all(map(self._alike.__getitem__, found))
+                self._have_same_graphs[processes] = self._agree(processes, text, may_differ=True)
+        return all(map(self._have_same_graphs.__getitem__, found))
 
     def is_alike(self, text: str) -> bool:
         """Whether all processes that gather weights have the same text.
@@ -348,7 +349,7 @@ class Combining:
         try:
             return type(self).agree(processes, text, may_differ)
         except RuntimeError:
-            self._told.add(processes)
+            self._told_of_error.add(processes)
             raise
 
     # ------------------------------------------------------------------ as Save
@@ -357,31 +358,36 @@ class Combining:
         """Take a result that is not extracted of products."""
         p = self.originals.get(p, p)
         if self._combines(p, (ext,)):
-            self._hold(of_value(p, ext, value))
+            self._defer(of_value(p, ext, value))
         else:
             self.write(p, ext, value)
 
-    def holds(self, products: Products, exts: Sequence[Extension]) -> bool:
-        """Keep products whose results need other processes or passes; return whether they do."""
+    def defers(self, products: Products, exts: Sequence[Extension]) -> bool:
+        """Defer results of products that need other processes or passes; return whether they do."""
         p = products.parameter = self.originals.get(products.parameter, products.parameter)
         if not self._combines(p, exts):
             return False
-        self._hold(OfProducts(products, exts))
+        self._defer(OfProducts(products, exts))
         return True
 
-    def _hold(self, part: Statistics) -> None:
-        """Hold statistics until those of all parts are there; reduce sharded ones on the way."""
+    def _defer(self, part: Statistics) -> None:
+        """Keep statistics until those of all parts are there; reduce sharded ones on the way."""
         processes = self.groups.get(part.parameter)
         if processes is not None and processes.are_sharding:
             part.is_sharded = True
-            if self._communicates() and self._latest not in (None, part.unit):
-                held = [one for one in self._held if one.is_sharded]
-                self._held = [one for one in self._held if not one.is_sharded]
-                self._write_all(*self._joined(held))
-            self._latest = part.unit
-        self._held.append(part)
+            if self._communicates() and self._latest_unit not in (None, part.unit):
+                parts = [one for one in self._deferred if one.is_sharded]
+                self._deferred = [one for one in self._deferred if not one.is_sharded]
+                self._write_all(*self._reduced(parts))
+            self._latest_unit = part.unit
+        self._deferred.append(part)
 
     def _combines(self, p: Parameter, exts: Sequence[Extension]) -> bool:
+        """Whether results at a parameter need other processes or passes.
+
+        Raises:
+            NotImplementedError: If they do not follow from those of parts of the batch.
+        """
         combines = self.accumulates or p in self.groups
         if combines:
             for ext in exts:
@@ -401,17 +407,17 @@ class Combining:
         Args:
             error: What has stopped the pass on this process. Others are told, and it is raised.
         """
-        held, self._held = self._held, []
-        held, before = self._joined(held, error, is_last=True)
-        self._write_all(held, before)
+        parts, self._deferred = self._deferred, []
+        parts, before = self._reduced(parts, error, is_last=True)
+        self._write_all(parts, before)
 
-    def _joined(
-        self, held: list[Statistics], error: Exception | None = None, is_last: bool = False
+    def _reduced(
+        self, parts: list[Statistics], error: Exception | None = None, is_last: bool = False
     ) -> tuple[list[Statistics], list[Accumulated]]:
         """Reduce statistics over processes.
 
         Args:
-            held: The statistics.
+            parts: The statistics.
             error: What has stopped the pass on this process.
             is_last: Tell all processes that wait for this one, whether there are statistics or not.
 
@@ -421,15 +427,15 @@ class Combining:
         before: list[Accumulated] = []
         if error is None:
             try:
-                before = [self._before(part) for part in held]
-                held = [_plus(old.local, part) for old, part in zip(before, held, strict=True)]
+                before = [self._accumulated_before(part) for part in parts]
+                parts = [_plus(old.local, part) for old, part in zip(before, parts, strict=True)]
             except Exception as caught:
                 error = caught
         communicates = self._communicates()
         waiting = self.others() if communicates else list(dict.fromkeys(self.groups.values()))
         waiting.sort(key=lambda processes: [group.group_name for group in processes.groups])
         for processes in waiting:
-            own = [part for part in held if self.groups.get(part.parameter) == processes]
+            own = [part for part in parts if self.groups.get(part.parameter) == processes]
             for part in own:
                 part.name = self._names[part.parameter]
             own.sort(key=lambda part: part.name)  # others may come to them in another order
@@ -437,22 +443,22 @@ class Combining:
                 for part in own:
                     part.scale(1 / processes.divisor)
                 continue
-            if processes in self._told or not (own or is_last):
+            if processes in self._told_of_error or not (own or is_last):
                 continue
             try:
                 type(self).reduce(processes, own, error)
             except RuntimeError as caught:  # other groups are told, too
-                self._told.add(processes)
+                self._told_of_error.add(processes)
                 error = error or caught
         if error is not None:
             raise error
-        return held, before
+        return parts, before
 
-    def _write_all(self, held: Sequence[Statistics], before: Sequence[Accumulated]) -> None:
+    def _write_all(self, parts: Sequence[Statistics], before: Sequence[Accumulated]) -> None:
         """Write the results of statistics, and keep those that accumulate."""
         after = []
         writing = _Writing(self._finished if self.accumulates else self.write)
-        for old, part in zip(before, held, strict=True):
+        for old, part in zip(before, parts, strict=True):
             is_joined = part.parameter in self.groups
             if old.joined is not None and old.joined.is_sharded and not is_joined:
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
@@ -470,7 +476,7 @@ class Combining:
                 value = getattr(part.parameter, ext.savefield, None)
                 if count is not None and isinstance(value, Tensor) and count not in value.shape:
                     raise NotImplementedError(f"{ext!r}: {OF_OWN_SAMPLES}")
-        for state, part in zip(after, held, strict=True):
+        for state, part in zip(after, parts, strict=True):
             processes = self.groups.get(part.parameter)
             for ext in part.exts:
                 if self.accumulates:
@@ -495,7 +501,7 @@ class Combining:
         if marks:
             vars(getattr(p, ext.savefield)).update(marks)
 
-    def _before(self, part: Statistics) -> Accumulated:
+    def _accumulated_before(self, part: Statistics) -> Accumulated:
         """Return what earlier passes have accumulated for the same extensions.
 
         Raises:
@@ -519,7 +525,7 @@ class Combining:
 
 
 class _Writing:
-    """Saves results that are complete."""
+    """Saves results that are complete: it defers none."""
 
     is_waiting = False
 
@@ -529,7 +535,7 @@ class _Writing:
     def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
         self.write(p, ext, value)
 
-    def holds(self, products: Products, exts: Sequence[Extension]) -> bool:
+    def defers(self, products: Products, exts: Sequence[Extension]) -> bool:
         return False
 
 

@@ -24,8 +24,9 @@ from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.combining import gathered
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.engine.plan import Feed, Plan
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
 from backpack.core.rows import Rows, row_numbers
 
@@ -235,12 +236,12 @@ class CurvatureBlock:
         assert derivatives is not None
         curved = derivatives.is_curved(call)
         diagonal = curved and derivatives.hessian_is_diagonal(call.module)
-        bent = name is not None and derivatives.bends_params(call)
+        is_bent = name is not None and derivatives.bends_params(call)
         if self.modify is not identity:
             if not (at.fed and curved):
                 return none, None
             return self._modified(c, inputs, diagonal), None
-        if name is not None and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or bent):
+        if name is not None and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or is_bent):
             if self.plan.mixing:
                 raise NotImplementedError(
                     f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
@@ -268,13 +269,13 @@ class CurvatureBlock:
         shapes = {i: call_products.shape_in(c.call, i, count) for i in varying}
         sizes = [prod(shapes[i][1:]) for i in varying]
 
-        def apart(columns: Tensor) -> list[Tensor | None]:  # [V, R, D] at each input
+        def split(columns: Tensor) -> list[Tensor | None]:  # [V, R, D] at each input
             parts: list[Tensor | None] = [None] * len(inputs)
             for i, part in zip(varying, columns.split(sizes, -1), strict=True):
                 parts[i] = part.reshape(len(part), *shapes[i])
             return parts
 
-        def together(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
+        def joined(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
             flat = [
                 like.new_zeros(num_v, count, size) if part is None else part.flatten(2)
                 for part, size in zip((parts[i] for i in varying), sizes, strict=True)
@@ -283,10 +284,10 @@ class CurvatureBlock:
 
         units = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = units.unsqueeze(1).expand(-1, count, -1)
-        dense = together(call_products.second(c, apart(columns), {})[0], sum(sizes))
+        dense = joined(call_products.second(c, split(columns), {})[0], sum(sizes))
         values, vectors = torch.linalg.eigh(dense.movedim(0, -1))  # [R, D, D], one for each row
         positive = (vectors * self.modify(values).unsqueeze(1)) @ vectors.mT
-        return apart(torch.einsum("ncd,vnd->vnc", positive, together(inputs, len(like))))
+        return split(torch.einsum("ncd,vnd->vnc", positive, joined(inputs, len(like))))
 
     def _loss_product(self, c: Context, tangents: list[Tensor | None]) -> list[Tensor | None]:
         """Apply the Hessian of a loss, or the matrix of its GGN, to tangents at its inputs."""

@@ -19,7 +19,7 @@ runs. Data that are not finite may give other entries that are not finite.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -184,16 +184,40 @@ def elide(
         }
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in leaves.values()):
         return NOTHING  # may look at the gradients of others
-    calls = {mark: call for call in candidates for mark in call.origins_out}
-    computed_by = {node: {calls.get(mark) for mark in marks} for node, marks in _marked(order)}
-    # the call that every path from the roots to a node enters last
+    owner = _last_calls(order, users, candidates)
+    elided = {
+        p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
+    }
+    overrides = _overrides(order, owner, candidates, elided)
+    wanted = {id(p) for p in leaves.values() if p.requires_grad}
+    if only is not None:
+        wanted &= asked_for
+    asked = _places_to_ask_for(order, leaves, elided, wanted)
+    return Elided(elided, asked, overrides) if elided else NOTHING
+
+
+def _last_calls(
+    order: Sequence[Any], users: Mapping[Any, Sequence[Any]], candidates: Iterable[Call]
+) -> dict[Any, Any]:
+    """Return the call that every path from the roots to a node enters last; None if none is."""
+    returned_by = {mark: call for call in candidates for mark in call.origins_out}
+    computed_by = {
+        node: {returned_by.get(mark) for mark in marks} for node, marks in _marked(order)
+    }
     owner: dict[Any, Any] = {None: None}
     for node in reversed(order):
         found = computed_by.get(node) or {owner[user] for user in users[node]}
         owner[node] = next(iter(found)) if len(found) == 1 else None
-    elided = {
-        p for node, p in leaves.items() if p.requires_grad and p in candidates.get(owner[node], ())
-    }
+    return owner
+
+
+def _overrides(
+    order: Sequence[Any],
+    owner: Mapping[Any, Any],
+    candidates: Mapping[Call, set[Parameter]],
+    elided: set[Parameter],
+) -> list[KernelOverride]:
+    """Ask the rules what replaces kernels; take out of ``elided`` what cannot be left out."""
     nodes_of: dict[Any, list[Any]] = defaultdict(list)
     outputs_of: dict[Any, list[Any]] = defaultdict(list)  # nodes that record() has added
     for node in order:
@@ -203,25 +227,40 @@ def elide(
     overrides: list[KernelOverride] = []
     for call, parameters in candidates.items():
         assert call.derivatives is not None
-        if any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
-            elided -= parameters
-            continue
-        own = call.derivatives.kernel_overrides(call, nodes_of[call], elided)
+        own = None
+        if not any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
+            own = call.derivatives.kernel_overrides(call, nodes_of[call], elided)
         if own is None:
             elided -= parameters
         else:
             overrides += own
+    return overrides
+
+
+def _places_to_ask_for(
+    order: Sequence[Any],
+    leaves: Mapping[Any, Tensor],
+    elided: Set[Tensor],
+    wanted: Set[int],
+) -> list[Tensor | GradientEdge]:
+    """List what autograd is asked for, so that all functions of the graph run.
+
+    Args:
+        order: The nodes, each behind those above it.
+        leaves: Those of them that stand for a leaf, with that.
+        elided: Leaves whose gradients are not needed.
+        wanted: By their ids, leaves whose gradients are.
+    """
     asked: list[Tensor | GradientEdge] = []
-    running: set[Any] = set()
+    running: set[Any] = set()  # leads to something that is asked for
     bare: set[Any] = set()  # leads to nothing but entries of what is elided
     for node in order:
         parents = [parent for parent, _ in node.next_functions]
         if node in leaves:
-            leaf = leaves[node]
-            if leaf in elided:
+            if leaves[node] in elided:
                 bare.add(node)
-            elif leaf.requires_grad and (only is None or id(leaf) in asked_for):
-                asked.append(leaf)
+            elif id(leaves[node]) in wanted:
+                asked.append(leaves[node])
                 running.add(node)
         elif not running.isdisjoint(parents):
             running.add(node)
@@ -231,7 +270,7 @@ def elide(
             else:
                 asked.append(GradientEdge(node, 0))
                 running.add(node)
-    return Elided(elided, asked, overrides) if elided else NOTHING
+    return asked
 
 
 def _upstream_first(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
@@ -269,9 +308,13 @@ def _is_hooked(node: Any) -> bool:
         handle: RemovableHandle = register(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
-        if hooks and not all(map(calls.is_own, hooks.values())):
+        if hooks and not all(map(_is_of_library, hooks.values())):
             return True
     return False
+
+
+def _is_of_library(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
 
 
 def _nothing(*_: Any) -> None:

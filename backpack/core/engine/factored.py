@@ -33,8 +33,8 @@ from torch import Size, Tensor
 
 from backpack.core.derivatives import affine, reductions
 from backpack.core.engine import call_products
-from backpack.core.record.calls import placeholder
 from backpack.core.record.context import Context
+from backpack.core.record.module_state import placeholder
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25

@@ -10,9 +10,9 @@ from backpack.context import CTX, STATE
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import data_flow, tape
 from backpack.core.record.altered import alteration
-from backpack.core.record.calls import describe
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
+from backpack.core.record.module_state import describe
 from backpack.utils.warning import warn
 
 # What records of calls tell

@@ -81,7 +81,7 @@ class LossTerms:
     """
 
     # Structures whose terms depend on one sample each, whatever numbers are stored.
-    _apart: ClassVar[set[Hashable]] = set()
+    _known_sums: ClassVar[set[Hashable]] = set()
 
     def __init__(self, roots: Sequence[Any], looks_at_targets: bool = False):
         """Look at the graph, before ``backward()`` frees what it stores."""
@@ -111,13 +111,13 @@ class LossTerms:
             batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
             forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
             structure = slot, forms, describe_structure(path, batched)
-            if structure in self._apart:
+            if structure in self._known_sums:
                 continue
             with without_autocast():
-                if self._is_apart(path):
-                    if len(self._apart) >= MOST_KNOWN:
-                        self._apart.clear()
-                    self._apart.add(structure)
+                if self._is_sum_of_terms(path):
+                    if len(self._known_sums) >= MOST_KNOWN:
+                        self._known_sums.clear()
+                    self._known_sums.add(structure)
 
     def _look_at_targets(self, path: Path) -> None:
         """Note what targets do that are no part of the graph."""
@@ -135,7 +135,7 @@ class LossTerms:
                 if hasattr(parent, "variable"):
                     self.leaves[parent.variable] = node.name()
 
-    def _is_apart(self, path: Path) -> bool:
+    def _is_sum_of_terms(self, path: Path) -> bool:
         """Note what mixes samples; tell whether none does, whatever numbers are stored."""
         always = True
         carrying = _carrying(path)

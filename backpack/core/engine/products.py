@@ -271,7 +271,7 @@ class Products:
             exts: The extensions.
             save: Called with the parameter, each extension and its value.
         """
-        if save.is_waiting and save.holds(self, exts):
+        if save.is_waiting and save.defers(self, exts):
             return
         values = [
             ext.extract(self) if ext.overrides_extract else self.take(ext.needs[0]) for ext in exts

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.basederivatives import BatchAxis
 from backpack.core.derivatives.elementwise_losses import (
     ElementwiseLossDerivatives as Elementwise,
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.loss_terms import Reduction

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Set
 from functools import partial, reduce
 from inspect import signature
 from typing import Any
@@ -17,7 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Size, Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -25,13 +24,9 @@ from backpack.context import STATE, disable
 from backpack.core import fast
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
-from backpack.core.record.layout import (
-    UNFILLED,
-    Layout,
-    Place,
-    noted,
-    unbatched,
-)
+from backpack.core.record.data_notes import UNFILLED, layout_of, noted
+from backpack.core.record.layout import Layout, Place, unbatched
+from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
 from backpack.core.record.origins import (
     Origin,
     flatten_outputs,
@@ -44,21 +39,15 @@ from backpack.core.record.origins import (
 from backpack.core.record.registry import (
     derivatives_of_call,
     is_leaf,
-    kind_of,
     own_parameters,
 )
-from backpack.core.record.shards import Shard
 from backpack.core.record.weights import (
     COUNTER,
-    IS_SOMETHING,
     TENSORS,
     VERSION,
-    Kept,
     State,
     addresses_of,
-    state_of_one,
     storage_of,
-    tensors_of,
     version_of,
 )
 from backpack.core.types import Rule
@@ -66,75 +55,73 @@ from backpack.core.types import Rule
 DROPPED_OUTPUTS = fast.path(
     "outputs computed again", "Large outputs that no formula reads are not kept."
 )
-# An entry of a dictionary: where, its name, and the value.
-Entry = tuple[dict[str, Any], str, Any]
 # Entries of an output from which on it matters whether tensors are kept.
 LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
-MAX_STEPS = 3
-_NOTHING = object()
+MAX_DEPTH = 3
+_LAYOUT = operator.attrgetter("layout")
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
-_newest_then = -1  # what that was when a context was left
+_newest_before = -1  # what that was when a context was left last
 
 
-class Call:
+class Call(ModuleState):
     """One call of a module: its inputs, its output, and where they come from.
 
     Where its samples are is found out again when a layout was corrected (see :class:`Layout`).
 
     Attributes:
         index: Increases in the order of the calls.
+        derivatives: The rule of the module; None for a container.
         inputs: Arguments in the order of the signature, nested ones flattened; tensors attached to
             their graph.
         outputs: Output tensors, flattened and detached (see the module's docstring).
-        origins_in: Identity of each input; None where nothing can travel further back.
-        origins_out: Identity of each output.
-        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
-        layouts_out: Where the samples are in each output; None for a scalar loss.
+        shape_in: Shapes of the inputs; None for what is no tensor.
+        shape_out: Shapes of the outputs.
+        structure: How the arguments were nested; None if they were not.
+        versions: How often inputs and outputs had been changed in place.
+        saved: What the derivatives keep, such as a dropout mask.
+        kept: Names in ``saved`` that a backward pass has to leave there.
+        is_live: Whether it is among the live calls: not released, and no copy.
+        was_first: Whether no hook has seen the output before, and could have changed it.
         is_followed: Whether the functions around the call are known: those of a converted model, or
             of a recorded one that runs.
+        averaging: What is done to the gradients over processes, if anything.
+
+        origins_in: Identity of each input; None where nothing can travel further back.
+        origins_out: Identity of each output.
         is_transparent: Whether the output has the entries of the input: nothing to differentiate.
-        reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
         repeats: Number of the input whose entries the output has, though it is not transparent:
             an extension has a rule for it.
-        misplaced: What is wrong with the place of the batch axis, if anything.
+        reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
         computed: Which inputs a function has computed from what recorded calls returned.
+
+        producers: Calls that compute inputs again that are not kept, by the number of the input.
+        computed_with: What the output was computed with, if it is not kept.
+        recompute_depth: How many calls in a row have to run to compute the output again.
+
+        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
+        layouts_out: Where the samples are in each output; None for a scalar loss.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
-        kept: Names in ``saved`` that a backward pass has to leave there.
-        makers: Calls that compute inputs again that are not kept.
-        made_with: What the output was computed with, if it is not kept.
-        steps: How many calls in a row compute it again.
-        before: What changed parameters were before the backward pass at hand.
-        copies: Number of samples for which a call without samples (of parameters) stands.
+        misplaced: What is wrong with the place of the batch axis, if anything.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
-        saved: What the derivatives keep, such as a dropout mask.
-        read: Parameters and buffers that the module (and its children) had, by name.
-        addresses: Where their parameters were in memory.
-        params: Own parameters that require a gradient, by name.
-        trained: Those of them that the backward pass at hand accumulates a gradient into.
-        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
-        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
-        was_first: Whether no hook has seen the output before, and could have changed it.
-        precision: What derivatives are computed in, if the network is of several precisions.
-        is_live: Whether it is among the live calls: not released, and no copy.
+        couples_samples: Whether the rule says that the output of a sample depends on others.
         is_usual: Whether it is known that the rows of all tensors are the samples.
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
         is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
-        averaging: What is done to the gradients over processes, if anything.
-        views: Shards of the parameters that inputs and outputs are views of.
-        shards: Those, and of the parameters that the call has read.
-        is_astray: Whether parameters are sharded, and nobody knows where the shards are.
         unbatched_inputs: Numbers of the inputs that have no samples, in a call that has.
+        copies: Number of samples for which a call without samples (of parameters) stands.
+
+        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
+        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
+        trained: Those of ``params`` that the backward pass at hand accumulates a gradient into.
     """
 
     __slots__ = (
-        "__weakref__",
-        "addresses",
         "averaging",
-        "before",
         "computed",
+        "computed_with",
         "copies",
         "couples_samples",
         "derivatives",
@@ -142,7 +129,6 @@ class Call:
         "g_samples",
         "index",
         "inputs",
-        "is_astray",
         "is_container",
         "is_direct",
         "is_followed",
@@ -154,31 +140,23 @@ class Call:
         "kept",
         "layouts_in",
         "layouts_out",
-        "made_with",
-        "makers",
         "misplaced",
         "mixed_data",
-        "module",
         "origins_in",
         "origins_out",
         "outputs",
-        "params",
-        "precision",
-        "read",
+        "producers",
         "reads_functions",
+        "recompute_depth",
         "relied_on",
         "repeats",
         "saved",
         "shape_in",
         "shape_out",
-        "shards",
-        "steps",
         "structure",
         "trained",
-        "training",
         "unbatched_inputs",
         "versions",
-        "views",
         "was_first",
     )
 
@@ -192,48 +170,27 @@ class Call:
         was_first: bool,
     ):
         """Record the call. The derivatives may look at the graph to keep what they need."""
-        leaves: Sequence[Any] = args
-        self.structure = None  # no nested arguments
-        self.is_followed = False
-        if "_backpack_converted" in vars(module):
-            by = vars(module)["_backpack_converted"]
-            self.is_followed = by == "trace" or (by == "record" and bool(STATE.get().recorders))
-        if keywords or not TENSORS.issuperset(map(type, args)):
-            leaves, self.structure = tree_flatten((args, keywords))
         self.index = next(COUNTER)
-        wrapper = DistributedDataParallel._active_ddp_module  # the one that runs
-        self.averaging = None if wrapper is None else Averaging.by(wrapper)
-        self.module = module
         self.derivatives: Any = rule  # or None
         self.is_container = rule is None and not is_leaf(module)
-        own: Mapping[str, Parameter | None]
-        own = own_parameters(module) if rule is None else rule.own(module)
-        self.params: dict[str, Parameter] = {}
-        for name, p in own.items():
-            if p is not None and p.requires_grad:
-                self.params[name] = p
-        self.trained = self.params
-        # as they are now: both may have changed when the backward pass comes
-        if module._modules:
-            self.read = [tensors.copy() for tensors in _tensors(module)]
-            self._cut_buffers()
-        else:
-            self.read = [module._parameters.copy(), module._buffers.copy()]
-            if module._buffers:
-                self._cut_buffers()
-        self.is_astray = False
-        self.views: tuple[Shard, ...] = ()
-        self.shards: tuple[Shard, ...] = ()
-        if shards.FSDP in sys.modules:
-            self.is_astray = not shards.note(module)
-            if shards.KNOWN:
-                self.views, self.shards = self._find_shards(leaves, outputs)
-        has_own = not self.shards and (module._parameters or module._modules)
-        self.addresses = addresses_of(self.read) if has_own else ()
-        self.training = module.training
-        self.was_first = was_first
-        self.mixed_data: str | None = None
         self.couples_samples = rule is not None and rule.couples_samples(module)
+        self.was_first = was_first
+        self.is_followed = "_backpack_converted" in vars(module) and _is_followed(module)
+        wrapper = DistributedDataParallel._active_ddp_module  # the one that runs
+        self.averaging = None if wrapper is None else Averaging.by(wrapper)
+        leaves: Sequence[Any] = args
+        self.structure = None
+        if keywords or not TENSORS.issuperset(map(type, args)):
+            leaves, self.structure = tree_flatten((args, keywords))
+
+        self._note_module(module, own_parameters(module) if rule is None else rule.own(module))
+        self.trained = self.params
+        if shards.FSDP in sys.modules:
+            self._note_shards((*leaves, *outputs))
+        is_addressed = not self.shards and (module._parameters or module._modules)
+        self.addresses = addresses_of(self.read) if is_addressed else ()
+
+        # where inputs and outputs are in the graph; what is large may not have to be kept
         is_droppable = rule is not None and outputs[0].numel() >= LARGE and DROPPED_OUTPUTS.is_on
         is_droppable = is_droppable and not self.shards  # others would have to gather them as well
         origins_out, shape_out, detached = [], [], []
@@ -262,53 +219,46 @@ class Call:
             shape_in.append(shape)
             layouts_in.append(layout)
         self.origins_in, self.shape_in = tuple(origins_in), tuple(shape_in)
-        known = None not in origins_out
-        self.is_transparent = known and all(map(origins_in.__contains__, origins_out))
+        has_origins = None not in origins_out
+        self.is_transparent = has_origins and all(map(origins_in.__contains__, origins_out))
         self.inputs = tuple(leaves)
-        if self.is_transparent or len(outputs) > 1 or not known:
+        if self.is_transparent or len(outputs) > 1 or not has_origins:
             # A module that returns its own input would own its own graph: a leak.
             owned = set(map(id, leaves if self.is_transparent else outputs))
             if not owned.isdisjoint(map(id, leaves)):
-                self.inputs = tuple([_detached(x) if id(x) in owned else x for x in leaves])
-        self.makers: dict[int, Call] = {}
-        self.made_with: list[State] | None = None
-        self.steps = 1
-        self.g_out: list[Tensor | None] = [None] * len(outputs)
+                self.inputs = tuple(
+                    [x.detach() if isinstance(x, Tensor) and id(x) in owned else x for x in leaves]
+                )
+
         self.saved: dict[str, Any] = {}
         self.kept: frozenset[str] = frozenset()
         if rule is not None and rule.keeps_something:
             save = rule.saved if rule.keeps_facts_alone else partial(_saved, rule)
             self.saved = save(module, tuple(leaves), outputs)
             self.kept = frozenset(self.saved)
+        self.g_out: list[Tensor | None] = [None] * len(outputs)
+        self.g_samples: list[Tensor | None] | None = None
+        self.producers: dict[int, Call] = {}
+        self.computed_with: list[State] | None = None
+        self.recompute_depth = 1
         self.repeats: int | None = None
+        self.copies = 1
+
+        self.mixed_data: str | None = None
         self.misplaced: str | None = None
         self.relied_on: tuple[Any, ...] = ()
         self.computed = [False] * len(leaves)
-        self.copies = 1
-        self.before: Mapping[Tensor, Kept] = {}
-        self.g_samples: list[Tensor | None] | None = None
-        self.precision: torch.dtype | None = None
         for i, layout in enumerate(layouts_in):
             if layout is None and isinstance(leaves[i], Tensor):
                 layouts_in[i] = self._layout_in(i, leaves[i], origins_in[i])
         self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
-        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(outputs)
-        self.is_usual = False
-        self.unbatched_inputs: tuple[int, ...] = ()
-        self.layouts_out = self._laid_out()
-        if not self.is_usual:
-            self.find_places()
-        for mark, layout in zip(origins_out, self.layouts_out, strict=True):
-            if mark is not None and not self.is_transparent:
-                mark.is_output = True
-                mark.layout = mark.layout or layout
-                mark.lost = mark.lost or self.misplaced
+        self._find_layouts_out()
+
         if is_droppable:
-            drops = self._drops_output(outputs)
-            self.outputs = tuple([placeholder(y) if drops else y.detach() for y in outputs])
+            self._drop_unread_tensors(outputs)
         try:
             self.versions = tuple(map(VERSION, self.inputs + self.outputs))
-        except (AttributeError, RuntimeError):  # not all are tensors, see _version
+        except (AttributeError, RuntimeError):  # not all are tensors, see version_of
             self.versions = tuple(map(version_of, self.inputs + self.outputs))
         _live[self.index] = ref(self)
         self.is_live = True
@@ -325,15 +275,13 @@ class Call:
     ) -> Call:
         """Describe a call that no gradient flows through, to find out where its samples are."""
         call: Call = object.__new__(cls)
+        call._note_module(module, {})
         leaves, call.structure = tree_flatten((args, keywords))
-        call.is_live, call.index, call.module = False, -1, module
+        call.is_live, call.index, call.is_transparent = False, -1, False
         call.derivatives = derivatives_of_call(module, tuple(y for y in outputs if y.dim()))
         call.inputs, call.outputs = tuple(leaves), outputs
-        call.params, call.read = {}, [tensors.copy() for tensors in _tensors(module)]
-        call.training, call.precision, call.is_transparent = module.training, None, False
         call.saved, call.kept = {"needed": []}, frozenset()
-        call.before, call.g_samples, call.makers, call.made_with = {}, None, {}, None
-        call.views, call.shards, call.is_astray = (), (), False
+        call.g_samples, call.producers, call.computed_with = None, {}, None
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         call.shape_out = tuple(y.shape for y in outputs)
         call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
@@ -342,14 +290,6 @@ class Call:
         call.layouts_out = (None,) * len(outputs)
         call.find_places()
         return call
-
-    def _find_shards(
-        self, leaves: Sequence[Any], outputs: Sequence[Tensor]
-    ) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
-        """Find sharded parameters that tensors of the call are views of, and all it has read."""
-        views = shards.shards_in((*leaves, *outputs))
-        read = shards.shards_in(self.own())
-        return views, (*views, *(shard for shard in read if shard not in views))
 
     def without_views(self) -> list[tuple[Any, ...]]:
         """Return inputs and outputs without what is a view of a parameter that is not there."""
@@ -371,35 +311,31 @@ class Call:
         usual = self.derivatives.usual_layout(self)
         return (usual,) if usual is not None else self.derivatives.layouts(self)
 
-    def _drops_output(self, outputs: tuple[Tensor, ...]) -> bool:
+    def _drop_unread_tensors(self, outputs: tuple[Tensor, ...]) -> None:
         """Keep no large tensor that the derivatives do not read, if it can be computed again.
 
         Autograd frees it as well, where an activation reads the output of a layer.
-
-        Returns:
-            Whether the output need not be kept.
         """
+        self.outputs = tuple([y.detach() for y in outputs])
         rule, mark = self.derivatives, self.origins_out[0]
         is_plain = type(outputs[0]) is Tensor and not torch._C._is_any_autocast_enabled()
         if rule is None or self.is_transparent or not is_plain:
-            return False
-        is_repeated = False
+            return
         if len(outputs) == 1 and mark is not None and rule.repeats_output(self):
-            is_repeated = True
-            self.made_with = self.state
-            mark.maker = ref(self)
+            self.outputs = (placeholder(outputs[0]),)
+            self.computed_with = self.state
+            mark.producer = ref(self)
         if rule.reads_inputs(self):
-            return is_repeated
+            return
         for i, source in enumerate(self.origins_in):
-            maker = None if source is None or source.maker is None else source.maker()
-            if maker is None or maker.is_released or maker.steps >= MAX_STEPS:
+            producer = None if source is None or source.producer is None else source.producer()
+            if producer is None or producer.is_released or producer.recompute_depth >= MAX_DEPTH:
                 continue
-            (made,), x = maker.outputs, self.inputs[i]
-            if made.shape == x.shape and made.dtype == x.dtype:
-                self.makers[i] = maker
-                self.inputs = (*self.inputs[:i], made, *self.inputs[i + 1 :])
-                self.steps = max(self.steps, maker.steps + 1)
-        return is_repeated
+            (stored,), x = producer.outputs, self.inputs[i]
+            if stored.shape == x.shape and stored.dtype == x.dtype:
+                self.producers[i] = producer
+                self.inputs = (*self.inputs[:i], stored, *self.inputs[i + 1 :])
+                self.recompute_depth = max(self.recompute_depth, producer.recompute_depth + 1)
 
     def set_apart(self) -> Origin:
         """Give the output of a transparent call an identity of its own, for rules of users."""
@@ -407,9 +343,8 @@ class Call:
         mark = Origin()
         self.repeats, self.is_transparent = self.origins_in.index(behind), False
         self.origins_out = (mark,)
-        self.layouts_out = self._laid_out()
+        self._find_layouts_out()
         self.find_places()
-        mark.is_output, mark.layout = True, self.layouts_out[0]
         return mark
 
     def read_instead(self, behind: Origin, mark: Origin) -> None:
@@ -426,9 +361,9 @@ class Call:
 
     def whole_inputs(self) -> tuple[Any, ...]:
         """Return the inputs; those that were not kept are computed again."""
-        if not self.makers:
+        if not self.producers:
             return self.inputs
-        again = {i: maker.whole_outputs()[0] for i, maker in self.makers.items()}
+        again = {i: producer.whole_outputs()[0] for i, producer in self.producers.items()}
         return tuple(again.get(i, x) for i, x in enumerate(self.inputs))
 
     def whole_outputs(self) -> tuple[Tensor, ...]:
@@ -437,11 +372,11 @@ class Call:
         Raises:
             RuntimeError: If a parameter, buffer or input was changed, or the call was released.
         """
-        if self.made_with is None:
+        if self.computed_with is None:
             return self.outputs
         self.check_released()
         self.check_unchanged()
-        if self.made_with != self.state:
+        if self.computed_with != self.state:
             raise RuntimeError(
                 f"A parameter or buffer of {describe(self.module)} was changed after the forward "
                 "pass. Its output was not kept to save memory, and can no longer be "
@@ -492,34 +427,47 @@ class Call:
             )
         return None
 
-    def _laid_out(self) -> tuple[Layout | None, ...]:
-        """Find where the samples are in the outputs."""
+    def _find_layouts_out(self) -> None:
+        """Find where the samples are in the outputs, and note that at the places in the graph."""
+        rule, shapes = self.derivatives, self.shape_out
+        self.is_usual = False
+        self.unbatched_inputs: tuple[int, ...] = ()
+        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(shapes)
         if self.is_transparent:  # such as the choice of one tensor of several
-            return tuple([o.layout for o in self.origins_out if o is not None])
-        if self.misplaced is not None:  # nor can anybody say it of what is computed of the outputs
-            return (None,) * len(self.shape_out)
-        if not any(self.shape_out) and self._combines_losses():
+            self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
+        elif self.misplaced is not None:
+            pass  # nor can anybody say it of what is computed of the outputs
+        elif not any(shapes) and self._combines_losses():
             self.relied_on = tuple(map(_facts, self.layouts_in))
-            return (None,) * len(self.shape_out)
-        if self.derivatives is None:
+        elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
-            assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in self.shape_out]
-            return tuple([known if s else None for s in self.shape_out] if known else assumed)
-        usual = self.derivatives.usual_layout(self)
-        if usual is not None:
+            assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in shapes]
+            self.layouts_out = tuple([known if s else None for s in shapes] if known else assumed)
+        elif (usual := rule.usual_layout(self)) is not None:
             self.is_usual = self.is_plain = self.is_direct = True
-            self.is_unbatched, self.unbatched_inputs = False, ()
-            return (usual,) if self.shape_out[0] else (None,)
-        self.find_places()  # as far as they are known
+            self.is_unbatched = False
+            self.layouts_out = (usual,) if shapes[0] else (None,)
+        else:
+            self._ask_for_layouts_out(rule)
+        if not self.is_usual:
+            self.find_places()
+        for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
+            if mark is not None and not self.is_transparent:
+                mark.is_output = True
+                mark.layout = mark.layout or layout
+                mark.lost = mark.lost or self.misplaced
+
+    def _ask_for_layouts_out(self, rule: Rule) -> None:
+        """Let the rule find where the samples are in the outputs, from what is known so far."""
+        self.find_places()
         try:
-            found = tuple(self.derivatives.layouts(self))
+            self.layouts_out = tuple(rule.layouts(self))
         except ValueError as error:
             self.misplaced = self.misplaced or str(error)
-            return (None,) * len(self.shape_out)
-        if self.derivatives.depends_on_layouts:
+            return
+        if rule.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
-        return found
 
     def _combines_losses(self) -> bool:
         """Whether the inputs are losses, and numbers that no gradient flows through."""
@@ -545,11 +493,6 @@ class Call:
             _live.pop(self.index, None)
 
     @property
-    def has_parameters(self) -> bool:
-        """Whether the module has parameters, frozen ones included."""
-        return any(p is not None for tensors in self.read[::2] for p in tensors.values())
-
-    @property
     def is_released(self) -> bool:
         """Whether the stored tensors are gone."""
         return not self.outputs
@@ -562,7 +505,7 @@ class Call:
                 self.is_live = False
             self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
             self.read = []
-            self.makers = {}
+            self.producers = {}
             self.g_samples = None
 
     def follow_autograd(self) -> None:
@@ -580,7 +523,8 @@ class Call:
             create_graph: Keep the inputs attached to the autograd graph.
         """
         clone = self._copy()
-        clone.makers = {}  # products read what our derivatives read, or (create_graph) everything
+        # products read what our derivatives read, or (create_graph) everything
+        clone.producers = {}
         if create_graph:
             clone.inputs = self.whole_inputs()
         else:
@@ -610,37 +554,6 @@ class Call:
         with self.as_it_was(), disable():
             return self.module.forward(*args, **keywords)
 
-    @contextmanager
-    def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let the module have the parameters, the buffers and the mode of the call.
-
-        Args:
-            precision: What to compute in. Default: that of the call.
-        """
-        mode = self.module.training
-        if mode != self.training:
-            self.module.training = self.training
-        replaced = self.swap_tensors(self.module, precision)
-        try:
-            yield
-        finally:
-            put(replaced)
-            if mode != self.training:
-                self.module.training = mode
-
-    def _cut_buffers(self) -> None:
-        """Forget graphs of buffers: one that this call has computed would own the call."""
-        for buffers in self.read[1::2]:
-            for name, buffer in buffers.items():
-                if buffer is not None and buffer.grad_fn is not None:
-                    buffers[name] = buffer.detach()
-
-    @property
-    def state(self) -> list[State]:
-        """Tell parameters and buffers, as the derivatives see them, from those before a change."""
-        before = self.before
-        return [before[t].state if t in before else state_of_one(t) for t in tensors_of(self.read)]
-
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
         """Return whether derivatives depend on entries of a parameter that the call has read.
 
@@ -649,31 +562,12 @@ class Call:
             is_shown: Whether code of users sees inputs and outputs.
         """
         rule = self.derivatives
-        if is_shown and self.made_with is not None:
+        if is_shown and self.computed_with is not None:
             return True
         if travels and {*self.origins_in} - {None}:
             return True
         is_linear = rule is None or not self.params or rule.is_linear_in_params(self.module)
         return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
-
-    def refuse_moved(self) -> None:
-        """Refuse parameters that were changed so between the forward pass and the backward pass.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise RuntimeError(
-            f"A parameter of {describe(self.module)} was given other memory (p.data = …) after the "
-            "forward pass. Quantities are those of the weights of the forward pass, which autograd "
-            "alone still has. Change weights after the backward pass."
-        )
-
-    def own(self) -> list[Tensor]:
-        """List the parameters that the call has read, of itself and of what it stands for."""
-        found: list[Tensor] = [*self.params.values()]
-        for read in self.read[::2]:
-            found += filter(IS_SOMETHING, read.values())
-        return found
 
     def keep_views(self, storages: Set[int]) -> None:
         """Copy inputs and outputs that have no samples, if they are parameters or views of some.
@@ -692,86 +586,6 @@ class Call:
         count = len(self.inputs)
         self.inputs, self.outputs = tuple(stored[:count]), tuple(stored[count:])
         self.versions = tuple(map(version_of, stored))
-
-    def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
-        """Let the derivatives see parameters as they were.
-
-        Args:
-            changed: What those were that have changed since.
-
-        Raises:
-            RuntimeError: If one has changed that was not copied.
-        """
-        own = {t: changed[t] for t in self.own() if t in changed}
-        for t, was in own.items():
-            if was.value is None or torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"A parameter of {describe(self.module)}, of shape {list(t.shape)}, was "
-                    "changed during the backward pass. Quantities are those of the weights of the "
-                    "forward pass, which are kept where hooks of parameters or modules may change "
-                    "them, but not if they are frozen, or with create_graph=True. Change it after "
-                    "the backward pass."
-                )
-        self.before = own | dict(self.before)  # of a graph that is kept: by an earlier pass
-
-    def swap_tensors(
-        self, module: Module, precision: torch.dtype | None = None, now: bool = False
-    ) -> list[Entry]:
-        """Give a module the parameters and buffers of the call, if it has others by now.
-
-        Such as its own, after a ``torch.func.functional_call``, or changed ones.
-
-        Args:
-            module: That of the call, or a copy.
-            precision: Cast all of them.
-            now: Those that have changed as they are now, and sharded ones as users see them: for
-                code of users.
-
-        Returns:
-            What has been replaced: see :func:`put`.
-
-        Raises:
-            RuntimeError: If it has other children, or an attribute hides one of them.
-        """
-        own, reads = _tensors(module), self.read
-        if len(own) != len(reads):
-            raise RuntimeError(self._changed("its children are others"))
-        if self.shards and now:
-            reads = [{name: shards.home(t) for name, t in read.items()} for read in reads]
-        elif self.shards:
-            shards.need(self.shards)
-        if self.before and not now:
-            reads = [{name: self._before(t) for name, t in read.items()} for read in reads]
-        if precision is None and not any(map(_differ, own, reads)):
-            return []
-        entries = [
-            (tensors, name, t if precision is None else _cast(t, precision))
-            for tensors, read in zip(own, reads, strict=True)
-            for name, t in (read if precision is None else tensors | read).items()
-            if precision is not None or tensors.get(name, _NOTHING) is not t
-        ]
-        replaced = [(tensors, name, tensors.get(name, _NOTHING)) for tensors, name, _ in entries]
-        self._check_hidden(module, [entry for entry in replaced if entry[2] is _NOTHING])
-        put(entries)
-        return replaced
-
-    def _before(self, tensor: Tensor | None) -> Tensor | None:
-        was = None if tensor is None else self.before.get(tensor)
-        return tensor if was is None else was.value
-
-    def _check_hidden(self, module: Module, lost: Sequence[Entry]) -> None:
-        """Refuse attributes that hide parameters and buffers which a module no longer has."""
-        for holder in module.modules() if lost else ():
-            for tensors, name, _ in lost:
-                is_own = tensors is holder._parameters or tensors is holder._buffers
-                if is_own and (name in vars(holder) or hasattr(type(holder), name)):
-                    raise RuntimeError(self._changed(f"an attribute hides its '{name}'"))
-
-    def _changed(self, what: str) -> str:
-        return (
-            f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
-            "after the backward pass and its extension hooks."
-        )
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with other values for the leaves."""
@@ -803,7 +617,7 @@ class Call:
     def compute_in(self, precision: torch.dtype) -> None:
         """Let the derivatives see all tensors in this precision."""
         self.precision = precision
-        self.g_out = [_cast(g, precision) for g in self.g_out]
+        self.g_out = [cast(g, precision) for g in self.g_out]
 
     # ------------------------------------------------------------------ where the samples are
 
@@ -811,11 +625,11 @@ class Call:
         """Whether what the rule has found out still holds, if a later module corrected it."""
         if self.is_transparent:
             return True
-        now = tuple(map(_facts, self.layouts_in))
-        if now == self.relied_on:
+        facts = tuple(map(_facts, self.layouts_in))
+        if facts == self.relied_on:
             return True
         expected = tuple(map(_facts, self.layouts_out))
-        self.relied_on = now
+        self.relied_on = facts
         assert self.derivatives is not None
         try:
             return tuple(map(_facts, self.derivatives.layouts(self))) == expected
@@ -858,10 +672,10 @@ class Call:
         """Whether the entries of the only input stay where they are in its rows, the samples."""
         if len(self.shape_in) > 1 or len(self.shape_out) > 1:
             return False
-        (layout,), (given,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
-        if layout is None or layout is not self.layouts_out[0] or not (given and shape):
+        (layout,), (shape_in,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
+        if layout is None or layout is not self.layouts_out[0] or not (shape_in and shape):
             return False
-        if shape[0] != given[0] or not layout.has_rows(given):
+        if shape[0] != shape_in[0] or not layout.has_rows(shape_in):
             return False
         rule = self.derivatives
         return rule is not None and rule.has_samples_first and rule.sees_samples_first(self.module)
@@ -951,43 +765,13 @@ class Call:
             # the stored output has no graph; differentiate through a fresh one
             outputs = flatten_outputs(self.forward(inputs))
         if self.precision is not None:
-            inputs = [_cast(x, self.precision) for x in inputs]
-            outputs = [_cast(y, self.precision) for y in outputs]
+            inputs = [cast(x, self.precision) for x in inputs]
+            outputs = [cast(y, self.precision) for y in outputs]
         if not self.is_plain and self.derivatives is not None:
             inputs, outputs = self.derivatives.seen(self, inputs, outputs)
         if folded:
             inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
         return inputs, outputs
-
-    def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
-        """Return the parameters and buffers that the call has read, as the derivatives see them.
-
-        Those of children have qualified names.
-
-        Args:
-            reads_entries: Gather what is sharded; else there are tensors of the same shapes.
-        """
-        if self.shards and reads_entries:
-            shards.need(self.shards)
-        if self.module._modules:
-            names = [name + "." if name else "" for name, _ in self.module.named_modules()]
-            if 2 * len(names) != len(self.read):
-                raise RuntimeError(self._changed("its children are others"))
-            found = {
-                names[i // 2] + name: t
-                for i, read in enumerate(self.read)
-                for name, t in read.items()
-            }
-        else:
-            params, buffers = self.read
-            found = params | buffers if buffers else params
-        if self.before:
-            found = {name: self._before(t) for name, t in found.items()}
-        if self.shards and not reads_entries:
-            found = {name: t if shards.is_there(t) else placeholder(t) for name, t in found.items()}
-        if self.precision is not None:
-            found = {name: _cast(t, self.precision) for name, t in found.items()}
-        return found
 
     def gradients(self, folded: bool = False) -> Sequence[Tensor | None]:
         """Return the gradients with respect to the outputs in canonical form.
@@ -1052,14 +836,7 @@ class Call:
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
     def _check_parameters(self, trained_only: bool) -> None:
-        """Refuse parameters that are not dense floating-point tensors.
-
-        Args:
-            trained_only: Frozen parameters do not matter.
-
-        Raises:
-            NotImplementedError: If one is sparse or quantised.
-        """
+        """Refuse parameters that are not dense floating-point tensors."""
         for name, p in self.read[0].items():
             if p is None or (trained_only and name not in self.params):
                 continue
@@ -1107,19 +884,7 @@ class Call:
 
 
 # All of a call but its weak references.
-_FACTS = [name for name in Call.__slots__ if name != "__weakref__"]
-
-
-def _tensors(module: Module) -> list[dict[str, Any]]:
-    """List the parameters and the buffers that a module has now, then those of children."""
-    if not module._modules:
-        return [module._parameters, module._buffers]
-    return [ts for child in module.modules() for ts in (child._parameters, child._buffers)]
-
-
-def placeholder(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
-    return tensor.new_full((), torch.nan).expand(tensor.shape)
+_FACTS = [name for name in ModuleState.__slots__ + Call.__slots__ if name != "__weakref__"]
 
 
 def _saved(
@@ -1131,7 +896,7 @@ def _saved(
 
 def _numbers_of_samples(layouts: Sequence[Layout | None]) -> list[int | None]:
     return [
-        None if one is None else (one if one._same is None else one._root)._facts[1]
+        None if one is None else (one if one._merged_into is None else one._root)._facts[1]
         for one in layouts
     ]
 
@@ -1140,32 +905,14 @@ def _is_first(layout: Layout | None, shape: Size | None) -> bool:
     return layout is None or shape is None or layout.is_first(shape)
 
 
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _cast(x: Any, precision: torch.dtype) -> Any:
-    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-
 def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
-    if layout is None or layout._same is not None:
-        return None if layout is None else layout.facts
-    before, samples, *_ = layout._facts
-    return before, samples, layout.owners
+    return None if layout is None else layout.facts
 
 
-def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
-    return bool(read) and any(map(operator.is_not, map(tensors.get, read), read.values()))
-
-
-def put(entries: Sequence[Entry]) -> None:
-    """Set entries, or delete them."""
-    for where, name, value in entries:
-        if value is _NOTHING:
-            where.pop(name, None)
-        else:
-            where[name] = value
+def _is_followed(module: Module) -> bool:
+    """Whether a module is part of a traced model, or of a recorded one that runs."""
+    by = vars(module)["_backpack_converted"]
+    return by == "trace" or (by == "record" and bool(STATE.get().recorders))
 
 
 def mark_converted(module: Module, by: str) -> None:
@@ -1178,35 +925,19 @@ def is_converted(module: Module) -> bool:
     return "_backpack_converted" in vars(module)
 
 
-def describe(module: Module) -> str:
-    """Name a module as a reader of its model would: qualified name and type."""
-    name = vars(module).get("_backpack_name", "")
-    managed = shards.MANAGED in vars(module)
-    kind = kind_of(module).__name__ if managed else type(module).__name__
-    return f"'{name}' ({kind})" if name else kind
+# --- The calls that live --------------------------------------------------------------------------
 
 
-def parameters_read(
-    calls: Iterable[Call], travels: bool, is_shown: bool
-) -> dict[Call, list[Tensor]]:
-    """Return the calls whose derivatives depend on entries of parameters, with what they read.
+def reading_parameters(calls: Iterable[Call], travels: bool, is_shown: bool) -> list[Call]:
+    """Return the calls whose derivatives depend on entries of parameters.
 
     Args:
         calls: Calls that may be among them.
         travels: Whether something travels through calls, besides gradients.
         is_shown: Whether code of users sees inputs and outputs.
     """
-    reading = {}
-    for call in calls:
-        is_known = call.derivatives is not None and call.outputs
-        if is_known and call.reads_parameters(travels, is_shown):
-            reading[call] = call.own()
-    return reading
-
-
-def moved(calls: Iterable[Call]) -> Iterator[Call]:
-    """List the calls of which a parameter has other memory now than in the forward pass."""
-    return (call for call in calls if call.addresses and call.addresses != addresses_of(call.read))
+    known = [call for call in calls if call.derivatives is not None and call.outputs]
+    return [call for call in known if call.reads_parameters(travels, is_shown)]
 
 
 def dtypes_of(calls: Iterable[Call]) -> set[torch.dtype]:
@@ -1255,15 +986,15 @@ def is_used(tensor: Tensor) -> bool:
 
 def latest() -> Module | None:
     """Return the module of the latest call, if that waits for its first context."""
-    entry = _live.get(_newest) if _newest != _newest_then else None
+    entry = _live.get(_newest) if _newest != _newest_before else None
     call = None if entry is None else entry()
     return None if call is None else call.module
 
 
 def note_end_of_context() -> None:
     """Note that the calls so far do not wait for a context any more."""
-    global _newest_then
-    _newest_then = _newest
+    global _newest_before
+    _newest_before = _newest
 
 
 def last_call() -> Call | None:
@@ -1335,21 +1066,3 @@ def positional(
     arguments = signature(module.forward).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.args, arguments.kwargs
-
-
-def is_own(hook: Any) -> bool:
-    """Whether a hook is one of this library."""
-    return (getattr(hook, "__module__", None) or "").startswith("backpack.")
-
-
-def layout_of(x: Any) -> Layout | None:
-    """Return where the samples of a tensor are, if that is known."""
-    if not isinstance(x, Tensor):
-        return None
-    mark = None if x.grad_fn is None else origin(x)
-    if mark is not None and mark.layout is not None:
-        return mark.layout
-    found = noted(x)
-    if found is not None or type(x) is Tensor:
-        return found
-    return unbatched() if isinstance(x, Parameter) else None

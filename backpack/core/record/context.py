@@ -12,7 +12,8 @@ from torch.nn import Module
 
 from backpack.core import fast
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, describe, live_calls, put
+from backpack.core.record.calls import Call, live_calls
+from backpack.core.record.module_state import describe, put
 from backpack.core.record.shards import need
 from backpack.core.record.weights import VERSION
 from backpack.core.rows import Rows, row_numbers
@@ -143,9 +144,9 @@ class Context:
         """Whether the only tensor among the inputs is the first: others are options."""
         return [i for i, x in enumerate(self.inputs) if isinstance(x, Tensor)] == [0]
 
-    def shown(self, now: bool = False) -> Shown:
+    def shown(self, for_users: bool = False) -> Shown:
         """Show the call through its module, to code of users; see :class:`Shown`."""
-        return Shown(self, now)
+        return Shown(self, for_users)
 
 
 class OfShards(Context):
@@ -202,7 +203,7 @@ def context_of(
     as_stored = call.is_usual and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
         c = kind(call, call.inputs, call.outputs, rows)
-        if len(call.read) == 2 and not (call.before or call.shards):
+        if len(call.read) == 2 and not (call.kept_values or call.shards):
             c.params = call.read[0] | call.read[1] if call.read[1] else call.read[0]
     else:
         is_folded = folds and call.is_foldable
@@ -220,15 +221,15 @@ class Shown:
 
     Args:
         context: The call.
-        now: Leave parameters that were changed during the backward pass as they are.
+        for_users: Leave parameters that were changed during the backward pass as they are.
     """
 
-    __slots__ = ("context", "given", "is_first", "module", "now", "replaced", "tensors")
+    __slots__ = ("attributes", "context", "for_users", "is_first", "module", "replaced", "tensors")
 
-    def __init__(self, context: Context, now: bool = False):
+    def __init__(self, context: Context, for_users: bool = False):
         """Remember what to show."""
         self.context = context
-        self.now = now
+        self.for_users = for_users
 
     def __enter__(self) -> Any:
         """Set the attributes, parameters and buffers."""
@@ -243,22 +244,24 @@ class Shown:
             own = vars(self.module)
         try:
             swaps = c.module is call.module
-            self.tensors = call.swap_tensors(self.module, call.precision, self.now) if swaps else []
+            self.tensors = (
+                call.swap_tensors(self.module, call.precision, self.for_users) if swaps else []
+            )
         except BaseException:
             self._let_go()
             raise
         output: Any = c.outputs[0] if len(c.outputs) == 1 else c.outputs
-        given: dict[str, Any] = {"output": output, SHOWN: c}
+        attributes: dict[str, Any] = {"output": output, SHOWN: c}
         if own["training"] is not call.training:
-            given["training"] = call.training
+            attributes["training"] = call.training
         for i, x in enumerate(c.inputs):
-            given[f"input{i}"] = x
+            attributes[f"input{i}"] = x
         for child in own["_modules"]:  # a child may be called "output"
-            given.pop(child, None)
-        self.given = given
-        taken = given.keys() & own.keys()
+            attributes.pop(child, None)
+        self.attributes = attributes
+        taken = attributes.keys() & own.keys()
         self.replaced = {name: own[name] for name in taken} if taken else {}
-        own.update(given)
+        own.update(attributes)
         return self.module
 
     def __exit__(self, *exception: object) -> None:
@@ -266,7 +269,7 @@ class Shown:
         own = vars(self.module)
         if self.tensors:
             put(self.tensors)
-        for name in self.given.keys() - self.replaced.keys():
+        for name in self.attributes.keys() - self.replaced.keys():
             own.pop(name, None)
         own.update(self.replaced)
         self._let_go()

@@ -16,24 +16,25 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
-from backpack.core.record.calls import Call, all_live_calls, describe, layout_of, positional
+from backpack.core.record.calls import Call, all_live_calls, positional
 from backpack.core.record.compiler import is_traced
-from backpack.core.record.layout import (
+from backpack.core.record.data_notes import (
     Inputs,
-    Layout,
     begin_call,
     end_call,
+    layout_of,
     mixed_by,
     note,
     note_mixed,
     running,
-    unbatched,
 )
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import (
     derivatives_of,
 )
-from backpack.core.record.weights import TENSORS, now
+from backpack.core.record.weights import TENSORS, next_number
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -69,15 +70,15 @@ def note_inputs(
         return
     inputs, is_child = begin_call(module)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    given = [x for x in tensors if not x.is_nested and x.dim()]
-    count = _number_of_samples(given)
-    inputs.others = {len(x) for x in given} - {count, 1}
+    with_axes = [x for x in tensors if not x.is_nested and x.dim()]
+    count = _number_of_samples(with_axes)
+    inputs.others = {len(x) for x in with_axes} - {count, 1}
     if inputs.others:
         inputs.choice = (
             f"{describe(module)} was called with tensors of shapes "
-            f"{[list(x.shape) for x in given]}, and {count} was taken for the number of samples"
+            f"{[list(x.shape) for x in with_axes]}, and {count} was taken for the number of samples"
         )
-    for x in given:
+    for x in with_axes:
         mark, known = origin(x), layout_of(x)
         if mark is not None and mark.is_output:
             continue
@@ -92,17 +93,17 @@ def note_inputs(
             inputs.marks.append(mark)
 
 
-def _number_of_samples(given: Sequence[Tensor]) -> int:
+def _number_of_samples(tensors: Sequence[Tensor]) -> int:
     """Choose the size of a first axis: that of most tensors, or one that is no other's inner axis.
 
     A table of positions ``[T, H]`` belongs to ``[N, T, H]``, whichever comes first.
     """
-    sizes = [len(x) for x in given]
+    sizes = [len(x) for x in tensors]
     most = max([sizes.count(n) for n in sizes if n > 1], default=0)
     tied = [n for n in dict.fromkeys(sizes) if n > 1 and sizes.count(n) == most]
     if len(tied) < 2:
         return next(iter(tied or sizes), 0)
-    inner = {n: {s for x in given if len(x) == n for s in x.shape[1:]} for n in tied}
+    inner = {n: {s for x in tensors if len(x) == n for s in x.shape[1:]} for n in tied}
     outer = [
         n for n in tied if not any(n in inner[m] and m not in inner[n] for m in tied if m != n)
     ]
@@ -136,7 +137,7 @@ def clear_inputs(module: Module, output: Any = None) -> None:
                 call.misplaced = mark.lost
 
 
-def _given(inputs: Inputs) -> list[Layout]:
+def _layouts_of(inputs: Inputs) -> list[Layout]:
     """List where the samples are in what a model that runs was called with."""
     layouts = [layout for _, layout, _ in inputs.notes.values()]
     return layouts + [mark.layout for mark in inputs.marks if mark.layout is not None]
@@ -144,20 +145,20 @@ def _given(inputs: Inputs) -> list[Layout]:
 
 def is_all_data(layout: Layout) -> bool:
     """Whether nothing that the model at hand was called with has samples if this has none."""
-    known = _given(running()[-1]) if running() else ()
+    known = _layouts_of(running()[-1]) if running() else ()
     batched = [one for one in known if one.is_batched and not one.is_constant]
-    return bool(batched) and all(one._root in layout.behind for one in batched)
+    return bool(batched) and all(one._root in layout.ancestors for one in batched)
 
 
 def assumption_behind(layouts: Iterable[Layout]) -> str:
     """Tell which assumption says where samples are, for an error that might be due to it."""
-    known: set[Layout] = set().union(*(layout.behind for layout in layouts))
+    known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))
     for inputs in running():
-        if inputs.others and any(known & one.behind for one in _given(inputs)):
+        if inputs.others and any(known & one.ancestors for one in _layouts_of(inputs)):
             return f" {inputs.choice}. If that is wrong: {NO_SAMPLES}"
     for call in all_live_calls():
         read = zip(call.inputs, call.layouts_in, strict=True)
-        if any(one is not None and known & one.behind for one in call.layouts_out):
+        if any(one is not None and known & one.ancestors for one in call.layouts_out):
             if any(isinstance(x, Tensor) and one is None for x, one in read):
                 return (
                     f" They were taken to be along the first axis of the data that {call!r} reads, "
@@ -201,13 +202,13 @@ def take_mixing(modules: Iterable[Module] | None = None, before: int | None = No
     return list(map(describe, found))
 
 
-def _follow_mixing(module: Module, given: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+def _follow_mixing(module: Module, tensors: Sequence[Any], outputs: Sequence[Tensor]) -> None:
     """Note that samples were mixed where no gradient passes: individual ones do not show it."""
-    by, rule = mixed_by(given), derivatives_of(module)
+    by, rule = mixed_by(tensors), derivatives_of(module)
     if rule is not None:
         if rule.couples_samples(module):
             by = describe(module)
-            _mixing[module] = now()
+            _mixing[module] = next_number()
         elif _mixing:
             _mixing.pop(module, None)
     if by is not None:
@@ -224,18 +225,16 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         kwargs: Its keyword arguments.
         output: What it returned.
     """
-    outputs, given = tensors_in(output), tensors_in((args, kwargs) if kwargs else args)
+    outputs, tensors = tensors_in(output), tensors_in((args, kwargs) if kwargs else args)
     if not all(map(is_dense, outputs)):
         return
-    _follow_mixing(module, given, outputs)
-    known = list(map(layout_of, given))
+    _follow_mixing(module, tensors, outputs)
+    known = list(map(layout_of, tensors))
     if known and not any(known):
         return
     if not any(layout is not None and layout.is_batched for layout in known):
-        if None not in known and (given or isinstance(module, FUNCTIONS)):
-            lost = next((one.lost for one in known if one is not None and one.lost), None)
-            for y in outputs:
-                note(y, unbatched(lost))
+        if None not in known and (tensors or isinstance(module, FUNCTIONS)):
+            note_unbatched(outputs, known)
         return
     call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
     try:
@@ -251,6 +250,13 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
+
+
+def note_unbatched(outputs: Iterable[Tensor], known: Iterable[Layout | None]) -> None:
+    """Note that tensors have no samples, as those of these layouts that they are computed from."""
+    lost = next((one.lost for one in known if one is not None and one.lost), None)
+    for y in outputs:
+        note(y, unbatched(lost))
 
 
 def dense_advice(x: Tensor) -> str:
@@ -286,25 +292,31 @@ def pass_by(
         result: What it returned.
         missed: See :func:`record`.
     """
-    odd = next(x for x in tensors if not is_dense(x))
+    not_dense = next(x for x in tensors if not is_dense(x))
     for y in tree_leaves(result):
         if isinstance(y, Tensor) and not any(x is y for x in tensors):
             if names:
-                why = f"calls {function}, which {dense_advice(odd)}"
+                why = f"calls {function}, which {dense_advice(not_dense)}"
                 note_miss(root, tensors, [y], why, missed, names)
-            follow_odd(function, odd, y)
+            follow_not_dense(function, not_dense, y)
 
 
-def follow_odd(function: str, odd: Tensor, y: Tensor) -> None:
-    """Note where the samples are in a tensor that was computed from a nested or sparse one."""
+def follow_not_dense(function: str, x: Tensor, y: Tensor) -> None:
+    """Note where the samples are in a tensor that was computed from a nested or sparse one.
+
+    Args:
+        function: Name of the function that has computed it.
+        x: The nested or sparse tensor.
+        y: What was computed.
+    """
     mark = origin(y)
     if not is_dense(y) or (mark is not None and mark.is_output):
         return
     if function in FILLING_UP:  # the samples stay where they are
-        layout = layout_of(odd) or Layout.of_axis(y.shape, 0, assumed=True)
+        layout = layout_of(x) or Layout.of_axis(y.shape, 0, assumed=True)
     else:
         what = f"a tensor of shape {list(y.shape)} that {function} has computed"
-        layout = unbatched(f"{what}, which {dense_advice(odd)}")
+        layout = unbatched(f"{what}, which {dense_advice(x)}")
     if mark is None:
         note(y, layout)
     elif layout.lost:

@@ -21,7 +21,7 @@ from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import take_mixing
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of, is_leaf
-from backpack.core.record.tape import listen
+from backpack.core.record.tape import GRAD_FN, listen
 
 # Attribute of a model whose inputs are compared with those of its layers.
 MARK = "_backpack_model"
@@ -100,14 +100,14 @@ class Given:
             for known in self.tensors:
                 if known.has_rows(x):
                     return False
-        mine, axes = Strided(x), {0, axis}
-        if mine.shape[axis] < 2 or mine.shape[axis] not in self.sizes(axes):  # known by that
+        read, axes = Strided(x), {0, axis}
+        if read.shape[axis] < 2 or read.shape[axis] not in self.sizes(axes):  # known by that
             return False
-        same = [known for known in self.tensors if known.memory == mine.memory]
+        same = [known for known in self.tensors if known.memory == read.memory]
         if same:
             steps = [known.step(i) for known in same for i in axes if i < len(known.shape)]
-            return mine.step(axis) not in steps
-        if not is_computed or axis or mine.is_outermost(0):
+            return read.step(axis) not in steps
+        if not is_computed or axis or read.is_outermost(0):
             return False
         return all(known.is_outermost(0) for known in self.tensors)
 
@@ -151,7 +151,7 @@ def note_given(
         for x in value.values() if isinstance(value, Mapping) else (value,):
             if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
                 tensors.append(Strided(x))
-    outputs = [y for y in flatten_outputs(output) if y.grad_fn is not None]
+    outputs = list(filter(GRAD_FN, flatten_outputs(output)))
     if tensors and outputs:
         listener = partial(entered, Given(module, tensors, take_mixing(module.modules())))
         for y in outputs:

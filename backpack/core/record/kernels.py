@@ -80,7 +80,7 @@ def in_use(
         roots: Where it starts.
         completed: Called when all nodes of a call that have one have run.
     """
-    left = Counter(override.call for override in overrides)
+    unfinished = Counter(override.call for override in overrides)
 
     def start(_: Any) -> None:
         for override in overrides:
@@ -96,8 +96,8 @@ def in_use(
     def after(override: KernelOverride, *_: Any) -> None:
         if override.is_running:
             _pop_mode()
-            left[override.call] -= 1
-            if not left[override.call]:
+            unfinished[override.call] -= 1
+            if not unfinished[override.call]:
                 completed(override.call)
 
     nodes: list[Any] = [root.grad_fn for root in roots] if overrides else []

@@ -14,18 +14,13 @@ of rows, those with fewer have rows of zeros behind theirs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from threading import local
-from types import FrameType
-from typing import Any, ClassVar, NamedTuple
-from weakref import ref
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 
 class Owners:
@@ -83,19 +78,19 @@ class Place(NamedTuple):
             leading axis with that of the batch.
         samples: Number of samples.
         owners: Which samples the entries belong to, if that is not so.
-        is_apart: Whether the rest of the axis is behind the samples in canonical form: where they
-            are behind another axis, a reshaped tensor would have other rows.
+        is_split: Whether outer and inner entries stay axes of their own in canonical form. They are
+            no rows where another axis comes first: a reshaped tensor would have other ones.
     """
 
     axis: int = 0
     outer: int = 1
     samples: int = 0
     owners: Owners | None = None
-    is_apart: bool = False
+    is_split: bool = False
 
     def rows(self, shape: Sequence[int]) -> int:
         """Number of rows that a tensor of this shape has in canonical form."""
-        if self.is_apart:
+        if self.is_split:
             return self.samples
         return shape[self.axis] if self.owners is None else self.owners.rows
 
@@ -106,13 +101,13 @@ class Place(NamedTuple):
     @property
     def is_scattered(self) -> bool:
         """Whether the rows of a sample are not next to each other."""
-        return self.outer > 1 or self.owners is not None or self.is_apart
+        return self.outer > 1 or self.owners is not None or self.is_split
 
     def canonical(self, shape: Sequence[int]) -> list[int]:
         """Return the shape behind the rows in canonical form."""
         rest = list(shape)
-        apart = [self.outer, shape[self.axis] // self.outer // self.samples]
-        rest[self.axis : self.axis + 1] = apart if self.is_apart else []
+        parts = [self.outer, shape[self.axis] // self.outer // self.samples]
+        rest[self.axis : self.axis + 1] = parts if self.is_split else []
         return rest
 
     def to_canonical(self, tensor: Tensor, skip: int = 0) -> Tensor:
@@ -124,11 +119,11 @@ class Place(NamedTuple):
                 *tensor.shape[:skip], self.owners.rows, *tensor.shape[1 + skip :]
             )
             return whole.index_copy(skip, self.owners.places.to(tensor.device), tensor)
-        if self.is_apart:
+        if self.is_split:
             return tensor.unflatten(axis, (self.outer, self.samples, -1)).movedim(axis + 1, skip)
         if self.outer > 1:
-            apart = tensor.unflatten(axis, (self.outer, self.samples, -1))
-            tensor = apart.movedim(axis, axis + 1).flatten(axis, axis + 2)
+            parts = tensor.unflatten(axis, (self.outer, self.samples, -1))
+            tensor = parts.movedim(axis, axis + 1).flatten(axis, axis + 2)
         return tensor.movedim(axis, skip) if self.axis else tensor
 
     def from_canonical(self, mat: Tensor, rows_per_sample: int = 1) -> Tensor:
@@ -140,11 +135,11 @@ class Place(NamedTuple):
         """
         if self.owners is not None:
             mat = mat.index_select(1, self.owners.places.to(mat.device))
-        elif self.is_apart:
+        elif self.is_split:
             return mat.movedim(1, self.axis + 2).flatten(self.axis + 1, self.axis + 3)
         elif self.outer > 1:
-            apart = mat.unflatten(1, (-1, self.outer, rows_per_sample // self.outer))
-            mat = apart.movedim(1, 2).flatten(1, 3)
+            parts = mat.unflatten(1, (-1, self.outer, rows_per_sample // self.outer))
+            mat = parts.movedim(1, 2).flatten(1, 3)
         return mat.movedim(1, self.axis + 1) if self.axis else mat
 
 
@@ -167,7 +162,7 @@ class Layout:
             found out before has to be found out again.
     """
 
-    __slots__ = ("_facts", "_same", "_sources", "is_constant", "lost", "owners")
+    __slots__ = ("_facts", "_merged_into", "_sources", "is_constant", "lost", "owners")
     on_correction: ClassVar[Callable[[], None]]
 
     def __init__(
@@ -185,7 +180,7 @@ class Layout:
         self.is_constant = is_constant
         self.lost: str | None = None
         self._facts = (before, samples, assumed, dims)
-        self._same: Layout | None = None
+        self._merged_into: Layout | None = None
         self._sources = tuple(sources)
 
     def __repr__(self) -> str:
@@ -200,26 +195,26 @@ class Layout:
     @property
     def _root(self) -> Layout:
         layout = self
-        while layout._same is not None:
-            layout = layout._same
+        while layout._merged_into is not None:
+            layout = layout._merged_into
         return layout
 
     @property
     def facts(self) -> tuple[int, int, Owners | None]:
         """All that says where the samples are."""
-        root = self if self._same is None else self._root
+        root = self if self._merged_into is None else self._root
         before, samples, *_ = root._facts
         return before, samples, self.owners
 
     @property
     def before(self) -> int:
         """Number of entries before the samples."""
-        return (self if self._same is None else self._root)._facts[0]
+        return (self if self._merged_into is None else self._root)._facts[0]
 
     @property
     def samples(self) -> int:
         """Number of samples, 0 if there are none."""
-        return (self if self._same is None else self._root)._facts[1]
+        return (self if self._merged_into is None else self._root)._facts[1]
 
     @property
     def assumed(self) -> bool:
@@ -234,7 +229,7 @@ class Layout:
     @property
     def is_batched(self) -> bool:
         """Whether there are samples at all."""
-        return (self if self._same is None else self._root)._facts[1] > 0
+        return (self if self._merged_into is None else self._root)._facts[1] > 0
 
     @property
     def is_plain(self) -> bool:
@@ -251,14 +246,14 @@ class Layout:
 
     def has_rows(self, shape: Sequence[int]) -> bool:
         """Whether each entry of the first axis of a tensor of this shape is a sample."""
-        root = self if self._same is None else self._root
+        root = self if self._merged_into is None else self._root
         before, samples, *_ = root._facts
         plain = before == 1 and samples > 0 and self.owners is None
         return plain and len(shape) > 0 and samples == shape[0]
 
     def confirm(self) -> None:
         """Take what was assumed for certain."""
-        root = self._root
+        root = self if self._merged_into is None else self._root
         if root.is_constant:
             return
         before, samples, assumed, dims = root._facts
@@ -284,18 +279,18 @@ class Layout:
         Layout.on_correction()
 
     @property
-    def behind(self) -> set[Layout]:
+    def ancestors(self) -> set[Layout]:
         """All that this was found from, itself included."""
         root = self._root
-        return {root}.union(*(source.behind for source in root._sources))
+        return {root}.union(*(source.ancestors for source in root._sources))
 
-    def demote(self) -> None:
-        """Say that there are no samples, here and in what this was derived from."""
+    def mark_unbatched(self) -> None:
+        """Note that there are no samples, here and in what this was derived from."""
         root = self._root
         root._facts = (1, 0, False, root._facts[3])
         Layout.on_correction()
         for source in root._sources:
-            source.demote()
+            source.mark_unbatched()
 
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
@@ -305,7 +300,7 @@ class Layout:
         if two.assumed and not one.assumed:
             one, two = two, one
         if one.assumed:
-            one._same = two
+            one._merged_into = two
 
     def place(self, shape: Sequence[int]) -> Place | None:
         """Find the batch axis in a tensor of this shape; None if no axis fits."""
@@ -379,11 +374,11 @@ def _spread(of_axis: Tensor, before: int, shape: Sequence[int]) -> Tensor | None
 
 
 def _owners(numbers: Tensor, samples: int) -> tuple[int, Owners] | None:
-    """Find an axis each of whose entries belongs to one sample."""
+    """Find an axis each entry of which belongs to one sample, and those samples."""
     for axis in range(numbers.dim()):
-        apart = numbers.movedim(axis, 0).reshape(numbers.shape[axis], -1)
-        of_entry = apart.max(1).values
-        alike = (apart == of_entry[:, None]) | (apart < 0)
+        by_entry = numbers.movedim(axis, 0).reshape(numbers.shape[axis], -1)
+        of_entry = by_entry.max(1).values
+        alike = (by_entry == of_entry[:, None]) | (by_entry < 0)
         if bool((of_entry >= 0).all()) and bool(alike.all()):
             return axis, Owners(tuple(of_entry.tolist()), samples)
     return None
@@ -417,8 +412,8 @@ def _before(numbers: Tensor, samples: int, preferred: Sequence[int]) -> int | No
     own = torch.arange(samples, device=numbers.device)[:, None]
     for before in sorted(candidates, key=lambda b: (b not in preferred, b)):
         if numbers.numel() % (before * samples) == 0:
-            apart = numbers.reshape(before, samples, -1)
-            if bool(((apart == own) | (apart < 0)).all()):
+            by_sample = numbers.reshape(before, samples, -1)
+            if bool(((by_sample == own) | (by_sample < 0)).all()):
                 return before
     return None
 
@@ -434,7 +429,7 @@ def _place(start: int, samples: int, shape: tuple[int, ...]) -> Place | None:
         if rest or outer == 0:
             break
         if size > 0 and size % (outer * samples) == 0:
-            return Place(axis, outer, samples, is_apart=before > 1)
+            return Place(axis, outer, samples, is_split=before > 1)
     if start == 1 and shape:  # a batch that was split: the number of samples is smaller
         return Place(0, 1, shape[0])
     return None
@@ -454,150 +449,3 @@ def unbatched(lost: str | None = None) -> Layout:
     layout = Layout(1, 0)
     layout.lost = lost
     return layout
-
-
-# --- Data -----------------------------------------------------------------------------------------
-
-# Why they are not known in memory that no function of torch has filled.
-UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
-
-# What a tensor was when it was noted, where the samples are, and the tensor.
-Note = tuple[Any, Layout, ref[Tensor]]
-# Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
-_of_data: dict[int, Note] = {}
-
-
-class Inputs:
-    """What one call of a model was given: where the samples are holds for that call alone.
-
-    Attributes:
-        module: The model.
-        notes: Where the samples are, by the id of the tensor.
-        marks: Identities of tensors with a graph whose layout holds for this call alone.
-        others: What else may be the number of samples: sizes of other first axes.
-        choice: What was taken for the samples, in words.
-    """
-
-    def __init__(self, module: Module):
-        """Nothing is noted yet."""
-        self.module = ref(module)
-        self.notes: dict[int, Note] = {}
-        self.marks: list[Any] = []
-        self.others: set[int] = set()
-        self.choice = ""
-
-    def note(self, tensor: Tensor, layout: Layout) -> None:
-        """Remember where the samples are, until the call ends."""
-        self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
-
-
-class _Calls(local):
-    """The calls of models that run in a thread, innermost last."""
-
-    def __init__(self) -> None:
-        """None runs."""
-        self.running: list[Inputs] = []
-
-
-_calls = _Calls()
-
-
-def begin_call(module: Module) -> tuple[Inputs, bool]:
-    """Note that a model is called.
-
-    Returns:
-        The notes of this call, and whether it is one of a part of a model that runs.
-    """
-    if _calls.running:
-        _clear_interrupted(module)
-    owners = filter(None, (inputs.module() for inputs in _calls.running))
-    is_part = any(module is part for owner in owners for part in owner.modules())
-    inputs = Inputs(module)
-    _calls.running.append(inputs)
-    return inputs, is_part
-
-
-def _clear_interrupted(module: Module) -> None:
-    """Forget calls that an interrupt has ended: torch calls no hooks then.
-
-    Args:
-        module: The model that is called now: a call of it before is over.
-    """
-    called: list[Module] = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is Module._wrapped_call_impl.__code__:
-            called.append(frame.f_locals["self"])
-        frame = frame.f_back
-    _calls.running = [
-        inputs
-        for inputs in _calls.running
-        if (own := inputs.module()) is not module and any(own is one for one in called)
-    ]
-
-
-def end_call(module: Module) -> Inputs | None:
-    """Forget what was noted of the inputs of a call, and of those that an interrupt has ended."""
-    names = [inputs.module() for inputs in _calls.running]
-    if module not in names:
-        return None
-    start = names.index(module)
-    ended, _calls.running[start:] = _calls.running[start], []
-    return ended
-
-
-def running() -> list[Inputs]:
-    """Return what is noted of the calls of models that run in this thread, the innermost last."""
-    return _calls.running
-
-
-def _form(tensor: Tensor) -> Any:
-    """Return what changes if a tensor gets other entries as a whole: shape and memory."""
-    try:
-        return tensor.shape, tensor.data_ptr()
-    except RuntimeError:  # nested, sparse, without memory, or of a transform of torch.func
-        return None
-
-
-def note(tensor: Tensor, layout: Layout | None) -> None:
-    """Remember where the samples of a tensor without a graph are; None: no longer known."""
-    key = id(tensor)
-    notes = next((inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes), None)
-    if layout is None:
-        (_of_data if notes is None else notes).pop(key, None)
-    elif notes is not None:
-        notes[key] = _form(tensor), layout, ref(tensor)
-    else:
-        _of_data[key] = _form(tensor), layout, ref(tensor, lambda _: _of_data.pop(key, None))
-
-
-# Functions that have mixed the samples of data: the name goes with the tensor.
-MIXED_DATA: dict[int, tuple[ref[Tensor], str]] = {}
-
-
-def note_mixed(tensor: Tensor, by: str) -> None:
-    """Remember that each entry of a tensor without a graph may depend on several samples."""
-    key = id(tensor)
-    MIXED_DATA[key] = ref(tensor, lambda _: MIXED_DATA.pop(key, None)), by
-
-
-def mixed_by(tensors: Iterable[Any]) -> str | None:
-    """Return what :func:`note_mixed` was told of one of some tensors."""
-    for x in tensors:
-        found = MIXED_DATA.get(id(x))
-        if found is not None and found[0]() is x:
-            return found[1]
-    return None
-
-
-def noted(tensor: Tensor) -> Layout | None:
-    """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
-    key = id(tensor)
-    for inputs in reversed(_calls.running):
-        found = inputs.notes.get(key)
-        if found is not None and found[2]() is tensor:
-            return found[1] if found[0] == _form(tensor) else None
-    found = _of_data.get(key)
-    if found is None or found[2]() is not tensor or found[0] != _form(tensor):
-        return None
-    return found[1]

@@ -70,13 +70,13 @@ class Origin:
         is_output: Whether a recorded call returned the tensor.
         layout: Where the samples are in it, if that is known.
         lost: Why that is not known.
-        maker: The call that computes the tensor again, if it is not kept.
+        producer: The call that computes the tensor again, if it is not kept.
     """
 
     is_output: bool = False
     layout: Layout | None = None
     lost: str | None = None
-    maker: ref[Any] | None = None  # of a call
+    producer: ref[Any] | None = None  # of a call
 
 
 def origin(tensor: Any) -> Origin | None:

@@ -23,16 +23,12 @@ from backpack.core.record.data_flow import (
     OnMiss,
     dense_advice,
     follow_data,
-    follow_odd,
+    follow_not_dense,
     note_miss,
     tensors_in,
 )
-from backpack.core.record.layout import (
-    MIXED_DATA,
-    mixed_by,
-    note,
-    unbatched,
-)
+from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
+from backpack.core.record.layout import unbatched
 from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
 from backpack.core.record.registry import (
     derivatives_of,
@@ -49,7 +45,7 @@ from backpack.custom_module.function_module import FunctionModule
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own: see has_rules.
 _ruled: set[ref[type[Module]]] = set()
-_GRAD_FN = operator.attrgetter("grad_fn")
+GRAD_FN = operator.attrgetter("grad_fn")
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -78,10 +74,7 @@ def _is_recorded(module: Module) -> bool:
 
 
 def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
-    """Whether the functions of a module are recorded now, in this thread.
-
-    Modules of their own read its parameters, then.
-    """
+    """Whether the functions of a module are recorded now, in this thread, in place of its call."""
     opened = recorders[-1] and recorders[-1].opened
     return "_backpack_open" in vars(module) or (
         bool(opened) and any(one is module for one in opened)
@@ -95,14 +88,14 @@ NO_REPLICAS = (
 )
 
 
-# With the number of an output: where those are who listen to its gradient.
+# With the number of an output: the key in a node's metadata of those who listen to its gradient.
 LISTENERS = "backpack listeners"
 
 
 def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
-    """Let somebody have the gradient of a tensor, before those that have asked for it so far.
+    """Call a listener with the gradient of a tensor, before those that were added so far.
 
-    It is that of the node: it sees what hooks of the tensor have made of the gradient.
+    A hook of the node tells it: the gradient is what hooks of the tensor have made of it.
     """
     node: Any = tensor.grad_fn
     slot = tensor.output_nr
@@ -129,8 +122,8 @@ def calls_above(nodes: Iterable[Any]) -> list[Call]:
         node = stack.pop()
         for key, listeners in node.metadata.items():
             if isinstance(key, tuple) and key[0] == LISTENERS:
-                given = [x for each in listeners for x in each.args]
-                found |= dict.fromkeys(x for x in given if isinstance(x, Call))
+                bound = [x for each in listeners for x in each.args]
+                found |= dict.fromkeys(x for x in bound if isinstance(x, Call))
         above = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= above
         stack += above
@@ -151,10 +144,10 @@ def _reached_as(shape: Size, reached: OnReach, call: Call, i: int, grad: Tensor 
     reached(call, i, None if grad is None else grad.reshape(shape))  # type: ignore[arg-type]
 
 
-def _repeated(output: Tensor, given: Any) -> Origin | None:
+def _repeated(output: Tensor, arguments: Any) -> Origin | None:
     """Return the identity of an output that has the entries of an argument, else None."""
     mark = origin(output)
-    known = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    known = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return mark if mark is not None and any(origin(x) is mark for x in known) else None
 
 
@@ -164,18 +157,38 @@ IN_TRANSFORM = (
 )
 
 
-def _lost(module: Module, rule: Rule) -> str | None:
-    """Tell which parameters a module computes; None if none is."""
+def _computed_parameters(module: Module, rule: Rule) -> str | None:
+    """Tell which parameters of the rule a module computes from others; None if it has all."""
     own = rule.own(module)
-    lost = [name for name in rule.params if name not in own]
+    computed = [name for name in rule.params if name not in own]
+    if not computed:
+        return None
     return (
-        None
-        if not lost
-        else (
-            f"computes its {', '.join(lost)} from other parameters (a parametrisation, weight "
-            "normalisation, pruning) since it was extended. Call extend(model) once more."
-        )
+        f"computes its {', '.join(computed)} from other parameters (a parametrisation, weight "
+        "normalisation, pruning) since it was extended. Call extend(model) once more."
     )
+
+
+def _note_not_dense(
+    module: Module,
+    arguments: Sequence[Any],
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    missed: OnMiss,
+) -> None:
+    """Note that a call is not recorded, because one of its tensors is nested or sparse."""
+    not_dense = next(x for x in tensors if FORM(x) not in DENSE)
+    note_miss(module, arguments, outputs, dense_advice(not_dense), missed)
+    if isinstance(module, FunctionModule):
+        for y in outputs:
+            follow_not_dense(module.name, not_dense, y)
+
+
+def _note_integers(output: Any) -> None:
+    """Take outputs such as indices for the same for all samples: no gradient tells these apart."""
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            note(x, unbatched())
 
 
 def record(
@@ -223,37 +236,34 @@ def record(
         raise RuntimeError(NO_REPLICAS)
     is_one = isinstance(output, Tensor) and output.is_floating_point()
     outputs = (output,) if is_one else flatten_outputs(output)
-    apart = repeated = None
-    given = (*args, *kwargs.values()) if kwargs else args
+    arguments = (*args, *kwargs.values()) if kwargs else args
     if not is_function and _transform() is not None:
-        note_miss(module, given, outputs, IN_TRANSFORM, missed)
+        note_miss(module, arguments, outputs, IN_TRANSFORM, missed)
         return None
-    tensors = given if TENSORS.issuperset(map(type, given)) else tensors_in(given)
+    tensors = arguments if TENSORS.issuperset(map(type, arguments)) else tensors_in(arguments)
     if not DENSE.issuperset(map(FORM, tensors + outputs)):
-        odd = next(x for x in tensors + outputs if FORM(x) not in DENSE)
-        note_miss(module, given, outputs, dense_advice(odd), missed)
-        if isinstance(module, FunctionModule):
-            for y in outputs:
-                follow_odd(module.name, odd, y)
+        _note_not_dense(module, arguments, tensors + outputs, outputs, missed)
         return None
-    if not any(map(_GRAD_FN, outputs)):
+    if not any(map(GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
         return None
     if altered is not None:
-        note_miss(module, given, outputs, altered, missed)
+        note_miss(module, arguments, outputs, altered, missed)
         return None
     rule = known if known is not None else fallback(module, outputs)
-    # one output may be computed from another, whose gradient would include that; and what a rule
-    # passes on is apart from what other readers of its input do
+    # Outputs get nodes of their own where one may be computed from another, whose gradient would
+    # include that; and where an extension has a rule for a module that returns its input: what the
+    # rule passes on is not the gradient of the input, which others may read as well.
+    replaced = repeated = None
     if len(outputs) > 1:
         if rule is not None:
-            apart = tree_map(own_node, output)
-            outputs = flatten_outputs(apart)
+            replaced = tree_map(own_node, output)
+            outputs = flatten_outputs(replaced)
     elif _ruled and has_rules(module):
         repeated = _repeated(outputs[0], (args, kwargs))
         if repeated is not None:
-            apart = tree_map(own_node, output)
-            outputs = flatten_outputs(apart)
+            replaced = tree_map(own_node, output)
+            outputs = flatten_outputs(replaced)
             origin_at(outputs[0].grad_fn, outputs[0].output_nr)
     if kwargs:
         args, kwargs = positional(module, args, kwargs)
@@ -261,16 +271,14 @@ def record(
     if MIXED_DATA:
         call.mixed_data = mixed_by(tensors)
     if rule is not None and rule.params and not call.read[0].keys() >= set(rule.params):
-        lost = _lost(module, rule)
-        if lost is not None:
-            note_miss(module, given, outputs, lost, missed)
-            return apart
+        computed = _computed_parameters(module, rule)
+        if computed is not None:
+            note_miss(module, arguments, outputs, computed, missed)
+            return replaced
     if repeated is not None:
         call.repeats = call.origins_in.index(repeated)
     if not isinstance(output, Tensor):
-        for x in tree_leaves(output):  # such as indices: no gradient tells their samples apart
-            if isinstance(x, Tensor) and not x.is_floating_point():
-                note(x, unbatched())
+        _note_integers(output)
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             base = None if out._base is None else _inner_base(call, i, out)
@@ -280,4 +288,4 @@ def record(
                 listen(base, partial(_reached_as, out.shape, reached, call, i))
     if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
-    return apart
+    return replaced

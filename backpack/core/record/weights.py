@@ -61,7 +61,9 @@ class KeptParameters:
         new = {id(p): p for p in parameters if id(p) not in self._tensors}
         self._tensors.update(new)
         tensors = list(new.values())
-        copied = set(filter(_is_copied, tensors)) if self.copies else ()
+        copied: set[Tensor] = set()
+        if self.copies:
+            copied = {p for p in tensors if p.requires_grad and shards.shard_of(p) is None}
         values = [p.detach().clone().requires_grad_() if p in copied else None for p in tensors]
         digests = _digests([p for p in tensors if p not in copied])
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
@@ -77,15 +79,15 @@ class KeptParameters:
         digests = _digests(digested)
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
-            now: Any
+            after: Any
             before: Any
-            now, before = (next(digests), was.digest) if was.value is None else (p, was.value)
-            is_known = now is not None and before is not None and not now.is_meta
+            after, before = (next(digests), was.digest) if was.value is None else (p, was.value)
+            is_known = after is not None and before is not None and not after.is_meta
             if was.state != state:
                 found[p] = was
-            elif is_known and not torch.equal(now, before):
-                slack = _rounding(shards.stored(p), now) if was.value is None else 0.0
-                if not torch.allclose(now, before, rtol=0, atol=slack, equal_nan=True):
+            elif is_known and not torch.equal(after, before):
+                slack = _rounding(shards.stored(p), after) if was.value is None else 0.0
+                if not torch.allclose(after, before, rtol=0, atol=slack, equal_nan=True):
                     found[p] = was
         return found
 
@@ -97,10 +99,6 @@ class KeptParameters:
     def storages(self) -> set[int]:
         """Return where the entries of the parameters are, but for those that were sharded."""
         return {storage_of(t) for t in self._tensors.values() if shards.shard_of(t) is None}
-
-
-def _is_copied(parameter: Tensor) -> bool:
-    return parameter.requires_grad and shards.shard_of(parameter) is None
 
 
 # Up to this many entries, a copy tells sooner what has changed than a digest.
@@ -206,6 +204,6 @@ def tensors_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
     return [t for by_name in read for t in by_name.values() if t is not None]
 
 
-def now() -> int:
+def next_number() -> int:
     """Return a number between those of the calls so far and those to come."""
     return next(COUNTER)

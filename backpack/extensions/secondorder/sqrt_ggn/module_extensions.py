@@ -18,7 +18,7 @@ from backpack.core.derivatives.aliases import publish
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.backpropagation import root_of_factor
-from backpack.core.record.calls import describe
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import REGISTRY
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad

@@ -1,0 +1,269 @@
+"""Where a rule expects the samples of its tensors, and where they are in the outputs of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from math import prod
+from typing import Any, ClassVar
+
+from torch import Size, Tensor
+from torch.nn import Module
+
+from backpack.core import fast
+from backpack.core.derivatives.interface import Interface
+from backpack.core.record.calls import Call
+from backpack.core.record.context import Context
+from backpack.core.record.layout import Layout, unbatched
+
+USUAL_LAYOUT = fast.path(
+    "usual layout", "Samples that are the first axis of all tensors are not looked for."
+)
+
+
+class BatchAxis(Enum):
+    """What a rule says about the batch axis of its module's tensors."""
+
+    FIXED = "at batch_axis_in and batch_axis_out"
+    LEADING = "any axis but the last trailing_axes: they are all alike to the module"
+    FOLLOWED = "wherever the tensors have it: the rule finds out where it goes"
+
+
+class SampleAxes(Interface):
+    """The part of a rule that is about samples: see :class:`BaseDerivatives` for the others.
+
+    Attributes:
+        batch_axis: Where the rule expects the samples.
+        has_samples_first: Whether the samples are along the first axis of all that the rule sees.
+        has_usual_layouts: Whether they are along the first axis of all that it returns, then.
+    """
+
+    batch_axis: ClassVar[BatchAxis] = BatchAxis.FIXED
+    has_samples_first: ClassVar[bool] = True
+    has_usual_layouts: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note what follows from the methods that a subclass overrides."""
+        super().__init_subclass__(**options)
+        cls.has_samples_first = (
+            cls.batch_axis is not BatchAxis.FOLLOWED
+            and cls.batch_axis_in is SampleAxes.batch_axis_in
+            and cls.batch_axis_out is SampleAxes.batch_axis_out
+        )
+        cls.has_usual_layouts = (
+            cls.has_samples_first
+            and cls.layouts is SampleAxes.layouts
+            and cls._layout_out is SampleAxes._layout_out
+            and cls.sees_samples_first is SampleAxes.sees_samples_first
+        )
+
+    def keeps_rows(self, call: Call) -> bool:
+        """Return whether each row of an output is computed from the row at its place alone."""
+        return True
+
+    def folds_rows(self, module: Module) -> bool:
+        """Return whether rows of a sample may as well be along an axis behind that of the batch."""
+        return self.batch_axis is BatchAxis.LEADING
+
+    def batch_axis_in(self, module: Module, i: int) -> int:
+        """Return the batch axis of input ``i`` as the rule sees it."""
+        return 0
+
+    def batch_axis_out(self, module: Module, i: int) -> int:
+        """Return the batch axis of output ``i`` as the rule sees it."""
+        return 0
+
+    def axes_in(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each input as the rule sees it; None if it has no samples."""
+        return [
+            self.batch_axis_in(c.module, i) if isinstance(x, Tensor) and x.dim() > 0 else None
+            for i, x in enumerate(c.inputs)
+        ]
+
+    def axes_out(self, c: Context) -> list[int | None]:
+        """Return the batch axis of each output as the rule sees it; None if it has no samples."""
+        return [self.batch_axis_out(c.module, i) for i in range(len(c.outputs))]
+
+    def axis_in(self, c: Context, i: int) -> int:
+        """Return the batch axis of input ``i`` in the call at hand; 0 if it has no samples."""
+        return self.axes_in(c)[i] or 0
+
+    def axis_out(self, c: Context, i: int) -> int:
+        """Return the batch axis of output ``i`` in the call at hand; 0 if it has no samples."""
+        return self.axes_out(c)[i] or 0
+
+    def has_sample_tangents(self, call: Call, i: int) -> bool:
+        """Return whether input ``i`` has no samples, but its tangents have: ``[V, N, *in]``."""
+        return False
+
+    def trailing_axes(self, module: Module) -> int:
+        """Return how many of the last axes are not like the others (``BatchAxis.LEADING``)."""
+        return 0
+
+    def sees_samples_first(self, module: Module) -> bool:
+        """Return whether the rule sees the tensors as they are, if their samples come first."""
+        return True
+
+    def usual_layout(self, call: Call) -> Layout | None:
+        """Return where the samples are if they are the rows of all tensors, and known to be.
+
+        That is the usual case of a module with one output; for all others see :meth:`layouts`.
+        """
+        if not (USUAL_LAYOUT.is_on and self.has_usual_layouts):
+            return None
+        if len(call.shape_out) > 1 or True in call.computed:
+            return None
+        if len(call.layouts_in) != 1 and (not call.layouts_in or any(call.layouts_in[1:])):
+            return None
+        shape, out, main = call.shape_in[0], call.shape_out[0], call.layouts_in[0]
+        leading = self.batch_axis is BatchAxis.LEADING
+        if main is None:  # data
+            return Layout(1, out[0], leading, len(out)) if out else None
+        if shape is None or not main.has_rows(shape) or (out and out[0] != shape[0]):
+            return None
+        if not leading:
+            main.confirm()
+        elif len(shape) <= self.trailing_axes(call.module):
+            return None
+        return main
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Find where the samples are in the outputs, and correct what was assumed of the inputs.
+
+        Raises:
+            ValueError: If the samples are not where the module needs them.
+        """
+        module, leading = call.module, self.batch_axis is BatchAxis.LEADING
+        for i, layout in enumerate(call.layouts_in):
+            is_fixed = self.batch_axis is BatchAxis.FIXED
+            if layout is None and call.computed[i] and is_fixed and self.batch_axis_in(module, i):
+                raise ValueError(
+                    f"{call!r} reads a tensor that a function has computed. Make the function a "
+                    "module, or use extend(model, use_converter=True)."
+                )
+            shape = call.shape_in[i]
+            if layout is None or shape is None:
+                continue
+            if not layout.is_batched:
+                own = 0 if leading else self.batch_axis_in(module, i)
+                if layout.assumed and own > 0:  # data: the module knows better
+                    layout.correct(shape, own)
+            elif leading:
+                self._check_leading(call, layout, shape)
+            else:
+                self._check_fixed(call, i, layout, shape)
+        return [
+            self._layout_out(call, i, shape) if shape else None
+            for i, shape in enumerate(call.shape_out)
+        ]
+
+    def _check_leading(self, call: Call, layout: Layout, shape: Size) -> None:
+        """Refuse samples along one of the last axes of an input, whose entries are combined."""
+        place, trailing = layout.place(shape), self.trailing_axes(call.module)
+        if place is None or len(shape) <= trailing:  # may be corrected, or have no samples
+            wrong = not layout.assumed
+        else:
+            wrong = place.axis >= len(shape) - trailing
+        if wrong and layout.is_constant:
+            layout.mark_unbatched()
+        elif wrong:
+            raise ValueError(
+                f"{call!r} mixes the samples of the batch: they are along the last "
+                f"{trailing} axes of its input, and the module combines the entries of "
+                "those. Give it an input whose batch axis comes before them."
+            )
+
+    def _check_fixed(self, call: Call, i: int, layout: Layout, shape: Size) -> None:
+        """Correct or confirm an assumption about an input; refuse samples along another axis."""
+        place, axis = layout.place(shape), self.batch_axis_in(call.module, i)
+        if place is not None and place.axis == axis and place.is_split:
+            raise ValueError(
+                f"{call!r} needs the samples of the batch alone along axis {axis} of input "
+                f"{i}, but another axis is merged with them. Move that axis to the front, "
+                "where it may be merged (batch_first=True in recurrent layers and attention)."
+            )
+        is_elsewhere = place is None or place.axis != axis
+        if is_elsewhere and layout.is_constant:
+            layout.mark_unbatched()
+            return
+        # an axis of one entry, such as that of x[None], says nothing of the batch
+        if is_elsewhere and not layout.samples == 1 == shape[axis]:
+            if not layout.assumed or (place is not None and axis == 0 and shape[0] == 1):
+                found = "nowhere" if place is None else f"along axis {place.axis}"
+                raise ValueError(
+                    f"{call!r} needs the samples of the batch along axis {axis} of input {i}, "
+                    f"but they are {found}."
+                )
+            try:
+                layout.correct(shape, axis)
+            except ValueError as error:
+                raise ValueError(f"{call!r}: {error}.") from None
+        layout.confirm()
+
+    def _layout_out(self, call: Call, i: int, shape: Size) -> Layout:
+        """Find where the samples are in an output, from where they are in the inputs."""
+        inputs = [*zip(call.layouts_in, call.shape_in, strict=True)]
+        main, own = inputs[0] if inputs else (None, None)
+        if main is not None and (main.is_constant or not main.is_batched):
+            known = [(one, s) for one, s in inputs if one and one.is_batched]
+            main, own = min(known, key=lambda x: x[0].is_constant, default=inputs[0])
+        if main is not None and not main.is_batched:
+            return unbatched()
+        if self.batch_axis is BatchAxis.LEADING:
+            return main or Layout.of_axis(shape, 0, assumed=True)
+        axis = self.batch_axis_out(call.module, i)
+        place = None if main is None else main.place(own or ())
+        if main is None or place is None:
+            return Layout.of_axis(shape, axis)
+        before = prod(shape[:axis]) * place.outer
+        if before == main.before:
+            return main
+        return Layout(before, place.samples, owners=place.owners)
+
+    def seen(
+        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Return inputs and outputs with the samples where the rule expects them."""
+        leading = self.batch_axis is BatchAxis.LEADING
+        main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
+
+        def view(x: Any, layout: Layout | None, axis: int) -> Any:
+            if not isinstance(x, Tensor) or (layout is None and x.dim() == 0):
+                return x
+            if layout is None:  # data: like the others
+                merged = main is not None and main.before > 1 and axis == 0
+                first = call.place_in(0) if merged else None
+                rows = first is not None and first.outer > 1 and len(x) == len(inputs[0])
+                layout = main if leading or rows else None
+            if layout is None:
+                return x
+            if not layout.is_batched and not call.is_unbatched:
+                return x  # each sample reads its own row of it
+            if not layout.is_batched:
+                if call.is_of_copies:
+                    return x
+                return x.unsqueeze(axis).expand(*x.shape[:axis], call.copies, *x.shape[axis:])
+            place = layout.place(x.shape)
+            return x if place is None else place.to_canonical(x).movedim(0, axis)
+
+        module = call.module
+        xs = [
+            view(x, layout, self.batch_axis_in(module, i))
+            for i, (x, layout) in enumerate(zip(inputs, call.layouts_in, strict=True))
+        ]
+        ys = [
+            view(y, layout, self.batch_axis_out(module, i))
+            for i, (y, layout) in enumerate(zip(outputs, call.layouts_out, strict=True))
+        ]
+        return xs, ys
+
+    def seen_gradients(self, call: Call, folded: bool) -> Sequence[Tensor | None]:
+        """Return the gradients at a call's outputs with the samples where the rule expects them."""
+        if self.batch_axis is BatchAxis.FOLLOWED or call.is_of_copies:
+            return call.g_out
+        axes = (self.batch_axis_out(call.module, i) for i in range(len(call.outputs)))
+        grads = call.gradients(folded)
+        return [
+            g if g is None or not axis else g.movedim(0, axis)
+            for g, axis in zip(grads, axes, strict=True)
+        ]

@@ -1,0 +1,177 @@
+"""Where the samples are in tensors that no graph leads to, and what has mixed them.
+
+A tensor with a graph has its layout at its place in the graph (``origins``). Of any other one it is
+noted here: what a model was called with for that call alone, all else as long as the tensor lives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from threading import local
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.origins import origin
+
+# Why the samples are not known in memory that no function of torch has filled.
+UNFILLED = "a tensor that torch.empty_like (or new_empty) has made and something unknown filled"
+
+# What a tensor was when it was noted, where the samples are, and the tensor.
+Note = tuple[Any, Layout, ref[Tensor]]
+# Where the samples are in tensors that no graph leads to: the layout goes with the tensor.
+_of_data: dict[int, Note] = {}
+
+
+class Inputs:
+    """What one call of a model was given: where the samples are holds for that call alone.
+
+    Attributes:
+        module: The model.
+        notes: Where the samples are, by the id of the tensor.
+        marks: Identities of tensors with a graph whose layout holds for this call alone.
+        others: What else may be the number of samples: sizes of other first axes.
+        choice: What was taken for the samples, in words.
+    """
+
+    def __init__(self, module: Module):
+        """Nothing is noted yet."""
+        self.module = ref(module)
+        self.notes: dict[int, Note] = {}
+        self.marks: list[Any] = []
+        self.others: set[int] = set()
+        self.choice = ""
+
+    def note(self, tensor: Tensor, layout: Layout) -> None:
+        """Remember where the samples are, until the call ends."""
+        self.notes[id(tensor)] = _form(tensor), layout, ref(tensor)
+
+
+class _Calls(local):
+    """The calls of models that run in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        """None runs."""
+        self.running: list[Inputs] = []
+
+
+_calls = _Calls()
+
+
+def begin_call(module: Module) -> tuple[Inputs, bool]:
+    """Note that a model is called.
+
+    Returns:
+        The notes of this call, and whether it is one of a part of a model that runs.
+    """
+    if _calls.running:
+        _clear_interrupted(module)
+    owners = filter(None, (inputs.module() for inputs in _calls.running))
+    is_part = any(module is part for owner in owners for part in owner.modules())
+    inputs = Inputs(module)
+    _calls.running.append(inputs)
+    return inputs, is_part
+
+
+def _clear_interrupted(module: Module) -> None:
+    """Forget calls that an interrupt has ended: torch calls no hooks then.
+
+    Args:
+        module: The model that is called now: a call of it before is over.
+    """
+    called: list[Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Module._wrapped_call_impl.__code__:
+            called.append(frame.f_locals["self"])
+        frame = frame.f_back
+    _calls.running = [
+        inputs
+        for inputs in _calls.running
+        if (own := inputs.module()) is not module and any(own is one for one in called)
+    ]
+
+
+def end_call(module: Module) -> Inputs | None:
+    """Forget what was noted of the inputs of a call, and of those that an interrupt has ended."""
+    names = [inputs.module() for inputs in _calls.running]
+    if module not in names:
+        return None
+    start = names.index(module)
+    ended, _calls.running[start:] = _calls.running[start], []
+    return ended
+
+
+def running() -> list[Inputs]:
+    """Return what is noted of the calls of models that run in this thread, the innermost last."""
+    return _calls.running
+
+
+def _form(tensor: Tensor) -> Any:
+    """Return what changes if a tensor gets other entries as a whole: shape and memory."""
+    try:
+        return tensor.shape, tensor.data_ptr()
+    except RuntimeError:  # nested, sparse, without memory, or of a transform of torch.func
+        return None
+
+
+def note(tensor: Tensor, layout: Layout | None) -> None:
+    """Remember where the samples of a tensor without a graph are; None: no longer known."""
+    key = id(tensor)
+    notes = next((inputs.notes for inputs in reversed(_calls.running) if key in inputs.notes), None)
+    if layout is None:
+        (_of_data if notes is None else notes).pop(key, None)
+    elif notes is not None:
+        notes[key] = _form(tensor), layout, ref(tensor)
+    else:
+        _of_data[key] = _form(tensor), layout, ref(tensor, lambda _: _of_data.pop(key, None))
+
+
+# Functions that have mixed the samples of data: the name goes with the tensor.
+MIXED_DATA: dict[int, tuple[ref[Tensor], str]] = {}
+
+
+def note_mixed(tensor: Tensor, by: str) -> None:
+    """Remember that each entry of a tensor without a graph may depend on several samples."""
+    key = id(tensor)
+    MIXED_DATA[key] = ref(tensor, lambda _: MIXED_DATA.pop(key, None)), by
+
+
+def mixed_by(tensors: Iterable[Any]) -> str | None:
+    """Return what :func:`note_mixed` was told of one of some tensors."""
+    for x in tensors:
+        found = MIXED_DATA.get(id(x))
+        if found is not None and found[0]() is x:
+            return found[1]
+    return None
+
+
+def noted(tensor: Tensor) -> Layout | None:
+    """Return what :func:`note` was told, unless the tensor got another shape or memory since."""
+    key = id(tensor)
+    for inputs in reversed(_calls.running):
+        found = inputs.notes.get(key)
+        if found is not None and found[2]() is tensor:
+            return found[1] if found[0] == _form(tensor) else None
+    found = _of_data.get(key)
+    if found is None or found[2]() is not tensor or found[0] != _form(tensor):
+        return None
+    return found[1]
+
+
+def layout_of(x: Any) -> Layout | None:
+    """Return where the samples of a tensor are, if that is known."""
+    if not isinstance(x, Tensor):
+        return None
+    mark = None if x.grad_fn is None else origin(x)
+    if mark is not None and mark.layout is not None:
+        return mark.layout
+    found = noted(x)
+    if found is not None or type(x) is Tensor:
+        return found
+    return unbatched() if isinstance(x, Parameter) else None

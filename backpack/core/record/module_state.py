@@ -1,0 +1,307 @@
+"""What a module had when it was called: parameters, buffers and mode, which may change afterwards.
+
+Derivatives are those of the forward pass. A program may have given the module other parameters by
+then, changed them, or called it by ``torch.func.functional_call``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.core.record import shards
+from backpack.core.record.registry import kind_of
+from backpack.core.record.shards import Shard
+from backpack.core.record.weights import (
+    IS_SOMETHING,
+    Kept,
+    State,
+    addresses_of,
+    state_of_one,
+    tensors_of,
+)
+
+# An entry of a dictionary: where, its name, and the value.
+Entry = tuple[dict[str, Any], str, Any]
+_NOTHING = object()
+T = TypeVar("T", bound="ModuleState")
+
+
+class ModuleState:
+    """Parameters, buffers and mode of a module at the time of a call.
+
+    Attributes:
+        module: The module that was called.
+        params: Own parameters that require a gradient, by name.
+        read: Parameters of the module by name, its buffers, then those of its children in turn.
+        training: Whether the module was in training mode.
+        addresses: Where its parameters were in memory.
+        kept_values: What parameters were that have changed since the backward pass began.
+        precision: What derivatives are computed in, if the network is of several precisions.
+        views: Shards of the parameters that inputs and outputs are views of.
+        shards: Those, and of the parameters that the call has read.
+        has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
+    """
+
+    addresses: tuple[int, ...]
+    __slots__ = (
+        "__weakref__",
+        "addresses",
+        "has_unknown_shards",
+        "kept_values",
+        "module",
+        "params",
+        "precision",
+        "read",
+        "shards",
+        "training",
+        "views",
+    )
+
+    def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
+        """Note what the module has now.
+
+        Args:
+            module: The module that was called.
+            own: The parameters, by name, that its derivatives are about.
+        """
+        self.module, self.training = module, module.training
+        self.params: dict[str, Parameter] = {}
+        for name, p in own.items():
+            if p is not None and p.requires_grad:
+                self.params[name] = p
+        if module._modules:
+            self.read = [tensors.copy() for tensors in tensors_of_modules(module)]
+        else:
+            self.read = [module._parameters.copy(), module._buffers.copy()]
+        for buffers in self.read[1::2]:
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    buffers[name] = buffer.detach()  # a graph of this call would own the call
+        self.kept_values: Mapping[Tensor, Kept] = {}
+        self.precision: torch.dtype | None = None
+        self.views: tuple[Shard, ...] = ()
+        self.shards: tuple[Shard, ...] = ()
+        self.has_unknown_shards = False
+
+    def _note_shards(self, tensors: Sequence[Any]) -> None:
+        """Note which sharded parameters the call has read, and which some tensors are views of."""
+        self.has_unknown_shards = not shards.note(self.module)
+        if shards.KNOWN:
+            self.views = shards.shards_in(tensors)
+            read = shards.shards_in(self.own())
+            self.shards = (*self.views, *(shard for shard in read if shard not in self.views))
+
+    @property
+    def state(self) -> list[State]:
+        """Tell parameters and buffers, as the derivatives see them, from those before a change."""
+        kept = self.kept_values
+        return [kept[t].state if t in kept else state_of_one(t) for t in tensors_of(self.read)]
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the module has parameters, frozen ones included."""
+        return any(p is not None for tensors in self.read[::2] for p in tensors.values())
+
+    def refuse_moved(self) -> None:
+        """Refuse parameters that were changed so between the forward pass and the backward pass.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"A parameter of {describe(self.module)} was given other memory (p.data = …) after the "
+            "forward pass. Quantities are those of the weights of the forward pass, which autograd "
+            "alone still has. Change weights after the backward pass."
+        )
+
+    def own(self) -> list[Tensor]:
+        """List the parameters that the call has read, of itself and of what it stands for."""
+        found: list[Tensor] = [*self.params.values()]
+        for read in self.read[::2]:
+            found += filter(IS_SOMETHING, read.values())
+        return found
+
+    def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
+        """Let the derivatives see parameters as they were.
+
+        Args:
+            changed: What those were that have changed since.
+
+        Raises:
+            RuntimeError: If one has changed that was not copied.
+        """
+        own = {t: changed[t] for t in self.own() if t in changed}
+        for t, was in own.items():
+            if was.value is None or torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"A parameter of {describe(self.module)}, of shape {list(t.shape)}, was "
+                    "changed during the backward pass. Quantities are those of the weights of the "
+                    "forward pass, which are kept where hooks of parameters or modules may change "
+                    "them, but not if they are frozen, or with create_graph=True. Change it after "
+                    "the backward pass."
+                )
+        # an earlier backward pass through the same graph may have kept some already
+        self.kept_values = own | dict(self.kept_values)
+
+    def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
+        """Return the parameters and buffers that the call has read, as the derivatives see them.
+
+        Those of children have qualified names.
+
+        Args:
+            reads_entries: Gather what is sharded; else there are tensors of the same shapes.
+        """
+        if self.shards and reads_entries:
+            shards.need(self.shards)
+        if self.module._modules:
+            prefixes = [name + "." if name else "" for name, _ in self.module.named_modules()]
+            if 2 * len(prefixes) != len(self.read):
+                raise RuntimeError(self._changed("its children are others"))
+            found = {
+                prefixes[i // 2] + name: t
+                for i, read in enumerate(self.read)
+                for name, t in read.items()
+            }
+        else:
+            params, buffers = self.read
+            found = params | buffers if buffers else params
+        if self.kept_values:
+            found = {name: self._as_kept(t) for name, t in found.items()}
+        if self.shards and not reads_entries:
+            found = {name: t if shards.is_there(t) else placeholder(t) for name, t in found.items()}
+        if self.precision is not None:
+            found = {name: cast(t, self.precision) for name, t in found.items()}
+        return found
+
+    @contextmanager
+    def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
+        """Let the module have the parameters, the buffers and the mode of the call.
+
+        Args:
+            precision: What to compute in. Default: that of the call.
+        """
+        mode = self.module.training
+        if mode != self.training:
+            self.module.training = self.training
+        replaced = self.swap_tensors(self.module, precision)
+        try:
+            yield
+        finally:
+            put(replaced)
+            if mode != self.training:
+                self.module.training = mode
+
+    def swap_tensors(
+        self, module: Module, precision: torch.dtype | None = None, for_users: bool = False
+    ) -> list[Entry]:
+        """Give a module the parameters and buffers of the call, if it has others by now.
+
+        Such as its own, after a ``torch.func.functional_call``, or changed ones.
+
+        Args:
+            module: That of the call, or a copy.
+            precision: Cast all of them.
+            for_users: Parameters that have changed as they are now, and sharded ones as users see
+                them.
+
+        Returns:
+            What has been replaced: see :func:`put`.
+
+        Raises:
+            RuntimeError: If it has other children, or an attribute hides one of them.
+        """
+        own, reads = tensors_of_modules(module), self.read
+        if len(own) != len(reads):
+            raise RuntimeError(self._changed("its children are others"))
+        if self.shards and for_users:
+            reads = [{name: shards.home(t) for name, t in read.items()} for read in reads]
+        elif self.shards:
+            shards.need(self.shards)
+        if self.kept_values and not for_users:
+            reads = [{name: self._as_kept(t) for name, t in read.items()} for read in reads]
+        if precision is None and not any(map(_differ, own, reads)):
+            return []
+        entries = [
+            (tensors, name, t if precision is None else cast(t, precision))
+            for tensors, read in zip(own, reads, strict=True)
+            for name, t in (read if precision is None else tensors | read).items()
+            if precision is not None or tensors.get(name, _NOTHING) is not t
+        ]
+        replaced = [(tensors, name, tensors.get(name, _NOTHING)) for tensors, name, _ in entries]
+        self._check_hidden(module, [entry for entry in replaced if entry[2] is _NOTHING])
+        put(entries)
+        return replaced
+
+    def _as_kept(self, tensor: Tensor | None) -> Tensor | None:
+        """Return the copy of a parameter that has changed; any other tensor as it is."""
+        kept = None if tensor is None else self.kept_values.get(tensor)
+        return tensor if kept is None else kept.value
+
+    def _check_hidden(self, module: Module, missing: Sequence[Entry]) -> None:
+        """Refuse attributes that hide parameters and buffers which a module no longer has."""
+        for holder in module.modules() if missing else ():
+            for tensors, name, _ in missing:
+                is_own = tensors is holder._parameters or tensors is holder._buffers
+                if is_own and (name in vars(holder) or hasattr(type(holder), name)):
+                    raise RuntimeError(self._changed(f"an attribute hides its '{name}'"))
+
+    def _changed(self, what: str) -> str:
+        return (
+            f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
+            "after the backward pass and its extension hooks."
+        )
+
+
+def parameters_of(states: Iterable[T]) -> dict[T, list[Tensor]]:
+    """Return the parameters that calls have read."""
+    return {one: one.own() for one in states}
+
+
+def moved(states: Iterable[T]) -> Iterator[T]:
+    """List those of which a parameter has other memory now than at the call (``p.data = …``)."""
+    return (one for one in states if one.addresses and one.addresses != addresses_of(one.read))
+
+
+def tensors_of_modules(module: Module) -> list[dict[str, Any]]:
+    """List the parameters and the buffers that a module has now, then those of children."""
+    if not module._modules:
+        return [module._parameters, module._buffers]
+    return [ts for child in module.modules() for ts in (child._parameters, child._buffers)]
+
+
+def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
+    return bool(read) and any(map(operator.is_not, map(tensors.get, read), read.values()))
+
+
+def put(entries: Sequence[Entry]) -> None:
+    """Set entries, or delete them."""
+    for where, name, value in entries:
+        if value is _NOTHING:
+            where.pop(name, None)
+        else:
+            where[name] = value
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that takes no memory. Whoever reads it will notice."""
+    return tensor.new_full((), torch.nan).expand(tensor.shape)
+
+
+def cast(x: Any, precision: torch.dtype) -> Any:
+    """Return a floating-point tensor in another precision; anything else as it is."""
+    return x.to(precision) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def describe(module: Module) -> str:
+    """Name a module as a reader of its model would: qualified name and type."""
+    name = vars(module).get("_backpack_name", "")
+    managed = shards.MANAGED in vars(module)
+    kind = kind_of(module).__name__ if managed else type(module).__name__
+    return f"'{name}' ({kind})" if name else kind
