@@ -614,18 +614,24 @@ class BackwardPass:
     def _look_at_samples(self, call: Call) -> None:
         """Notice what makes individual gradients something else than those of samples."""
         paths: dict[int, Path] = {}
+        flows: dict[int, Path] = {}  # the same, through containers with parameters of their own
         if call.reads_functions:
             for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
                 if mark is not None and call.is_transparent:  # its input is kept without a graph
                     node: Any = torch._C._current_autograd_node()
                     slots = [key[1] for key, own in node.metadata.items() if own is mark]
-                    paths[i] = path_above(node, slots[0] if slots else 0, mark)
-                elif mark is not None and not mark.is_output:
-                    paths[i] = path_above(x.grad_fn, x.output_nr)
+                    start = node, slots[0] if slots else 0, mark
+                elif mark is not None and (not mark.is_output or mark.by_container):
+                    start = x.grad_fn, x.output_nr, None
+                else:
+                    continue
+                paths[i] = flows[i] = path_above(*start)
+                if any(source.by_container for source in paths[i].sources.values()):
+                    flows[i] = path_above(*start, through_containers=True)
             self._check_foreign_uses(call, paths)
         if self.foreign_uses and self.has_parameters:  # else nothing is computed, and that is told
             self._tell_foreign_uses()
-        self.sample_flow.visit(call, paths)
+        self.sample_flow.visit(call, flows)
         if call.mixed_data is not None:
             self.mixed_data[call.mixed_data] = None
         rule = call.derivatives
