@@ -46,7 +46,7 @@ from backpack.core.record import calls, data_flow, shards, weights
 from backpack.core.record.calls import Call, describe, is_used, placeholder
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
-from backpack.core.record.origins import has_parameters, origin, parameter_behind
+from backpack.core.record.origins import Origin, has_parameters, origin, parameter_behind
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
@@ -617,17 +617,18 @@ class BackwardPass:
         flows: dict[int, Path] = {}  # the same, through containers with parameters of their own
         if call.reads_functions:
             for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
+                own: Origin | None = None
                 if mark is not None and call.is_transparent:  # its input is kept without a graph
                     node: Any = torch._C._current_autograd_node()
-                    slots = [key[1] for key, own in node.metadata.items() if own is mark]
-                    start = node, slots[0] if slots else 0, mark
+                    slots = [key[1] for key, one in node.metadata.items() if one is mark]
+                    slot, own = slots[0] if slots else 0, mark
                 elif mark is not None and (not mark.is_output or mark.by_container):
-                    start = x.grad_fn, x.output_nr, None
+                    node, slot = x.grad_fn, x.output_nr
                 else:
                     continue
-                paths[i] = flows[i] = path_above(*start)
+                paths[i] = flows[i] = path_above(node, slot, own)
                 if any(source.by_container for source in paths[i].sources.values()):
-                    flows[i] = path_above(*start, through_containers=True)
+                    flows[i] = path_above(node, slot, own, through_containers=True)
             self._check_foreign_uses(call, paths)
         if self.foreign_uses and self.has_parameters:  # else nothing is computed, and that is told
             self._tell_foreign_uses()
