@@ -1113,6 +1113,37 @@ def test_mixing_between_model_and_loss(name: str) -> None:
     assert all("functions before CrossEntropyLoss" in m and node in m for m in found)
 
 
+class Scaled(nn.Module):
+    """A container with a parameter of its own, such as a temperature."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(3, 4), function
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner(x)) * self.scale.exp()
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_functions_in_a_container_with_parameters(is_last: bool, mixes: bool) -> None:
+    """It has a result that nobody knows how to compute; functions inside are looked at as well."""
+    scaled = Scaled(lambda z: z @ z.T if mixes else z @ torch.ones(4, N))
+    model = extend(scaled if is_last else nn.Sequential(scaled, nn.Linear(N, 2)))
+
+    def program() -> None:
+        loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.randint(2, (N,)))
+        with backpack(BatchGrad()):
+            loss.backward()
+
+    messages = warnings_of(program)
+    assert any("no rule for the parameters scale" in message for message in messages)
+    reader = "CrossEntropyLoss" if is_last else "'1' (Linear)"
+    found = [message for message in messages if "mixes the samples" in message]
+    assert len(found) == mixes and all(f"functions before {reader}" in m for m in found)
+
+
 @pytest.mark.slow
 def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     calls = []

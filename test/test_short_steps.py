@@ -91,7 +91,7 @@ class Step:
         ("DiagGGNExact", 105, 390, 128),
         ("BatchGrad DiagGGNExact KFAC", 105, 800, 249),
         ("recorded", 990, 50, 20),
-        ("recorded BatchGrad", 990, 1230, 460),
+        ("recorded BatchGrad", 990, 1230, 475),
     ],
     ids=["none", "first order", "second order", "all", "recorded", "recorded, first order"],
 )

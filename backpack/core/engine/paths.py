@@ -32,13 +32,17 @@ class Path(NamedTuple):
     leaves: list[Tensor]
 
 
-def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
+def path_above(
+    node: Any, slot: int, own: Origin | None = None, through_containers: bool = False
+) -> Path:
     """Search the graph above a tensor, up to the outputs of recorded calls.
 
     Args:
         node: The node that has computed the input of a call.
         slot: Which of its outputs that is.
         own: The mark of the tensor, if the call has returned it as it was.
+        through_containers: Whether to go on where a container with parameters has returned
+            something, up to the outputs of the layers inside.
     """
     path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
     while stack:
@@ -51,7 +55,9 @@ def path_above(node: Any, slot: int, own: Origin | None = None) -> Path:
             continue
         is_source = False
         for key, mark in node.metadata.items():
-            if isinstance(mark, Origin) and mark.is_output and mark is not own:
+            if not isinstance(mark, Origin) or mark is own:
+                continue
+            if mark.is_output and not (through_containers and mark.by_container):
                 path.sources[node, key[1]] = mark
                 is_source = True
         if not is_source:

@@ -162,6 +162,7 @@ class Products:
         parameter: The parameter.
         unit: What it is sharded together with, if it is.
         uses: Its uses.
+        num_samples: Number of samples N that are looked at.
         wanted: All quantities that will be asked for: a cheaper one follows from a dearer one.
         terms: If the network mixes samples, the columns of this many terms of the loss travel
             separately, each through the whole batch: ``V = columns · terms``.
@@ -195,6 +196,9 @@ class Products:
         self._sources: Sequence[factored.Source] = []
         use, *others = uses
         call, mat = use.call, use.factor.mat
+        self.num_samples = use.factor.groups
+        for other in others:
+            self.num_samples = min(self.num_samples, other.factor.groups)
         # whether the derivatives can reduce on their own: one use, every row a sample
         self._reduces = (
             not others
@@ -288,7 +292,6 @@ class Products:
     def settle(self, names: Collection[str]) -> dict[str, Any]:
         """Return quantities, and forget where they come from."""
         values = {name: self[name] for name in names}
-        _ = self.num_samples
         if not set(JOINT_FACTORS.values()).isdisjoint(names):
             _ = self.partner, self._is_joined_bias
         self._values.clear()
@@ -317,11 +320,6 @@ class Products:
             rows = self._rows_that_count()
             return sum(map(len, rows)) if rows else self.num_samples
         return self.num_samples
-
-    @lazy
-    def num_samples(self) -> int:
-        """Number of samples N that are looked at."""
-        return min(use.factor.groups for use in self.uses)
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""

@@ -148,25 +148,39 @@ class SampleFlow:
             self._note_reduction(call)
 
     def _paths(self, call: Call) -> dict[int, Path]:
-        """Return what is above those inputs that functions have computed; note foreign uses."""
+        """Return what is above those inputs that functions have computed; note foreign uses.
+
+        Where a container with a parameter of its own has computed one, that are the functions
+        inside.
+        """
         paths: dict[int, Path] = {}
         for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
-            leaves: Sequence[Tensor] = ()
             if mark is None:  # perhaps a parameter itself, as an argument
-                leaves = [p for p in [parameter_behind(x)] if p is not None]
-            elif call.is_transparent:  # its input is kept without a graph
+                p = parameter_behind(x)
+                self._note_leaves(call, [] if p is None else [p])
+                continue
+            own: Origin | None = None
+            if call.is_transparent:  # its input is kept without a graph
                 node: Any = torch._C._current_autograd_node()
-                slots = [key[1] for key, own in node.metadata.items() if own is mark]
-                paths[i] = path_above(node, slots[0] if slots else 0, mark)
-            elif not mark.is_output:
-                paths[i] = path_above(x.grad_fn, x.output_nr)
-            if i in paths:
-                leaves = paths[i].leaves
-            for leaf in leaves:
-                reached = any(leaf is p for params in self.parameters for p in params.values())
-                if reached or is_used(leaf):
-                    self.foreign_uses.append((call, leaf))
+                slots = [key[1] for key, one in node.metadata.items() if one is mark]
+                slot, own = slots[0] if slots else 0, mark
+            elif not mark.is_output or mark.by_container:
+                node, slot = x.grad_fn, x.output_nr
+            else:
+                continue
+            path = path_above(node, slot, own)
+            self._note_leaves(call, path.leaves)
+            if any(source.by_container for source in path.sources.values()):
+                path = path_above(node, slot, own, through_containers=True)
+            paths[i] = path
         return paths
+
+    def _note_leaves(self, call: Call, leaves: Sequence[Tensor]) -> None:
+        """Note parameters of extended modules that a function above a call uses as well."""
+        for leaf in leaves:
+            reached = any(leaf is p for params in self.parameters for p in params.values())
+            if reached or is_used(leaf):
+                self.foreign_uses.append((call, leaf))
 
     def _note_reduction(self, call: Call) -> None:
         """Note the reduction of a loss, if ``backward()`` was called on it alone."""

@@ -213,7 +213,7 @@ class Call(ModuleState):
                 if x.requires_grad:
                     mark = origin(x)
                     layout = None if mark is None else mark.layout
-                    if mark is None or not mark.is_output:
+                    if mark is None or not mark.is_output or mark.by_container:
                         self.reads_functions = True
             origins_in.append(mark)
             shape_in.append(shape)
@@ -453,7 +453,8 @@ class Call(ModuleState):
             self.find_places()
         for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
             if mark is not None and not self.is_transparent:
-                mark.is_output = True
+                if not mark.is_output:
+                    mark.is_output, mark.by_container = True, self.is_container
                 mark.layout = mark.layout or layout
                 mark.lost = mark.lost or self.misplaced
 

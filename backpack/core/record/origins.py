@@ -68,12 +68,14 @@ class Origin:
 
     Attributes:
         is_output: Whether a recorded call returned the tensor.
+        by_container: Whether that is a container, whose functions have computed it.
         layout: Where the samples are in it, if that is known.
         lost: Why that is not known.
         producer: The call that computes the tensor again, if it is not kept.
     """
 
     is_output: bool = False
+    by_container: bool = False
     layout: Layout | None = None
     lost: str | None = None
     producer: ref[Any] | None = None  # of a call
