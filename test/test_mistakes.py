@@ -1144,6 +1144,29 @@ def test_functions_in_a_container_with_parameters(is_last: bool, mixes: bool) ->
     assert len(found) == mixes and all(f"functions before {reader}" in m for m in found)
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("has_loss", [True, False], ids=["loss inside", "function"])
+def test_a_container_in_front_of_a_function(has_loss: bool, mixes: bool) -> None:
+    """A loss that is not extended is followed up to the layers inside, in both orders."""
+    y = torch.randint(N, (N,))
+
+    def function(z: Tensor) -> Tensor:
+        z = z @ z.T if mixes else z @ torch.ones(4, N)
+        return F.cross_entropy(z, y) if has_loss else z
+
+    model = Scaled(function)
+    model.scale.requires_grad_(False)  # nothing else is told of it
+    extend(model)
+
+    def program() -> None:
+        out = model(torch.randn(N, 3))
+        with backpack(BatchGrad()):
+            (out if has_loss else F.cross_entropy(out, y)).backward()
+
+    found = warnings_of(program)
+    assert len(found) == mixes and all("mixes the samples" in message for message in found)
+
+
 @pytest.mark.slow
 def test_functions_between_are_looked_at_once_for_each_structure() -> None:
     calls = []

@@ -98,14 +98,16 @@ class LossTerms:
             if is_usual and not looks_at_targets:
                 continue
             path = path_above(node, slot)
+            leaves = _readers_of_leaves(path)
+            if any(mark.by_container for mark in path.sources.values()):
+                path = path_above(node, slot, through_containers=True)
             if looks_at_targets:
                 if len(roots) == 1:
                     self.reduction = _reduction(node)
                 self._look_at_targets(path)
             if is_usual:
                 continue
-            if path.leaves:
-                self._note_leaves(path)
+            self.leaves |= leaves
             if not path.nodes or not path.sources:
                 continue
             batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
@@ -128,12 +130,6 @@ class LossTerms:
         for node in _carrying(path) if counts - {1} else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
-
-    def _note_leaves(self, path: Path) -> None:
-        for node in path.nodes:
-            for parent, _ in node.next_functions:
-                if hasattr(parent, "variable"):
-                    self.leaves[parent.variable] = node.name()
 
     def _is_sum_of_terms(self, path: Path) -> bool:
         """Note what mixes samples; tell whether none does, whatever numbers are stored."""
@@ -190,6 +186,16 @@ class LossTerms:
         return False
 
 
+def _readers_of_leaves(path: Path) -> dict[Tensor, str]:
+    """Return the parameters that functions read themselves, by the name of one that does."""
+    leaves = {}
+    for node in path.nodes if path.leaves else ():
+        for parent, _ in node.next_functions:
+            if hasattr(parent, "variable"):
+                leaves[parent.variable] = node.name()
+    return leaves
+
+
 def _is_usual(node: Any) -> bool:
     """Whether a loss has the form that most have: then nothing else is looked at, to save time."""
     while (name := kind(node)) in ("NllLoss", "Mean", "Sum", "Mul", "Div"):
@@ -202,7 +208,7 @@ def _is_usual(node: Any) -> bool:
         return False
     parent, slot = edges[0]
     mark = None if parent is None else parent.metadata.get(("backpack", slot))
-    if mark is None or not mark.is_output or not _is_batched(mark):
+    if mark is None or not mark.is_output or mark.by_container or not _is_batched(mark):
         return False
     if name == "LogSoftmax":
         return mark.layout.before == 1 and node._saved_dim == 1
