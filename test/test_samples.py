@@ -71,6 +71,14 @@ def empty(m: Any, x: Tensor) -> Tensor:
     return m.norm(x).index_add(0, none, m.layer(x[none]))
 
 
+def first_has_no_rows(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x).reshape(-1, 3)
+    none, rows = torch.where(h[:, 0] > 1e9)[0], torch.arange(len(h))
+    out = torch.zeros(len(h), 3, dtype=h.dtype)
+    out = out.index_add(0, none, m.norm(h[none]) * h[none, :1])
+    return merged(m, out.index_add(0, rows, F.linear(h[rows], m.weight) * h[rows, 1:2]), x)
+
+
 def shifted(m: Any, x: Tensor) -> Tensor:
     later = x.new_zeros(x.shape)
     later[:, 1:] = x[:, :-1]
@@ -185,6 +193,7 @@ FORWARDS: dict[str, Forward] = {
     "like samples": lambda m, x: m.head(m.layer(x) * torch.ones_like(x[:1]).cumsum(1)).sum(1),
     "experts": experts,
     "no rows are chosen": lambda m, x: merged(m, empty(m, x.reshape(-1, 3)), x),
+    "no rows are chosen first": first_has_no_rows,
     "shifted data": shifted,
     "split for each sample": split_for_each_sample,
     "padded again": padded_again,

@@ -264,6 +264,10 @@ class Following:
             if layout is not None and self.call.index < 0:
                 found.append((*layout.facts, True))
                 continue
+            chosen = any(one.owners is not None for one in batched.values())
+            if is_constant and layout is None and chosen and not len(each) % self.samples:
+                found.append((1, self.samples, None, True))  # none of the rows was chosen
+                continue
             layout = layout or Layout.of_numbers(each, self.samples, befores)
             if layout is None:
                 return None
