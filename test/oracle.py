@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, einsum, nn
@@ -35,6 +38,24 @@ CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 # their weights have two Kronecker factors
 KRON = (nn.Linear, *CONV, *CONV_TRANSPOSE, *EMBEDDING)
+
+
+@contextmanager
+def exact_weight_norm() -> Iterator[None]:
+    """Let weight normalisation be its formula: the second derivative of torch's own is wrong."""
+
+    def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+        axes = [axis for axis in range(v.dim()) if axis != dim]
+        return g * v / v.square().sum(axes, keepdim=True).sqrt()
+
+    # parametrizations.weight_norm reads it from torch, torch.nn.utils.weight_norm has it
+    old = sys.modules["torch.nn.utils.weight_norm"]
+    with (
+        mock.patch.object(torch, "_weight_norm", weight_norm),
+        mock.patch.object(old, "_weight_norm", weight_norm),
+    ):
+        yield
+
 
 # --------------------------------------------------------------------------------------
 # Building blocks

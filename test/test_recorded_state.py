@@ -273,9 +273,18 @@ def parametrise(layer: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(layer)
 
 
-def diagonal_after(change: Callable[[nn.Module], None] | None) -> Tensor:
+class Unknown(nn.Linear):
+    """A module without a rule: its forward runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() @ self.weight.T
+
+
+def diagonal_after(
+    change: Callable[[nn.Module], None] | None, layer: type[nn.Module] = nn.Linear
+) -> Tensor:
     torch.manual_seed(0)
-    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model = extend(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), layer(5, 3)))
     last = model.get_submodule("2")
     last.register_buffer("cache", torch.ones(2))
     loss = extend(nn.CrossEntropyLoss())(model(torch.rand(6, 4)), torch.randint(3, (6,)))
@@ -289,16 +298,16 @@ def diagonal_after(change: Callable[[nn.Module], None] | None) -> Tensor:
     return model.get_submodule("0").weight.diag_ggn_exact
 
 
-@pytest.mark.parametrize("change", [replace, freeze, reorder, delete_buffer, hide])
+@pytest.mark.parametrize("change", [replace, freeze, reorder, delete_buffer, hide, parametrise])
 def test_modules_that_change_after_the_forward_pass(change: Callable[[nn.Module], None]) -> None:
     """Curvature is that of what they were, and they stay as they are now."""
     torch.testing.assert_close(diagonal_after(change), diagonal_after(None))
 
 
 def test_modules_that_cannot_be_what_they_were() -> None:
-    """Their attributes are computed from others now."""
+    """Their attributes are computed from others now, and their forward reads attributes."""
     with pytest.raises(RuntimeError, match=r"'2' \(.*\) has changed since the forward pass"):
-        diagonal_after(parametrise)
+        diagonal_after(parametrise, Unknown)
 
 
 def test_children_without_calls_of_their_own() -> None:

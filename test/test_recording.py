@@ -7,7 +7,6 @@ import gc
 import operator
 import pickle
 import random
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -777,18 +776,10 @@ PARAMETRISATIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], set[str]]] =
 }
 
 
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """``g v / ‖v‖``: torch's own function has a wrong second derivative."""
-    axes = [axis for axis in range(v.dim()) if axis != dim]
-    return g * v / v.square().sum(axes, keepdim=True).sqrt()
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layer", ["linear", "conv"])
 @pytest.mark.parametrize("name", PARAMETRISATIONS)
-def test_parametrisations(
-    name: str, layer: str, training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parametrisations(name: str, layer: str, training: bool) -> None:
     """Without the converter: the parameters behind the computed one have exact quantities."""
     change, names = PARAMETRISATIONS[name]
 
@@ -811,9 +802,7 @@ def test_parametrisations(
         out = model(X)
         with backpack(ext()):
             extend(nn.CrossEntropyLoss())(out, y).backward()
-        with monkeypatch.context() as patch:
-            for module in (torch, sys.modules["torch.nn.utils.weight_norm"]):
-                patch.setattr(module, "_weight_norm", weight_norm)
+        with oracle.exact_weight_norm():
             expected = truth(reference, F.cross_entropy, X, y)
         compare(model, {field: expected})
 
