@@ -778,6 +778,16 @@ def test_projection_saves_where_it_did() -> None:
         assert p.grad_projected.shape == (len(X), 7)  # type: ignore[attr-defined]
 
 
+def test_projection_of_some_samples() -> None:
+    """It would give scores whose columns are no numbers of samples."""
+    model, loss, X, y = problem("mlp")
+    data, projection = batches(X, y), ProjectedGrad(7, subsampling=[1])
+    with pytest.raises(ValueError, match="looks at some samples of each batch alone"):
+        ProjectedInfluence(model, loss, data, projection, DAMPING)
+    with pytest.raises(ValueError, match="looks at some samples of each batch alone"):
+        TracIn(model, loss, data, [model.state_dict()], None, projection)
+
+
 def test_projected_influence_of_many_directions() -> None:
     """With many directions it is that of the gradients, with the empirical Fisher information."""
     model, loss, X, y = problem("mlp")
