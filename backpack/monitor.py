@@ -475,11 +475,17 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
         The ratio. ``[]``
 
     Raises:
+        ValueError: If ``batch_l2`` is that of some samples alone (``subsampling``).
         RuntimeError: If the gradient has accumulated over several backward passes, or changed
             since the one that has computed ``batch_l2``; on several processes, if one of them has
             an error or does not come.
         NotImplementedError: If some gradients are averaged over several processes, others are not.
     """
+    if any(getattr(p.batch_l2, "_backpack_subsampled", False) for p in params):  # type: ignore[attr-defined]
+        raise ValueError(
+            "gradient_snr needs batch_l2 of all samples that grad is the sum of, but it was "
+            "computed with subsampling. Use BatchL2Grad() without."
+        )
     if any(
         getattr(p.batch_l2, "_backpack_accumulated", False)  # type: ignore[attr-defined]
         or has_other_gradient(p, "batch_l2")
@@ -503,7 +509,8 @@ def gradient_snr(params: Sequence[Parameter]) -> Tensor:
     for of in groups:
         if of is not None:
             squares, count = DataGroup(*of).total("gradient_snr", [squares, count])
-    return signal / (count * squares - signal)
+    # not negative: samples that are all alike have no noise but rounding
+    return signal / (count * squares - signal).clamp(min=0)
 
 
 def plot_histograms(model: Module, attribute: str, bins: int = 50, log: bool = False) -> Figure:

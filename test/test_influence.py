@@ -766,6 +766,28 @@ def test_projected_influence() -> None:
         influence.scores(queries, by="parameter")
 
 
+def test_projection_saves_where_it_did() -> None:
+    """The extension that is given to these is the user's, who may compute with it as before."""
+    model, loss, X, y = problem("mlp")
+    data, projection = batches(X, y), ProjectedGrad(7)
+    ProjectedInfluence(model, loss, data, projection, DAMPING).scores((X[N:], y[N:]))
+    TracIn(model, loss, data, [model.state_dict()], None, projection).scores((X[N:], y[N:]))
+    with backpack(projection):
+        extend(loss)(extend(model)(X), y).backward()
+    for p in model.parameters():
+        assert p.grad_projected.shape == (len(X), 7)  # type: ignore[attr-defined]
+
+
+def test_projection_of_some_samples() -> None:
+    """It would give scores whose columns are no numbers of samples."""
+    model, loss, X, y = problem("mlp")
+    data, projection = batches(X, y), ProjectedGrad(7, subsampling=[1])
+    with pytest.raises(ValueError, match="looks at some samples of each batch alone"):
+        ProjectedInfluence(model, loss, data, projection, DAMPING)
+    with pytest.raises(ValueError, match="looks at some samples of each batch alone"):
+        TracIn(model, loss, data, [model.state_dict()], None, projection)
+
+
 def test_projected_influence_of_many_directions() -> None:
     """With many directions it is that of the gradients, with the empirical Fisher information."""
     model, loss, X, y = problem("mlp")

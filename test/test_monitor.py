@@ -121,6 +121,26 @@ def test_gradient_snr(model: Any, tmp_path: Path, reduction: str) -> None:
     assert values[0, "gradient_snr"] == pytest.approx(together, rel=1e-9)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_gradient_snr_without_noise(count: int) -> None:
+    """Samples that are all alike have a large ratio, or an infinite one, but no negative one."""
+    loss_function = extend(nn.CrossEntropyLoss())
+    for seed in range(20):
+        torch.manual_seed(seed)
+        net = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+        X, y = torch.randn(1, 3).expand(count, 3), torch.zeros(count, dtype=torch.long)
+        with backpack(BatchL2Grad()):
+            loss_function(net(X), y).backward()
+        assert gradient_snr(list(net.parameters())) > 1e5
+
+
+def test_gradient_snr_of_some_samples(model: Any) -> None:
+    """The gradient is that of all of them."""
+    backward(model, BatchL2Grad(subsampling=[0, 1]))
+    with pytest.raises(ValueError, match="computed with subsampling"):
+        gradient_snr(list(model.parameters()))
+
+
 def test_own_metric(model: Any, tmp_path: Path) -> None:
     """A function of parameters gives a number or a histogram; frozen parameters are left out."""
 

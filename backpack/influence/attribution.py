@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,6 +170,7 @@ class Attribution:
     ) -> tuple[float, list[Any]]:
         """Return a batch's weight, and for each parameter what an extension makes of ``∇ℓ_n``."""
         objective, name = self._objective, type(self).__name__
+        ext = copy(ext)  # the user's saves where it did
         ext.savefield = "_backpack_influence"
         with (
             extended(objective.model, self._use_converter or "record") as model,

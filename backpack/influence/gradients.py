@@ -59,8 +59,8 @@ class TracIn(Attribution):
             process_group: The same.
 
         Raises:
-            ValueError: If a ``DataLoader`` shuffles, there is no checkpoint, or not one learning
-                rate for each.
+            ValueError: If a ``DataLoader`` shuffles, there is no checkpoint, not one learning rate
+                for each, or the projection is of some samples alone.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)
@@ -71,7 +71,7 @@ class TracIn(Attribution):
                 f"Needs checkpoints, and a learning rate for each: got {len(self._checkpoints)} "
                 f"and {len(self._rates)}."
             )
-        self._projection = projection
+        self._projection = None if projection is None else _of_all(projection)
 
     def _norm(self, weights: float) -> float:
         return 1.0
@@ -179,13 +179,14 @@ class ProjectedInfluence(Attribution):
             process_group: The same.
 
         Raises:
-            ValueError: If a ``DataLoader`` shuffles, or the damping is not positive.
+            ValueError: If a ``DataLoader`` shuffles, the damping is not positive, or the projection
+                is of some samples alone.
         """
         options = (params, measure, use_converter, progress, process_group)
         super().__init__(model, loss_function, train_data, *options)
         if not damping > 0:
             raise ValueError(f"The damping has to be positive, got {damping}.")
-        self._projection = ProjectedGrad(256) if projection is None else projection
+        self._projection = _of_all(ProjectedGrad(256) if projection is None else projection)
         self.damping = damping
         rows, self._weight = [], 0.0
         with self._objective.telling():
@@ -225,3 +226,17 @@ class ProjectedInfluence(Attribution):
         """Compute the influence of each training sample on its own loss, ``[N]``."""
         own = (self.features * self._solved(self.features)).sum(1)
         return self._gathered([own])[0] / self._number_of_terms
+
+
+def _of_all(projection: ProjectedGrad) -> ProjectedGrad:
+    """Refuse a projection of some samples of each batch: the others would have no number.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if projection.get_subsampling() is not None:
+        raise ValueError(
+            f"{projection!r} looks at some samples of each batch alone, but all are numbered. "
+            "Leave subsampling out, and give the data that you want to compare."
+        )
+    return projection

@@ -524,10 +524,12 @@ class BackwardPass:
 
     def _note_gradients(self) -> None:
         """Note which gradient results belong to: the one that autograd has accumulated."""
-        names = {ext.savefield for ext in self.first_order if ext.belongs_to_gradient}
-        for p, savefield, _ in self.results:
-            if savefield in names:
+        exts = {ext.savefield: ext for ext in self.first_order if ext.belongs_to_gradient}
+        for p, savefield, value in self.results:
+            if savefield in exts:
                 results.note_gradient(p, savefield)
+                if isinstance(value, Tensor) and exts[savefield].get_subsampling() is not None:
+                    vars(value)["_backpack_subsampled"] = True
 
     def _find_trained(self, call: Call) -> None:
         with torch.enable_grad():
