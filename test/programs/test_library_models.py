@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rearranging import ROUTES, Outcome, first_order, is_on_purpose, signs_in
+from rearranging import ROUTES, Outcome, first_order, is_on_purpose, signs_in, told_by_library
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -332,14 +332,13 @@ FIRST = (
 
 def first_order_outcome(name: str, route: Any) -> Outcome:
     """Compare first-order quantities with the truth."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told_by_library() as told:
         try:
             model = run(name, route, *FIRST)
         except Exception as error:
             kind = "refused" if is_on_purpose(error) else "crash"
             return Outcome(kind, f"{type(error).__name__}: {error}")
-    kind = "refused" if signs_in(caught) else "wrong"
+    kind = "refused" if signs_in(told) else "wrong"
     for key, grads in individual_gradients(name).items():
         p = model.get_parameter(key)
         if p.grad is None:
@@ -349,13 +348,13 @@ def first_order_outcome(name: str, route: Any) -> Outcome:
             mine = getattr(p, savefield, None)
             if mine is None or mine.shape != expected.shape:
                 shape = None if mine is None else list(mine.shape)
-                return Outcome(kind, f"{savefield} of {key}: shape {shape}; {signs_in(caught)}")
+                return Outcome(kind, f"{savefield} of {key}: shape {shape}; {signs_in(told)}")
             scale = float(expected.abs().max())
             if not torch.allclose(
                 mine, expected, rtol=0, atol=MODELS[name].rounding * max(scale, 1e-6)
             ):
                 off = float((mine - expected).abs().max()) / max(scale, 1e-300)
-                return Outcome(kind, f"{savefield} of {key}: {off:.1g} off; {signs_in(caught)}")
+                return Outcome(kind, f"{savefield} of {key}: {off:.1g} off; {signs_in(told)}")
     return Outcome("right")
 
 
