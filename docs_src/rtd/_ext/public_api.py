@@ -29,6 +29,7 @@ INTERNAL = (
     "backpack.utils.files",
     "backpack.utils.options",
     "backpack.utils.progress",
+    "backpack.utils.functional",
     "backpack.utils.warning",
     "backpack.__main__",
     *(f"backpack.custom_module.{name}" for name in ("converted_module", "recurrent_pass")),
