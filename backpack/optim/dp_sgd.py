@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.utils.data import Sampler
 
-from backpack.core.engine.loss_terms import Reduction
+from backpack.core.engine.loss_terms import LossReduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
@@ -317,7 +317,7 @@ class DPOptimizer(ExtensionOptimizer):
 
         self._refuse_other_reduction(p, getattr(clipped, "_backpack_reduction", None))
 
-    def _refuse_other_reduction(self, p: Tensor, reduction: Reduction | None) -> None:
+    def _refuse_other_reduction(self, p: Tensor, reduction: LossReduction | None) -> None:
         """Refuse a loss whose individual gradients have another scale, if that is certain."""
         stated = self.extension.loss_reduction  # type: ignore[attr-defined]
         samples = len(p.clip_norms)  # type: ignore[attr-defined]

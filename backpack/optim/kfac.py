@@ -17,7 +17,7 @@ from backpack.context import CTX
 from backpack.core.engine.extracted import EIGEN_SQUARES, GRAMS, JOINT_EIGEN_SQUARES, Bases
 from backpack.core.engine.products import Products
 from backpack.core.engine.propagations import InBases, LossFactor
-from backpack.core.record.calls import describe
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import derivatives_of
 from backpack.distributed import check_group
 from backpack.distributed.data_group import telling

@@ -48,8 +48,9 @@ from backpack.core.engine.user_rules import (
     sample_counts,
     what_is_passed_on,
 )
-from backpack.core.record.calls import Call, describe
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows

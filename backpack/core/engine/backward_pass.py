@@ -43,10 +43,10 @@ from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.user_rules import call_gradients, sample_counts
 from backpack.core.record import calls, shards, weights
-from backpack.core.record.calls import Call, describe, placeholder
+from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
-from backpack.core.record.module_state import moved, parameters_of
+from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
 from backpack.core.record.origins import has_parameters, origin
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows

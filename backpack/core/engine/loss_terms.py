@@ -45,12 +45,12 @@ MOST_KNOWN = 256
 
 # Number of the reduction in torch.
 MEAN = 1
-REDUCTIONS = {MEAN: "mean", 2: "sum"}
+REDUCTION_OF_NUMBER = {MEAN: "mean", 2: "sum"}
 
 Edge = tuple[Any, int]
 
 
-class Reduction(NamedTuple):
+class LossReduction(NamedTuple):
     """What a loss does with its terms.
 
     Attributes:
@@ -88,7 +88,7 @@ class LossTerms:
         self.mixing: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         self.divided: dict[str, None] = {}
-        self.reduction: Reduction | None = None
+        self.reduction: LossReduction | None = None
         self.leaves: dict[Tensor, str] = {}
         for root in roots:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
@@ -232,13 +232,13 @@ def _divides_by_targets(node: Any) -> bool:
     return bool((node._saved_target == node._saved_ignore_index).any())
 
 
-def _reduction(node: Any) -> Reduction | None:
+def _reduction(node: Any) -> LossReduction | None:
     """Return the reduction of a loss of torch; None for other functions."""
-    name = REDUCTIONS.get(getattr(node, "_saved_reduction", None))  # type: ignore[arg-type]
+    name = REDUCTION_OF_NUMBER.get(getattr(node, "_saved_reduction", None))  # type: ignore[arg-type]
     shape = shape_of(*node.next_functions[0]).shape if name and node.next_functions[0][0] else ()
     if name is None or not shape:
         return None
-    return Reduction(name, f"a loss that is not extended ({node.name()})", shape[0])
+    return LossReduction(name, f"a loss that is not extended ({node.name()})", shape[0])
 
 
 def _is_euclidean(node: Any) -> bool:

@@ -25,7 +25,7 @@ from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.loss_terms import Reduction
+from backpack.core.engine.loss_terms import LossReduction
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
@@ -38,8 +38,9 @@ from backpack.core.engine.paths import (
 from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of, spread
 from backpack.core.record import data_flow
-from backpack.core.record.calls import Call, describe, is_used
+from backpack.core.record.calls import Call, is_used
 from backpack.core.record.given import Given
+from backpack.core.record.module_state import describe
 from backpack.core.record.origins import (
     RESHAPES,
     Origin,
@@ -50,7 +51,8 @@ from backpack.core.record.origins import (
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
 
-REDUCTIONS = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+# What the option of a loss does with its terms
+REDUCTION_OF_OPTION = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 
 DIVIDES = "whose mean divides by the weights (or the number) of the targets of all samples"
 
@@ -102,7 +104,7 @@ class SampleFlow:
         """Nothing was reached."""
         self.exts = exts
         self.entry = entry
-        self.reduction: Reduction | None = None  # of the extended loss that it was called on
+        self.reduction: LossReduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         self.modules: dict[str, None] = {}
         self.functions: dict[str, None] = {}
@@ -150,8 +152,8 @@ class SampleFlow:
     def _paths(self, call: Call) -> dict[int, Path]:
         """Return what is above those inputs that functions have computed; note foreign uses.
 
-        Where a container with a parameter of its own has computed one, that are the functions
-        inside.
+        Where a container with a parameter of its own has computed an input, these are the
+        functions inside of the container.
         """
         paths: dict[int, Path] = {}
         for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
@@ -186,9 +188,9 @@ class SampleFlow:
         """Note the reduction of a loss, if ``backward()`` was called on it alone."""
         roots = () if self.entry is None else self.entry.roots
         reduction, shape = getattr(call.module, "reduction", None), call.shape_in[0]
-        name = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+        name = REDUCTION_OF_OPTION.get(reduction) if isinstance(reduction, str) else None
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
-            self.reduction = Reduction(name, describe(call.module), shape[0])
+            self.reduction = LossReduction(name, describe(call.module), shape[0])
 
     def _tell_foreign_uses(self) -> None:
         """Refuse parameters of extended modules that functions use as well."""
@@ -420,7 +422,7 @@ class SampleFlow:
             names.update(dict.fromkeys(given.mixing))
         return names | dict.fromkeys(data_flow.take_mixing(before=start))
 
-    def _known_reduction(self) -> Reduction | None:
+    def _known_reduction(self) -> LossReduction | None:
         """Return what the loss does with its terms; None if something may have rescaled it."""
         if self.entry is None or self.entry.seed is None:
             return None
