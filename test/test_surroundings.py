@@ -98,6 +98,29 @@ def test_parameter_used_by_a_function_as_well(ext: Any) -> None:
                 loss.backward()
 
 
+class TiedHead(nn.Module):
+    """A container with a parameter of its own, whose last function reads the weight of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.act = nn.Embedding(6, 3), nn.Sigmoid()
+        self.positions = nn.Parameter(torch.rand(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.act(self.words(x) + self.positions), self.words.weight)
+
+
+@pytest.mark.parametrize("ends", ["loss", "function", "layer"])
+def test_parameter_used_by_a_function_in_a_container_with_parameters(ends: str) -> None:
+    """That is told, though the output is that of the container."""
+    model, X, y = extend(TiedHead()), torch.randint(6, (5,)), torch.randint(3, (5,))
+    loss = F.cross_entropy if ends == "function" else extend(nn.CrossEntropyLoss())
+    last = extend(nn.Linear(6, 3)) if ends == "layer" else nn.Identity()
+    told = "functions beside" if ends == "function" else "also used by a function"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
+        loss(last(model(X)), y).backward()
+
+
 def test_loss_of_a_loss() -> None:
     model, X, y = problem()
     extend(model)

@@ -171,9 +171,9 @@ class SampleFlow:
             else:
                 continue
             path = path_above(node, slot, own)
-            self._note_leaves(call, path.leaves)
             if any(source.by_container for source in path.sources.values()):
                 path = path_above(node, slot, own, through_containers=True)
+            self._note_leaves(call, path.leaves)
             paths[i] = path
         return paths
 
