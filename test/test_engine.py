@@ -577,6 +577,14 @@ def test_terms_of_other_parameters_are_nothing_to_tell(recwarn: Any) -> None:
     check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y))
 
 
+def test_terms_of_parameters_without_gradients_are_nothing_to_tell(recwarn: Any) -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad()):
+        (loss + model[2].weight.square().sum()).backward(inputs=[model[0].weight])
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagHessian])
 def test_gradients_that_a_hook_sets_to_zero(ext: Any) -> None:
     """What arrives at a function of a weight alone is the gradient of that weight."""

@@ -112,7 +112,7 @@ class SampleFlow:
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.single: dict[str, None] = {}
-        self.parameters: list[Mapping[str, Parameter]] = []  # of the calls that were visited
+        self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
@@ -134,8 +134,8 @@ class SampleFlow:
             has_parameters: Whether this call or one before has any; else nothing is computed.
         """
         rule = call.derivatives
-        if call.params and rule is not None:
-            self.parameters.append(call.params)
+        if call.trained and rule is not None:
+            self.parameters.append(call.trained)
         paths = self._paths(call) if call.reads_functions else {}
         if self.foreign_uses and has_parameters:
             self._tell_foreign_uses()
