@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, extensions
 from backpack.core.record.calls import _live
 from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.optim import PoissonBatches
 
 EXTS = [extensions.BatchGrad(), extensions.DiagGGNExact()]
 
@@ -119,6 +120,48 @@ def test_parameter_used_by_a_function_in_a_container_with_parameters(ends: str) 
     told = "functions beside" if ends == "function" else "also used by a function"
     with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
         loss(last(model(X)), y).backward()
+
+
+class Tokens(nn.Module):
+    """Functions between modules, a recurrent layer and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(6, 4), nn.Parameter(torch.rand(3, 4))
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.recurrent(self.words(x) + self.positions)
+        h = h + self.attention(h, h, h, need_weights=False)[0].cumsum(1)
+        return self.last(h[:, -1] * h.flip(1).sum(1))
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_default_device_is_another_one(converter: Any) -> None:
+    """As that of a GPU, where no generator of the CPU can draw."""
+    exts = [*EXTS, extensions.DiagHessian(), extensions.KFAC(), extensions.HMP()]
+    models = [extend(Tokens(), use_converter=converter) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    X, y = torch.randint(6, (5, 3)), torch.randint(2, (5,))
+    lossfunc, found = extend(nn.CrossEntropyLoss()), []
+    # what was found out with one device is not to be taken from memory with the other
+    for model, device in zip(models, ("meta", "cpu"), strict=True):
+        torch.manual_seed(1)
+        with torch.device(device), backpack(*exts):
+            lossfunc(model(X), y).backward()
+            products = [p.hmp(torch.ones(1, *p.shape, device="cpu")) for p in model.parameters()]
+        found.append([[getattr(p, e.savefield) for e in exts[:-1]] for p in model.parameters()])
+        found[-1] += products
+    torch.testing.assert_close(*found)
+
+
+def test_default_device_of_random_batches() -> None:
+    generator = torch.Generator()
+    with torch.device("meta"):
+        batches = list(PoissonBatches(10, 5, generator=generator))
+    assert len(batches) == 2
 
 
 def test_loss_of_a_loss() -> None:
