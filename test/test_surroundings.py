@@ -122,6 +122,35 @@ def test_parameter_used_by_a_function_in_a_container_with_parameters(ends: str) 
         loss(last(model(X)), y).backward()
 
 
+class Chosen(nn.Module):
+    """The output of a layer goes through a module that reads what a function computes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.choice, self.last = nn.Linear(3, 4), Choice(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.choice(h, 2 * h))
+
+
+class Choice(nn.Module):
+    """Returns the first of two tensors."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one
+
+
+def test_parameter_of_the_layer_whose_output_is_chosen(recwarn: Any) -> None:
+    """The layer is no other function that uses it."""
+    model, X, y = extend(Chosen()), torch.rand(5, 3), torch.randint(2, (5,))
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert not recwarn.list
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
 class Tokens(nn.Module):
     """Functions between modules, a recurrent layer and attention."""
 
