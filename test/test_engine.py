@@ -502,6 +502,17 @@ def test_released_calls_say_what_to_do(ext: Any) -> None:
             loss.backward()
 
 
+def test_calls_that_an_extension_hook_cleans_up() -> None:
+    """They stay released, whatever is retained."""
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad(), extension_hook=memory_cleanup, retain_graph=True):
+        loss.backward(retain_graph=True)
+    check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y))
+    with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError, match="memory_cleanup did"):
+        loss.backward()
+
+
 def test_precision_is_that_of_a_backward_pass() -> None:
     """Second order computes all in the highest one, first order where it is."""
     model, (X, y) = extend(mlp().float()), data()
@@ -564,6 +575,14 @@ def test_terms_of_other_parameters_are_nothing_to_tell(recwarn: Any) -> None:
         (scale * extend(nn.CrossEntropyLoss())(model(X), y) + scale.square()).backward()
     assert not recwarn.list
     check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y))
+
+
+def test_terms_of_parameters_without_gradients_are_nothing_to_tell(recwarn: Any) -> None:
+    model, (X, y) = extend(mlp()), data()
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad()):
+        (loss + model[2].weight.square().sum()).backward(inputs=[model[0].weight])
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagHessian])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, extensions
 from backpack.core.record.calls import _live
 from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.optim import PoissonBatches
 
 EXTS = [extensions.BatchGrad(), extensions.DiagGGNExact()]
 
@@ -96,6 +97,100 @@ def test_parameter_used_by_a_function_as_well(ext: Any) -> None:
         else:
             with pytest.warns(UserWarning, match="also used by a function"):
                 loss.backward()
+
+
+class TiedHead(nn.Module):
+    """A container with a parameter of its own, whose last function reads the weight of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.act = nn.Embedding(6, 3), nn.Sigmoid()
+        self.positions = nn.Parameter(torch.rand(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.act(self.words(x) + self.positions), self.words.weight)
+
+
+@pytest.mark.parametrize("ends", ["loss", "function", "layer"])
+def test_parameter_used_by_a_function_in_a_container_with_parameters(ends: str) -> None:
+    """That is told, though the output is that of the container."""
+    model, X, y = extend(TiedHead()), torch.randint(6, (5,)), torch.randint(3, (5,))
+    loss = F.cross_entropy if ends == "function" else extend(nn.CrossEntropyLoss())
+    last = extend(nn.Linear(6, 3)) if ends == "layer" else nn.Identity()
+    told = "functions beside" if ends == "function" else "also used by a function"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
+        loss(last(model(X)), y).backward()
+
+
+class Chosen(nn.Module):
+    """The output of a layer goes through a module that reads what a function computes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.choice, self.last = nn.Linear(3, 4), Choice(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.choice(h, 2 * h))
+
+
+class Choice(nn.Module):
+    """Returns the first of two tensors."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one
+
+
+def test_parameter_of_the_layer_whose_output_is_chosen(recwarn: Any) -> None:
+    """The layer is no other function that uses it."""
+    model, X, y = extend(Chosen()), torch.rand(5, 3), torch.randint(2, (5,))
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert not recwarn.list
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+class Tokens(nn.Module):
+    """Functions between modules, a recurrent layer and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(6, 4), nn.Parameter(torch.rand(3, 4))
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.recurrent(self.words(x) + self.positions)
+        h = h + self.attention(h, h, h, need_weights=False)[0].cumsum(1)
+        return self.last(h[:, -1] * h.flip(1).sum(1))
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_default_device_is_another_one(converter: Any) -> None:
+    """As that of a GPU, where no generator of the CPU can draw."""
+    exts = [*EXTS, extensions.DiagHessian(), extensions.KFAC(), extensions.HMP()]
+    models = [extend(Tokens(), use_converter=converter) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    X, y = torch.randint(6, (5, 3)), torch.randint(2, (5,))
+    lossfunc, found = extend(nn.CrossEntropyLoss()), []
+    # what was found out with one device is not to be taken from memory with the other
+    for model, device in zip(models, ("meta", "cpu"), strict=True):
+        torch.manual_seed(1)
+        with torch.device(device), backpack(*exts):
+            lossfunc(model(X), y).backward()
+            products = [p.hmp(torch.ones(1, *p.shape, device="cpu")) for p in model.parameters()]
+        found.append([[getattr(p, e.savefield) for e in exts[:-1]] for p in model.parameters()])
+        found[-1] += products
+    torch.testing.assert_close(*found)
+
+
+def test_default_device_of_random_batches() -> None:
+    generator = torch.Generator()
+    with torch.device("meta"):
+        batches = list(PoissonBatches(10, 5, generator=generator))
+    assert len(batches) == 2
 
 
 def test_loss_of_a_loss() -> None:

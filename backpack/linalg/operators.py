@@ -273,7 +273,8 @@ class LinearOperator(ABC):
                 "eigenpairs, use torch.linalg.eigh(operator.to_dense())."
             )
         operator = self.to_scipy()
-        start = torch.randn(self.shape[0], generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(self.shape[0], generator=generator, device=generator.device)
         values, vectors = _scipy_linalg().eigsh(
             operator, k, which=which, tol=tolerance, v0=start.numpy().astype(operator.dtype)
         )

@@ -130,7 +130,8 @@ def signature(rows: Tensor) -> Tensor:
     """
     wide = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     wide = wide.cpu().double()
-    direction = torch.randn(wide.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(wide.shape[1], generator=generator, device=generator.device).double()
     norms = wide.norm(dim=1)
     projected = wide @ direction / norms.clamp(min=1e-300)
     return torch.stack([torch.full_like(norms, wide.shape[1]), norms, projected], 1)

@@ -448,6 +448,7 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches."""
+        device = None if self.generator is None else self.generator.device
         for _ in range(self.steps):
-            drawn = torch.rand(self.num_samples, generator=self.generator)
+            drawn = torch.rand(self.num_samples, generator=self.generator, device=device)
             yield (drawn < self.sampling_rate).nonzero().flatten().tolist()

@@ -32,6 +32,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
+    drawn,
     moved_products,
     per_sample_products,
     products,
@@ -479,7 +480,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         generator = torch.Generator().manual_seed(0)
         # parameters, too: at their values now (such as zero), less may depend on less
         params = {
-            name: (2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
+            name: (2 * drawn(p.shape, generator)).to(p)
             for name, p in self.own(call.module).items()
             if p is not None
         }
@@ -530,10 +531,7 @@ class FunctionDerivatives(AutomaticDerivatives):
 
         def draw() -> dict[int, Tensor]:
             shapes = ((i, call.inputs[i]) for i in known)
-            return {
-                i: (2 * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x.device)
-                for i, x in shapes
-            }
+            return {i: (2 * drawn(x.shape, generator)).to(x.device) for i, x in shapes}
 
         one, other = draw(), draw()
         both = {i: one[i] + other[i] for i in one}

@@ -204,7 +204,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             # what H makes of a vector without structure is not what the blocks make of it, if
             # H has other terms; the random numbers are not those of the user
             generator = torch.Generator().manual_seed(0)
-            vector = torch.rand(dense.shape[:2], generator=generator).to(dense) + 0.5
+            vector = torch.rand(dense.shape[:2], generator=generator, device=generator.device)
+            vector = vector.to(dense) + 0.5
             of_blocks = torch.einsum("nab,nb->na", dense, vector)
             error = (self._apply(c, vector.unsqueeze(0))[0] - of_blocks).abs().max()
             c.saved[key] = (dense + dense.mT) / 2, float(error.detach())

@@ -609,6 +609,11 @@ def second_products(
     return put_together([of_samples(i, 1) for i in range(count)])
 
 
+def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw from the normal distribution, where the generator is: the default device is another."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+
+
 def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     """Return whether a second derivative is not zero in a call, with probability one.
 
@@ -622,8 +627,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw(x: Tensor, *v: int) -> Tensor:
-        drawn = torch.randn(*v, *x.shape, generator=generator, dtype=torch.float64)
-        return drawn.to(x)
+        return drawn((*v, *x.shape), generator).to(x)
 
     keys: list[Any] = [i for i, x in enumerate(evaluation.inputs) if is_real(x)]
     groups = [[name] for name in evaluation.c.call.trained] if of_params else [keys]

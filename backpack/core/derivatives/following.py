@@ -21,9 +21,10 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.derivatives.by_autograd import drawn
 from backpack.core.record.calls import Call
 from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES, treatment
-from backpack.core.record.layout import Layout, Owners
+from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.permute import Permute
@@ -304,7 +305,7 @@ class Following:
         if self._is_of_entries:
             return [self._of_entries(shape) for shape in self.shapes]
         if self.treatment == CONSTANT and len(tensors_in(list(self.call.inputs))) == 1:
-            return [torch.full(shape, NONE) for shape in self.shapes]
+            return [torch.full(shape, NONE, device=CPU) for shape in self.shapes]
         if self.treatment in (MOVES, RESHAPES):
             moved = self._moved()
             if moved is not None:
@@ -338,11 +339,11 @@ class Following:
         return (shape[:axis].numel() * outer, self.samples, None) if shape[axis] == length else None
 
     def _of_entries(self, shape: Size) -> Tensor:
-        result = torch.full(shape, NONE)
+        result = torch.full(shape, NONE, device=CPU)
         for x, layout in zip(self.call.inputs, self.call.layouts_in, strict=True):
             if isinstance(x, Tensor) and layout is not None and layout.is_batched:
                 numbers = layout.numbers(x.shape)
-                own = torch.full(x.shape, SEVERAL) if numbers is None else numbers
+                own = torch.full(x.shape, SEVERAL, device=CPU) if numbers is None else numbers
                 own = own.expand(shape)
                 differ = (result != NONE) & (own != NONE) & (result != own)
                 result = torch.where(differ, SEVERAL, torch.where(own == NONE, result, own))
@@ -379,7 +380,9 @@ class Following:
                 continue
             if not isinstance(x, Tensor):
                 continue
-            numbers = layout.numbers(x.shape) if layout is not None else torch.full((), NONE)
+            numbers = (
+                layout.numbers(x.shape) if layout is not None else torch.full((), NONE, device=CPU)
+            )
             if numbers is None:
                 return None
             leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(numbers)
@@ -467,12 +470,12 @@ class Following:
         for one, other in points:
             before = self._outputs(one)
             if results is None:
-                results = [torch.full(y.shape, NONE) for y in before]
+                results = [torch.full(y.shape, NONE, device=CPU) for y in before]
             if [y.shape for y in before] != [y.shape for y in results]:
                 return None
-            spelled = [torch.zeros(y.shape, dtype=torch.long) for y in before]
-            changes = [torch.zeros(y.shape, dtype=torch.bool) for y in before]
-            several = [torch.zeros(y.shape, dtype=torch.bool) for y in before]
+            spelled = [torch.zeros(y.shape, dtype=torch.long, device=CPU) for y in before]
+            changes = [torch.zeros(y.shape, dtype=torch.bool, device=CPU) for y in before]
+            several = [torch.zeros(y.shape, dtype=torch.bool, device=CPU) for y in before]
             for b in range(max(1, (self.samples - 1).bit_length())):
                 by_bit = []
                 for bit in (0, 1):
@@ -507,14 +510,14 @@ def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:
 def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor, Tensor]:
     """Draw two tensors of the kind of another one, whose entries all differ if they can."""
     if x.is_floating_point():
-        drawn = 2 * torch.randn(2, *x.shape, generator=generator, dtype=torch.float64)
-        one, other = (drawn.abs() + 0.5 if positive else drawn).to(x)
+        normal = 2 * drawn((2, *x.shape), generator)
+        one, other = (normal.abs() + 0.5 if positive else normal).to(x)
         return one, other
     low, high = (0, 1) if x.dtype == torch.bool or not x.numel() else (int(x.min()), int(x.max()))
     count = max(high - low, 1) + 1
-    drawn = torch.randint(count, x.shape, generator=generator)
-    shift = torch.randint(1, count, x.shape, generator=generator)
-    return (low + drawn).to(x), (low + (drawn + shift) % count).to(x)
+    values = torch.randint(count, x.shape, generator=generator, device=CPU)
+    shift = torch.randint(1, count, x.shape, generator=generator, device=CPU)
+    return (low + values).to(x), (low + (values + shift) % count).to(x)
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:

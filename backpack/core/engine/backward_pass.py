@@ -666,9 +666,12 @@ class BackwardPass:
             stored = call.inputs, call.outputs
             if call.views:
                 call.inputs, call.outputs = call.without_views()
-            with context_of(call, check=False, whole=True).shown(for_users=True) as module:
-                hook(module)
-            call.inputs, call.outputs = stored
+            try:
+                with context_of(call, check=False, whole=True).shown(for_users=True) as module:
+                    hook(module)
+            finally:
+                if not call.is_released:  # such as by memory_cleanup
+                    call.inputs, call.outputs = stored
             yield call
 
     # ------------------------------------------------------------------ first order

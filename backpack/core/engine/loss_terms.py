@@ -98,7 +98,6 @@ class LossTerms:
             if is_usual and not looks_at_targets:
                 continue
             path = path_above(node, slot)
-            leaves = _readers_of_leaves(path)
             if any(mark.by_container for mark in path.sources.values()):
                 path = path_above(node, slot, through_containers=True)
             if looks_at_targets:
@@ -107,7 +106,7 @@ class LossTerms:
                 self._look_at_targets(path)
             if is_usual:
                 continue
-            self.leaves |= leaves
+            self.leaves |= _readers_of_leaves(path)
             if not path.nodes or not path.sources:
                 continue
             batched = {key: m for key, m in path.sources.items() if _is_batched(m)}

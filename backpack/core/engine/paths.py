@@ -32,15 +32,12 @@ class Path(NamedTuple):
     leaves: list[Tensor]
 
 
-def path_above(
-    node: Any, slot: int, own: Origin | None = None, through_containers: bool = False
-) -> Path:
+def path_above(node: Any, slot: int, through_containers: bool = False) -> Path:
     """Search the graph above a tensor, up to the outputs of recorded calls.
 
     Args:
         node: The node that has computed the input of a call.
         slot: Which of its outputs that is.
-        own: The mark of the tensor, if the call has returned it as it was.
         through_containers: Whether to go on where a container with parameters has returned
             something, up to the outputs of the layers inside.
     """
@@ -55,9 +52,9 @@ def path_above(
             continue
         is_source = False
         for key, mark in node.metadata.items():
-            if not isinstance(mark, Origin) or mark is own:
+            if not isinstance(mark, Origin) or not mark.is_output:
                 continue
-            if mark.is_output and not (through_containers and mark.by_container):
+            if not (through_containers and mark.by_container):
                 path.sources[node, key[1]] = mark
                 is_source = True
         if not is_source:

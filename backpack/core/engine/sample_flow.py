@@ -112,7 +112,7 @@ class SampleFlow:
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.single: dict[str, None] = {}
-        self.parameters: list[Mapping[str, Parameter]] = []  # of the calls that were visited
+        self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
@@ -134,8 +134,8 @@ class SampleFlow:
             has_parameters: Whether this call or one before has any; else nothing is computed.
         """
         rule = call.derivatives
-        if call.params and rule is not None:
-            self.parameters.append(call.params)
+        if call.trained and rule is not None:
+            self.parameters.append(call.trained)
         paths = self._paths(call) if call.reads_functions else {}
         if self.foreign_uses and has_parameters:
             self._tell_foreign_uses()
@@ -161,19 +161,18 @@ class SampleFlow:
                 p = parameter_behind(x)
                 self._note_leaves(call, [] if p is None else [p])
                 continue
-            own: Origin | None = None
+            if mark.is_output and (call.is_transparent or not mark.by_container):
+                continue  # if it is that of a container, what reads the output follows it
             if call.is_transparent:  # its input is kept without a graph
                 node: Any = torch._C._current_autograd_node()
                 slots = [key[1] for key, one in node.metadata.items() if one is mark]
-                slot, own = slots[0] if slots else 0, mark
-            elif not mark.is_output or mark.by_container:
-                node, slot = x.grad_fn, x.output_nr
+                slot = slots[0] if slots else 0
             else:
-                continue
-            path = path_above(node, slot, own)
-            self._note_leaves(call, path.leaves)
+                node, slot = x.grad_fn, x.output_nr
+            path = path_above(node, slot)
             if any(source.by_container for source in path.sources.values()):
-                path = path_above(node, slot, own, through_containers=True)
+                path = path_above(node, slot, through_containers=True)
+            self._note_leaves(call, path.leaves)
             paths[i] = path
         return paths
 

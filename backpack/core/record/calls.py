@@ -344,7 +344,6 @@ class Call(ModuleState):
         self.repeats, self.is_transparent = self.origins_in.index(behind), False
         self.origins_out = (mark,)
         self._find_layouts_out()
-        self.find_places()
         return mark
 
     def read_instead(self, behind: Origin, mark: Origin) -> None:

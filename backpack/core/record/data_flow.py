@@ -110,12 +110,12 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
     return (outer or tied)[0]
 
 
-def clear_inputs(module: Module, output: Any = None) -> None:
+def clear_inputs(module: Module, output: Any) -> None:
     """Note that a call of a model has ended; check where the samples were taken to be.
 
     Args:
         module: The model.
-        output: What it returned, if it did.
+        output: What it returned; None if it was stopped.
     """
     inputs = end_call(module)
     if inputs is None:

@@ -61,9 +61,10 @@ class Strided:
         """Number of bytes between entries along an axis."""
         return self.item * int(self.stride[axis])
 
-    def is_outermost(self, axis: int) -> bool:
-        """Whether no other axis of the same size has larger steps."""
-        size, step = self.shape[axis], self.stride[axis]
+    @property
+    def has_outer_rows(self) -> bool:
+        """Whether no other axis of the size of the first one has larger steps."""
+        size, step = self.shape[0], self.stride[0]
         axes = zip(self.shape, self.stride, strict=True)
         return size < 2 or all(n != size or other <= step for n, other in axes)
 
@@ -107,9 +108,9 @@ class Given:
         if same:
             steps = [known.step(i) for known in same for i in axes if i < len(known.shape)]
             return read.step(axis) not in steps
-        if not is_computed or axis or read.is_outermost(0):
+        if not is_computed or axis or read.has_outer_rows:
             return False
-        return all(known.is_outermost(0) for known in self.tensors)
+        return all(known.has_outer_rows for known in self.tensors)
 
 
 def mark_model(module: Module, is_one: bool = True) -> None:

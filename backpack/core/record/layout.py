@@ -22,6 +22,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+# Where numbers of samples are: not on the default device, which programs choose.
+CPU = torch.device("cpu")
+
 
 class Owners:
     """The sample that each entry of an axis belongs to.
@@ -66,7 +69,7 @@ class Owners:
         for n in self.numbers:
             found.append(n * per_sample + counts[n])
             counts[n] += 1
-        return torch.tensor(found, dtype=torch.long)
+        return torch.tensor(found, dtype=torch.long, device=CPU)
 
 
 class Place(NamedTuple):
@@ -320,12 +323,14 @@ class Layout:
         """
         before, samples, owners = self.facts
         if not samples:
-            return torch.full((), -1)
+            return torch.full((), -1, device=CPU)
         place = self.place(shape)
         if place is None or place.owners is None:
-            of_axis = torch.arange(samples) if owners is None else torch.tensor(owners.numbers)
+            of_axis = torch.arange(samples, device=CPU)
+            if owners is not None:
+                of_axis = torch.tensor(owners.numbers, device=CPU)
             return _spread(of_axis, before, shape)
-        of_axis = torch.tensor(place.owners.numbers, dtype=torch.long)
+        of_axis = torch.tensor(place.owners.numbers, dtype=torch.long, device=CPU)
         return of_axis.reshape(-1, *(1,) * (len(shape) - place.axis - 1))
 
     @classmethod
@@ -392,7 +397,7 @@ def _place_of_owners(before: int, owners: Owners, shape: tuple[int, ...]) -> Pla
         known = (i for i, size in enumerate(shape) if size == len(owners.numbers))
         axis = next((i for i in known if prod(shape[:i]) == before), None)
         return None if axis is None else Place(axis, 1, owners.samples, owners)
-    numbers = _spread(torch.tensor(owners.numbers), before, shape)
+    numbers = _spread(torch.tensor(owners.numbers, device=CPU), before, shape)
     found = None if numbers is None else _owners(numbers, owners.samples)
     if found is None or prod(shape[: found[0]]) > 1:
         return None

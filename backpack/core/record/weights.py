@@ -151,7 +151,7 @@ def _precision(tensor: Tensor) -> torch.dtype:
 def _weights(count: int, axis: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return normally distributed numbers, always the same; others for each axis."""
     generator = torch.Generator().manual_seed(2 * count + axis)
-    return torch.randn(count, generator=generator).to(device, dtype)
+    return torch.randn(count, generator=generator, device=generator.device).to(device, dtype)
 
 
 def storage_of(tensor: Tensor) -> int:
