@@ -250,10 +250,12 @@ class backpack(ShowsOptions):
         configure(CTX.configuration)
         checks.note_passes(inner, active(scope.outer))
         checks.note_latest(inner)
-        if kind is None:
-            checks.warn_of_nothing(inner)
-        if scope.compiler is not None:
-            set_compiler(scope.compiler)
+        try:
+            if kind is None:
+                checks.warn_of_nothing(inner)
+        finally:  # warnings may be errors
+            if scope.compiler is not None:
+                set_compiler(scope.compiler)
 
 
 @overload

@@ -757,6 +757,77 @@ def test_sparse_parameters_without_extensions_are_fine() -> None:
     assert model.head.weight.grad is not None
 
 
+# ------------------------------------------------------------------ complex numbers
+
+
+class ComplexWeight(nn.Module):
+    """Real data in, real results out, and a complex parameter in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+class ComplexOutput(nn.Module):
+    """A real weight, whose results are complex (and real, where asked for)."""
+
+    def __init__(self, with_real: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.with_real = with_real
+
+    def forward(self, x: Tensor) -> Any:
+        x = x @ self.weight
+        return (x, torch.fft.fft(x)) if self.with_real else torch.fft.fft(x)
+
+
+class Magnitudes(nn.Module):
+    """A network whose first layer hands complex numbers on."""
+
+    def __init__(self, with_real: bool) -> None:
+        super().__init__()
+        self.first, self.head = ComplexOutput(with_real), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.head(out[0] + out[1].abs() if isinstance(out, tuple) else out.abs())
+
+
+@each([*FIRST, extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFAC, extensions.HMP])
+def test_complex_parameters(ext: Any) -> None:
+    """Squares and norms of complex gradients are not those of numbers: nothing is written."""
+    model = Net(ComplexWeight())
+    loss = forward(model, data())
+    with backpack(ext()), pytest.raises(NotImplementedError) as caught:
+        loss.backward()
+    for part in ("encoder.1.0", "weight", "complex", "view_as_real"):
+        assert part in str(caught.value)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("with_real", [False, True])
+@each(FIRST)
+def test_complex_outputs_of_layers_with_parameters(ext: Any, with_real: bool) -> None:
+    model = extend(Magnitudes(with_real))
+    loss = model(torch.rand(N, 4)).square().sum()
+    with pytest.warns(match="weight of 'first'.*complex.*view_as_real"), backpack(ext()):
+        loss.backward()
+    assert not hasattr(model.first.weight, ext().savefield)
+    assert hasattr(model.head.weight, ext().savefield)
+
+
+@pytest.mark.parametrize("with_real", [False, True])
+def test_complex_outputs_for_second_order(with_real: bool) -> None:
+    model, lossfunc = extend(Magnitudes(with_real)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(N, 4)), torch.rand(N, 2))
+    match = "weight of 'first'.*complex.*view_as_real"
+    with backpack(extensions.KFAC()), pytest.raises(NotImplementedError, match=match):
+        loss.backward()
+
+
 # ------------------------------------------------------------------ nested and sparse data
 
 ROUTES = [False, "trace", "record"]

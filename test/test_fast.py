@@ -198,6 +198,7 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(reductions, "SLICE_ENTRIES", 64)
     monkeypatch.setattr(calls, "LARGE", 1)
     monkeypatch.setattr(memory, "LARGE", 1)
+    monkeypatch.setattr(memory, "HOLDS_HUGE_PAGES", 1)
     registered = dict(REGISTRY)
     yield
     REGISTRY.clear()

@@ -610,6 +610,27 @@ def test_what_is_not_trained_stays(make: Any) -> None:
     assert torch.equal(aside, torch.ones(2))
 
 
+@pytest.mark.parametrize("make", [DiagGGN, KFAC])
+def test_curvature_of_some_samples_is_told_to_be_a_part(make: Any) -> None:
+    """As many alike samples have curvature in proportion: nothing is rescaled."""
+    kind = extensions.DiagGGNExact if make is DiagGGN else extensions.KFLR
+    model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
+    same, target = X[:1].repeat(6, 1), Y[:1].repeat(6)
+
+    def curvature(ext: Any) -> Tensor:
+        with backpack(ext):
+            lossfunc(model(same), target).backward()
+        value = getattr(model[0].weight, ext.savefield)
+        return kfacs_to_mat(value) if isinstance(value, list) else value.clone()
+
+    assert_close(curvature(kind(subsampling=[0, 3])), curvature(kind()) * 2 / 6)
+    with pytest.warns(UserWarning, match=r"looks at 2 of the N samples.*about 2/N of it.*damping"):
+        make(model.parameters(), extension=kind(subsampling=[0, 3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(model.parameters(), extension=kind())
+
+
 @every_optimiser
 def test_a_missing_quantity_is_an_error_that_names_the_parameter(make: Any) -> None:
     """A backward pass outside of the context, one that is too old, a model that is not extended."""

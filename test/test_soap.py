@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
+from backpack import backpack
 from backpack.distributed.shards import whole
 from backpack.optim import SOAP
 from backpack.utils.kroneckers import kfacs_to_mat
@@ -107,6 +109,21 @@ def test_it_trains_with_a_closure() -> None:
     for _ in range(80):
         last = float(optimiser.step(closure).detach())
     assert last < 0.3 * first
+
+
+def test_one_loop_for_all_optimisers() -> None:
+    """``with backpack(*optimiser.extensions)`` does nothing, on a plain model as well."""
+    model = nn.Linear(4, 3)
+    before = copy.deepcopy(model)
+    optimiser = SOAP(model.parameters())
+    assert optimiser.extensions == ()
+    for _ in range(2):  # the first gradient gives the first bases, and no step
+        loss = model(torch.rand(5, 4)).square().sum()
+        with warnings.catch_warnings(), backpack(*optimiser.extensions):
+            warnings.simplefilter("error")
+            loss.backward()
+        optimiser.step()
+    assert not torch.equal(model.weight, before.weight)
 
 
 def test_low_precision_and_what_has_no_gradient() -> None:

@@ -31,8 +31,10 @@ REUSED_MEMORY = fast.path(
 )
 HUGE_PAGES = fast.path("huge pages", "Memory of large results is asked for in huge pages.")
 
-# Bytes. Below this size, the allocator has memory at hand that was used before.
-LARGE = 2**22
+# Bytes. Below this size, the allocator mostly has memory at hand that was used before.
+LARGE = 2**20
+# Bytes. A smaller tensor may hold none of the huge pages, of 2 MiB.
+HOLDS_HUGE_PAGES = 2**22
 
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -50,7 +52,8 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
             del spare[key]
             return tensor.resize_(shape)  # no view, which would keep both alive
     tensor = like.new_empty(shape)
-    if HUGE_PAGES.is_on and tensor.is_cpu and _madvise is not None and tensor.nbytes >= LARGE:
+    is_huge = tensor.is_cpu and tensor.nbytes >= HOLDS_HUGE_PAGES
+    if is_huge and _madvise is not None and HUGE_PAGES.is_on:
         page = mmap.PAGESIZE
         start = -(-tensor.data_ptr() // page) * page
         end = (tensor.data_ptr() + tensor.nbytes) // page * page

@@ -89,6 +89,14 @@ class PreconditionedOptimizer(ExtensionOptimizer):
             raise ValueError(
                 f"adapt_damping_every has to be at least 1, or None, got {adapt_damping_every}."
             )
+        chosen = extension.get_subsampling()
+        if chosen is not None:
+            warn(
+                f"{type(self).__name__}: {type(extension).__name__} looks at {len(chosen)} of the "
+                "N samples of a batch (subsampling), and its results are the part that these have "
+                f"in the curvature of the whole batch, about {len(chosen)}/N of it. Make damping "
+                "as much smaller, and the steps will be as much larger: lr, too."
+            )
         self.kl_clip = kl_clip
         self.adapt_damping_every = adapt_damping_every
         super().__init__(params, defaults, extension)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack.distributed.shards import own_part, whole
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, Group, refuse_model
 from backpack.utils.kroneckers import eigh_semidefinite
 
@@ -36,7 +37,12 @@ class SOAP(Optimizer):
 
     Of a parameter that ``fully_shard`` has sharded, m and v are sharded, too. Factors and
     eigenvectors are on each process, which gathers g, m and v of one parameter at a time.
+
+    Attributes:
+        extensions: None, so that one training loop serves all optimisers of this package.
     """
+
+    extensions: ClassVar[tuple[BackpropExtension, ...]] = ()
 
     def __init__(
         self,

@@ -805,7 +805,7 @@ class Call(ModuleState):
         Raises:
             RuntimeError: If its tensors are gone.
             ValueError: If its input has no batch axis.
-            NotImplementedError: If a parameter is sparse or quantised.
+            NotImplementedError: If a parameter is sparse, quantised or complex.
         """
         if not self.outputs:
             self.check_released()
@@ -836,7 +836,7 @@ class Call(ModuleState):
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
     def _check_parameters(self, trained_only: bool) -> None:
-        """Refuse parameters that are not dense floating-point tensors."""
+        """Refuse parameters that are not dense tensors of real floating-point numbers."""
         for name, p in self.read[0].items():
             if p is None or (trained_only and name not in self.params):
                 continue
@@ -845,6 +845,12 @@ class Call(ModuleState):
                 raise NotImplementedError(
                     f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
                     "dense floating-point parameters: convert it (to_dense(), dequantize())."
+                )
+            if p.is_complex():
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is complex. Extensions "
+                    "need real ones: let the parameter be torch.view_as_real(…) of it, and use "
+                    "torch.view_as_complex in forward."
                 )
 
     def check_released(self) -> None:

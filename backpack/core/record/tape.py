@@ -157,6 +157,12 @@ IN_TRANSFORM = (
 )
 
 
+COMPLEX = (
+    "returns complex numbers, which are not followed. Let it return torch.view_as_real of them, or "
+    "let one module do all that is complex, between real tensors."
+)
+
+
 def _computed_parameters(module: Module, rule: Rule) -> str | None:
     """Tell which parameters of the rule a module computes from others; None if it has all."""
     own = rule.own(module)
@@ -244,6 +250,11 @@ def record(
     if not DENSE.issuperset(map(FORM, tensors + outputs)):
         _note_not_dense(module, arguments, tensors + outputs, outputs, missed)
         return None
+    if not isinstance(output, Tensor) or not outputs:
+        rest = [x for x in tensors_in(output) if x.is_complex() and x.requires_grad]
+        if rest and any(p.requires_grad for p in module.parameters()):
+            note_miss(module, arguments, (*outputs, *rest), COMPLEX, missed)
+            return None
     if not any(map(GRAD_FN, outputs)):
         follow_data(module, args, kwargs, output)
         return None
