@@ -117,7 +117,9 @@ class CurvatureBlock:
             ValueError: If the shape does not match.
             RuntimeError: If a parameter was changed since the backward pass.
         """
-        if self.read.changed(self.read.parameters):
+        with not_intercepted():
+            is_changed = bool(self.read.changed(self.read.parameters))
+        if is_changed:
             raise RuntimeError(
                 "A parameter or buffer was changed (by an optimiser step?) after the backward pass "
                 "that this product belongs to. Evaluate products before changing parameters."
