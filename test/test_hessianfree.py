@@ -203,6 +203,36 @@ def test_hessian_vector_product_of_simple_functions() -> None:
     torch.testing.assert_close(third, 2 * torch.stack([v[1] * v[2], v[0] * v[2], v[0] * v[1]]))
 
 
+def test_hessian_of_weight_normalisation_is_refused_where_it_is_wrong() -> None:
+    """The second derivative of torch's function takes the norms for constants."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).double())
+    norms, weight = layer.parametrizations.weight.parameters()
+
+    def loss() -> Tensor:
+        return layer(rand(4, 3)).sin().sum()
+
+    for p in (norms, weight):
+        with pytest.raises(NotImplementedError, match=r"weight normalisation.*Use HMP"):
+            hessian_vector_product(loss(), p, torch.ones_like(p))
+    (product,) = hessian_vector_product(loss(), layer.bias, torch.ones_like(layer.bias))
+    torch.testing.assert_close(product, -layer(rand(4, 3)).sin().sum(0).detach())
+
+    # products with the GGN need first derivatives alone
+    v, step = rand(*weight.shape, seed=1), 1e-5
+    f = layer(rand(4, 3))
+    (ggn,) = ggn_vector_product_from_plist(f.pow(2).sum() / 2, f, [weight], [v])
+    with torch.no_grad():
+        ends = []
+        for sign in (1, -1):
+            moved = weight + sign * step * v
+            normalised = norms * moved / moved.norm(dim=1, keepdim=True)
+            ends.append(nn.functional.linear(rand(4, 3), normalised, layer.bias))
+    tangent = (ends[0] - ends[1]) / (2 * step)
+    (expected,) = torch.autograd.grad(layer(rand(4, 3)), weight, tangent)
+    torch.testing.assert_close(ggn, expected, rtol=1e-7, atol=1e-9)
+
+
 def test_hessian_vector_product_errors() -> None:
     x, z = rand(2, 3, requires_grad=True), rand(3, requires_grad=True)
     f = (x @ z).sum()

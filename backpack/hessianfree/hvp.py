@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +37,42 @@ def hessian_vector_product(
     Raises:
         ValueError: If ``f`` is not a scalar, or ``v`` or ``grad_params`` do not have the length and
             shapes of ``params``.
+        NotImplementedError: If a function of torch has normalised one of the parameters
+            (``torch.nn.utils.weight_norm``): its second derivative is wrong.
     """
     params, v = as_tuple(params), as_tuple(v)
     check_same_shapes("v", v, "params", params)
     if f.numel() != 1:
         raise ValueError(f"f must be a scalar, got shape {tuple(f.shape)}.")
 
+    if _are_weight_normalised(f, params):
+        raise NotImplementedError(
+            "The second derivative that torch has of weight normalisation takes the norms for "
+            "constants, and the product would be wrong. Use HMP (or DiagHessian) of "
+            "backpack.extensions, which is right there."
+        )
     gradient = params if grad_params is None else as_tuple(grad_params)
     check_same_shapes("grad_params", gradient, "params", params)
     # A known gradient without a graph is of no use.
     if grad_params is None or not any(g.requires_grad for g in gradient):
         gradient = L_op(f, params, torch.ones_like(f), detach=False)
     return vjp(gradient, params, v, detach=detach)
+
+
+def _are_weight_normalised(f: Tensor, params: Sequence[Tensor]) -> bool:
+    """Whether the fused function of torch has normalised a parameter that f depends on."""
+    nodes = _above({f.grad_fn} - {None})
+    fused = {node for node in nodes if type(node).__name__.startswith("WeightNormInterface")}
+    leaves = [getattr(node, "variable", None) for node in _above(fused)]
+    return any(leaf is p for leaf in leaves for p in params)
+
+
+def _above(nodes: set[Any]) -> set[Any]:
+    """Return nodes of the graph, and all that they have read."""
+    found, stack = set(nodes), [*nodes]
+    while stack:
+        node = stack.pop()
+        new = {source for source, _ in node.next_functions if source is not None} - found
+        found |= new
+        stack += new
+    return found
