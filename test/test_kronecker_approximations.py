@@ -287,6 +287,30 @@ def test_batch_average_has_none() -> None:
             )
 
 
+@pytest.mark.parametrize("num_n", [1, N])
+def test_batch_average_of_a_layer_that_is_used_twice(num_n: int) -> None:
+    """Uses are summed first, as positions are: B has what two of them have together."""
+    torch.manual_seed(0)
+    layer, between = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    model = extend(nn.Sequential(layer, nn.Tanh(), between, layer))
+    X, y = torch.rand(num_n, 3, dtype=torch.float64), torch.rand(num_n, 3, dtype=torch.float64)
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    with backpack(KFRA(), KFLR()):
+        lossfunc(model(X), y).backward()
+    last = layer.weight @ between.weight
+    above = 2 * num_n * torch.eye(3, dtype=torch.float64)  # Hessian of the loss, summed
+    slopes = 1 - layer(X).tanh().square()
+    first = (slopes.T @ slopes / num_n) * (last.T @ above @ last)
+    across = above @ last @ slopes.mean(0).diag()
+    expected = above + first + across + across.T
+    for p in (layer.weight, layer.bias):
+        close(p.kfra[0], expected)
+    if num_n == 1:
+        for p in model.parameters():
+            for one, other in zip(p.kfra, p.kflr, strict=True):
+                close(one, other)
+
+
 def test_losses_that_ignore_different_targets() -> None:
     """Of one prediction, a position counts for any of them; of several, it is not known."""
     layer, X = extend(nn.Linear(4, 3).double()), torch.rand(N, 5, 4, dtype=torch.float64)
