@@ -856,20 +856,22 @@ class Tagger(nn.Module):
         return self.conv(self.rnn(self.embedding(x))[0].transpose(1, 2))
 
 
-def test_positions_of_batches_with_other_numbers_of_them() -> None:
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "inputs"])
+def test_positions_of_batches_with_other_numbers_of_them(fisher: Any) -> None:
     """Expanded inputs are averages over all positions, as those of accumulated passes are."""
     sizes = [(2, 4), (3, 2)]
     data = [(torch.randint(5, size), torch.randint(2, size)) for size in sizes]
     model, loss = Tagger(), nn.CrossEntropyLoss(reduction="sum")
-    found = KroneckerGGN(model, loss, data, approximation="expand").factors
+    options: Any = {"approximation": "expand", "fisher": fisher}
+    found = KroneckerGGN(model, loss, data, **options).factors
     counts = torch.cat([X.flatten() for X, _ in data]).bincount(minlength=5)
     assert_close(found[0][0], counts.diag() / 14.0)
     extended, loss = extend(model, use_converter=True), extend(loss)
     for X, y in data:
-        with backpack(KFLR(approximation="expand"), accumulate=True):
+        with backpack(KFAC(**options), accumulate=True):
             loss(extended(X), y).backward()
     for factors, p in zip(found, model.parameters(), strict=True):
-        for one, other in zip(factors, p.kflr, strict=True):
+        for one, other in zip(factors, p.kfac, strict=True):
             assert_close(one, other)
 
 

@@ -135,7 +135,15 @@ class Use:
 
     def num_positions(self) -> int:
         """Return at how many positions of all samples the parameter is used."""
-        return self.apply("kron_rows", "expand").shape[1]
+        call, num_rows = self.call, self.factor.mat.shape[1]
+        if not self.has_kronecker_factors:
+            return num_rows
+        inputs = self.derivatives.affine_inputs(self.c, self.name)
+        if inputs:  # of one part, since there are Kronecker factors
+            return num_rows if inputs[0] is None else inputs[0].shape[:-1].numel()
+        shapes = [call_products.shape_out(call, i, num_rows) for i in range(len(call.outputs))]
+        zeros = [self.factor.mat.new_zeros(()).expand(1, *shape) for shape in shapes]
+        return call_products.param(self.c, "kron_rows", self.name, zeros, "expand").shape[1]
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
