@@ -287,6 +287,152 @@ def test_batch_average_has_none() -> None:
             )
 
 
+@pytest.mark.parametrize("num_n", [1, N])
+def test_batch_average_of_a_layer_that_is_used_twice(num_n: int) -> None:
+    """Uses are summed first, as positions are: B has what two of them have together."""
+    torch.manual_seed(0)
+    layer, between = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    model = extend(nn.Sequential(layer, nn.Tanh(), between, layer))
+    X, y = torch.rand(num_n, 3, dtype=torch.float64), torch.rand(num_n, 3, dtype=torch.float64)
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    with backpack(KFRA(), KFLR()):
+        lossfunc(model(X), y).backward()
+    last = layer.weight @ between.weight
+    above = 2 * num_n * torch.eye(3, dtype=torch.float64)  # Hessian of the loss, summed
+    slopes = 1 - layer(X).tanh().square()
+    first = (slopes.T @ slopes / num_n) * (last.T @ above @ last)
+    across = above @ last @ slopes.mean(0).diag()
+    expected = above + first + across + across.T
+    for p in (layer.weight, layer.bias):
+        close(p.kfra[0], expected)
+    if num_n == 1:
+        for p in model.parameters():
+            for one, other in zip(p.kfra, p.kflr, strict=True):
+                close(one, other)
+
+
+class Frames(nn.Module):
+    """A layer that has T positions of each sample in the axis of samples, [N, T, *] as [N·T, *]."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x.flatten(0, 1))
+        z = z.flatten(2).mean(2) if z.dim() > 2 else z
+        return self.last(z.tanh().reshape(len(x), -1, 4).mean(1))
+
+
+FRAMES: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Linear(3, 4), (N, 5, 3)),
+    (nn.Embedding(6, 4), (N, 5)),
+    (nn.Conv1d(2, 4, 2, groups=2), (N, 5, 2, 3)),
+    (nn.ConvTranspose1d(2, 4, 2), (N, 5, 2, 3)),
+]
+
+
+def data_for(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Tokens for an embedding, else numbers."""
+    torch.manual_seed(0)
+    is_embedding = isinstance(layer, nn.Embedding)
+    return torch.randint(6, shape) if is_embedding else torch.rand(shape, dtype=torch.float64)
+
+
+def inputs_at_positions(layer: nn.Module, x: Tensor) -> Tensor:
+    """What a weight is multiplied with: [N', G, T, I]."""
+    if isinstance(layer, nn.Embedding):
+        return nn.functional.one_hot(x, layer.num_embeddings).double().reshape(len(x), 1, -1, 6)
+    if isinstance(layer, nn.Linear):
+        return x.reshape(len(x), 1, -1, x.shape[-1])
+    return oracle.unfold_input(layer, x).permute(0, 1, 3, 2)
+
+
+@pytest.mark.parametrize(("layer", "shape"), FRAMES, ids=str)
+@pytest.mark.parametrize("max_factor_size", [None, 1])
+@pytest.mark.parametrize("joint_bias", [False, True])
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_positions_in_the_axis_of_samples(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    approximation: Any,
+    joint_bias: bool,
+    max_factor_size: int | None,
+) -> None:
+    if joint_bias and not isinstance(layer, (nn.Linear, nn.Conv1d)):
+        pytest.skip("no joint factors")
+    X = data_for(layer, shape)
+    model, lossfunc = extend(Frames(layer).double(), use_converter=True), extend(nn.MSELoss())
+    options: Any = {"joint_bias": joint_bias, "max_factor_size": max_factor_size}
+    with backpack(KFLR(approximation=approximation, **options)):
+        lossfunc(model(X), torch.zeros(N, 2, dtype=torch.float64)).backward()
+    found = layer.weight.kflr[0 if isinstance(layer, nn.Embedding) else 1]
+    x = inputs_at_positions(layer, X.flatten(0, 1))  # [N·5, G, T, I]
+    x = torch.cat([x, x.new_ones(*x.shape[:3], 1)], 3) if joint_bias else x
+    x = x.unflatten(0, (N, -1)).transpose(1, 2).flatten(2, 3)  # [N, G, 5·T, I]
+    rows = x.mean(2, keepdim=True) if approximation == "reduce" else x
+    count = N * x.shape[1] * (x.shape[2] if approximation == "expand" else 1)
+    expected = einsum("ngti,ngtj->ij", rows, rows) / count
+    close(found, expected if found.dim() > 1 else expected.diagonal())
+
+
+class Pair(nn.Module):
+    """A layer that is used at several positions of one input, and fewer of another."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = x[..., :2]
+        pooled = [self.layer(part).reshape(len(x), 4, -1).mean(2) for part in (x, few)]
+        return self.last(pooled[0].tanh() * pooled[1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Embedding(6, 4), (N, 5)), (nn.Conv1d(2, 4, 2), (N, 2, 5))], ids=str
+)
+def test_uses_at_different_numbers_of_positions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    """The average is over all positions, not over the averages of the uses."""
+    X = data_for(layer, shape)
+    model, lossfunc = extend(Pair(layer).double(), use_converter=True), extend(nn.MSELoss())
+    with backpack(KFLR(approximation="expand")):
+        lossfunc(model(X), torch.zeros(N, 2, dtype=torch.float64)).backward()
+    each = [inputs_at_positions(layer, part) for part in (X, X[..., :2])]
+    rows = torch.cat([x.flatten(0, 2) for x in each])
+    close(layer.weight.kflr[0 if isinstance(layer, nn.Embedding) else 1], rows.T @ rows / len(rows))
+
+
+def test_uses_of_other_numbers_of_rows() -> None:
+    """Behind the first use, the positions are in the axis of samples."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3).double()
+    model = extend(nn.Sequential(layer, nn.Tanh(), nn.Flatten(0, 1), layer))
+    X = torch.rand(N, 5, 3, dtype=torch.float64)
+    with backpack(KFLR()):
+        extend(nn.CrossEntropyLoss())(model(X), torch.zeros(N * 5, dtype=torch.int64)).backward()
+    rows = torch.cat([X, layer(X).tanh()], 1).flatten(0, 1)
+    close(layer.weight.kflr[1], rows.T @ rows / N)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "inputs"])
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_inputs_of_a_network_that_mixes_samples(approximation: Any, fisher: Any) -> None:
+    """They are those of a network that does not."""
+    torch.manual_seed(0)
+    layer = nn.Conv1d(2, 3, 2).double()
+    model = nn.Sequential(layer, nn.BatchNorm1d(3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))
+    X = torch.rand(N, 2, 4, dtype=torch.float64)
+    model, lossfunc = extend(model.double()), extend(nn.MSELoss())
+    found = []
+    for is_training in (True, False):
+        model.train(is_training)
+        with backpack(KFAC(approximation=approximation, fisher=fisher)):
+            lossfunc(model(X), torch.zeros(N, 2, dtype=torch.float64)).backward()
+        found.append(layer.weight.kfac[1])
+    close(*found)
+
+
 def test_losses_that_ignore_different_targets() -> None:
     """Of one prediction, a position counts for any of them; of several, it is not known."""
     layer, X = extend(nn.Linear(4, 3).double()), torch.rand(N, 5, 4, dtype=torch.float64)

@@ -844,6 +844,37 @@ def test_split_damping() -> None:
     assert torch.isfinite(zero.inverse(0.1, split=True).spectrum).all()
 
 
+class Tagger(nn.Module):
+    """A class for each token, from layers whose positions are no rows of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(5, 3), nn.RNN(3, 3, batch_first=True)
+        self.conv = nn.Conv1d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.rnn(self.embedding(x))[0].transpose(1, 2))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "inputs"])
+def test_positions_of_batches_with_other_numbers_of_them(fisher: Any) -> None:
+    """Expanded inputs are averages over all positions, as those of accumulated passes are."""
+    sizes = [(2, 4), (3, 2)]
+    data = [(torch.randint(5, size), torch.randint(2, size)) for size in sizes]
+    model, loss = Tagger(), nn.CrossEntropyLoss(reduction="sum")
+    options: Any = {"approximation": "expand", "fisher": fisher}
+    found = KroneckerGGN(model, loss, data, **options).factors
+    counts = torch.cat([X.flatten() for X, _ in data]).bincount(minlength=5)
+    assert_close(found[0][0], counts.diag() / 14.0)
+    extended, loss = extend(model, use_converter=True), extend(loss)
+    for X, y in data:
+        with backpack(KFAC(**options), accumulate=True):
+            loss(extended(X), y).backward()
+    for factors, p in zip(found, model.parameters(), strict=True):
+        for one, other in zip(factors, p.kfac, strict=True):
+            assert_close(one, other)
+
+
 @pytest.mark.parametrize("name", ["mlp", "mlp-sum", "cnn", "mse", "ignored"])
 @pytest.mark.parametrize("approximation", [None, "expand", "reduce"])
 def test_kflr_is_that_of_the_whole_batch(name: str, approximation: Any) -> None:

@@ -653,6 +653,39 @@ def test_a_missing_quantity_is_an_error_that_names_the_parameter(make: Any) -> N
         optimiser.step(make_closure(plain, optimiser))
 
 
+class Branches(nn.Module):
+    """Layers of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.has_second = nn.Linear(3, 3), nn.Linear(3, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h) if self.has_second else h
+
+
+@every_optimiser
+def test_a_layer_that_took_no_part_has_no_gradient(make: Any) -> None:
+    torch.manual_seed(0)
+    model = extend(Branches().double())
+    optimiser = make(model.named_parameters())
+    optimiser.step(make_closure(model, optimiser))
+    while not optimiser.extensions:
+        optimiser.step(make_closure(model, optimiser))
+    model.has_second = False
+    optimiser.zero_grad(set_to_none=False)
+    with backpack(*optimiser.extensions):
+        extend(nn.CrossEntropyLoss())(model(X), Y).backward()
+    message = r"'second.weight' has the .* its gradient is zero.*zero_grad\(set_to_none=True\)"
+    with pytest.raises(RuntimeError, match=message):
+        optimiser.step()
+    old = parameters(model)
+    optimiser.step(make_closure(model, optimiser))
+    same = [torch.equal(p, q) for p, q in zip(parameters(model), old, strict=True)]
+    assert same == [False, False, True, True]
+
+
 def test_sparse_gradients_are_an_error() -> None:
     p = nn.Parameter(torch.ones(3, 2))
     p.grad = torch.ones(3, 2).to_sparse()

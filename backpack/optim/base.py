@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from backpack import backpack
 from backpack.core.engine.checks import check_one_process
+from backpack.distributed.shards import is_sharded
 from backpack.extensions.backprop_extension import BackpropExtension
 
 Closure = Callable[[], Any]
@@ -171,8 +172,14 @@ class ExtensionOptimizer(Optimizer):
         return value
 
     def _missing(self, p: Tensor, what: str) -> RuntimeError:
+        name = f"{type(self).__name__}: {self._describe(p)}"
+        if p.grad is not None and not is_sharded(p) and not p.grad.any():
+            return RuntimeError(
+                f"{name} {what}, and its gradient is zero. If it took no part in the backward "
+                "pass, it has to have no gradient: call zero_grad(set_to_none=True)."
+            )
         return RuntimeError(
-            f"{type(self).__name__}: {self._describe(p)} {what}. Call extend() on the model (and "
+            f"{name} {what}. Call extend() on the model (and "
             "the loss), and backward() inside `with backpack(*optimizer.extensions):`, or give "
             "step() a closure."
         )

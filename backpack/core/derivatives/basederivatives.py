@@ -47,7 +47,7 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
     ("kronecker_rows_are_shared",): {"affine", "kron_rows", "param_vjp"},
     ("squares_with_input",): {"affine", "affine_inputs", "assemble", "param_vjp"},
     ("kron_rows", "kron_inputs", "has_kronecker_factors"): {"param_vjp"},
-    ("kron_joint_input",): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
+    ("kron_joint_input", "kron_means"): {"param_vjp", "affine", "kron_inputs", "kron_rows"},
     ("kron_inputs_up_to",): {"kron_inputs", "param_vjp", "affine", "affine_inputs"},
     ("param_vjp_reads_inputs_alone",): {"param_vjp", "affine", "weight_vjp", "bias_vjp"},
     ("repeats_output", "reads_input", "reads_inputs"): set(),
@@ -622,6 +622,32 @@ class BaseDerivatives(SampleAxes):
         Of one larger than ``max_size`` the diagonal ``[I + 1]`` alone.
         """
         return None
+
+    def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
+        """Average over its positions what a parameter is multiplied with in a sample.
+
+        Generic: the x of :meth:`affine`.
+
+        Args:
+            c: The call at hand.
+            name: Name of the parameter.
+            num_n: Number N of samples, each of which has several rows of the input.
+
+        Returns:
+            ``[N, G, I]`` for G groups that share the factor ``[I, I]``; None for a bias.
+
+        Raises:
+            NotImplementedError: If the rule does not say what a parameter is multiplied with.
+        """
+        inputs = self.affine_inputs(c, name)
+        if inputs is None or len(inputs) > 1:
+            raise NotImplementedError(
+                f"approximation='reduce': '{name}' of {describe(c.module)} is used at positions "
+                "that are part of the axis of samples, and its rule does not say what it is "
+                "multiplied with there. Use approximation='expand' or None."
+            )
+        (x,) = inputs
+        return None if x is None else x.reshape(num_n, -1, x.shape[-1]).mean(1, keepdim=True)
 
     @property
     def joins_bias(self) -> bool:

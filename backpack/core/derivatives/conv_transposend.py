@@ -185,11 +185,21 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         """Return A of the unfolded input, or its diagonal ``[I·k]``."""
         return self._factor(c, approximation, max_size) if name == "weight" else []
 
+    def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
+        """Average the unfolded input of each sample: ``[N, 1, I·k]``."""
+        if name != "weight":
+            return None
+        return self._unfold_input(c).mean(2).unflatten(0, (num_n, -1)).mean(1, keepdim=True)
+
     def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        unfolded = self._unfold_input(c)
+        return [affine.input_factor(unfolded.transpose(1, 2), approximation, max_size)]
+
+    def _unfold_input(self, c: Context) -> Tensor:
+        """Return what each entry of the kernel is multiplied with, ``[N, I·k, T]``."""
         x, kernel = c.x, c.module.kernel_size
         channels, taps = x.shape[1], torch.Size(kernel).numel()
         # one output channel for each entry of the kernel copies x to where that entry reads it
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)
         weight = one_hot.repeat(channels, 1, 1).reshape(channels, taps, *kernel)
-        unfolded = self._convolve(c, x, weight, channels).flatten(2)
-        return [affine.input_factor(unfolded.transpose(1, 2), approximation, max_size)]
+        return self._convolve(c, x, weight, channels).flatten(2)

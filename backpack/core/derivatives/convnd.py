@@ -445,6 +445,12 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         num_t = squares.shape[3] if approximation == "expand" else 1
         return (squares.sum((0, 1, 3)) / (len(x) * squares.shape[1] * num_t)).to(x.dtype)
 
+    def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
+        """Average the patches of each sample: ``[N, G, I/G·k]``."""
+        if name != "weight":
+            return None
+        return self._unfold(c, c.x).mean(3).unflatten(0, (num_n, -1)).mean(1)
+
     def kron_joint_input(
         self, c: Context, approximation: str | None = None, max_size: float = inf
     ) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -238,11 +238,23 @@ class EmbeddingDerivatives(BaseDerivatives):
 
         Of one larger than ``max_size`` the diagonal ``[W]`` alone.
         """
+        return input_factor(self._counts(c, looked_up, num_n), None, max_size)
+
+    def _counts(
+        self, c: Context, looked_up: Lookups, num_n: int, rows_per_sample: int = 1
+    ) -> Tensor:
+        """Sum the scaled one-hot rows of each sample: ``[N, 1, W]``."""
         size = c.module.num_embeddings
         ones = c.params["weight"].new_ones(1, len(looked_up.token), 1)
-        where = looked_up.sample * size + looked_up.token
-        counts = sum_at(looked_up.scaled(ones), where, num_n * size)
-        return input_factor(counts.reshape(num_n, 1, size), None, max_size)
+        where = looked_up.sample // rows_per_sample * size + looked_up.token
+        return sum_at(looked_up.scaled(ones), where, num_n * size).reshape(num_n, 1, size)
+
+    def kron_means(self, c: Context, name: str, num_n: int) -> Tensor:
+        """Average the scaled one-hot rows of each sample: ``[N, 1, W]``."""
+        num_rows, *axes, _ = self._out_shape(c)
+        rows_per_sample = num_rows // num_n
+        counts = self._counts(c, self._lookups(c), num_n, rows_per_sample)
+        return counts / (rows_per_sample * prod(axes))
 
 
 @register(EmbeddingBag)

@@ -144,6 +144,8 @@ class BatchAveragedBackpropagation:
                 self._add(other, node, block.T)
         inputs = [(node, j) for node, j in nodes if not isinstance(node, Parameter)]
         chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
+        # a parameter that is used again above or below has a block with the input
+        chain = chain and self._is_alone(call)
         if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
             ((node, _),) = inputs
             self._add(node, node, derivatives.batch_averaged(c.at(self.subsampling), own))
@@ -166,9 +168,13 @@ class BatchAveragedBackpropagation:
     def _twins(self, call: Call) -> dict[Parameter, Parameter]:
         """Map each parameter to the first one of its call that has the same Kronecker factor."""
         derivatives, trained = call.derivatives, list(call.trained.values())
-        alone = all(len(self.plan.uses[p]) == 1 for p in trained)
         shared = SHARED.is_on and derivatives is not None and derivatives.kronecker_rows_are_shared
-        return dict.fromkeys(trained[1:], trained[0]) if shared and alone and trained else {}
+        is_one = shared and self._is_alone(call) and trained
+        return dict.fromkeys(trained[1:], trained[0]) if is_one else {}
+
+    def _is_alone(self, call: Call) -> bool:
+        """Whether the parameters of a call are used in no other."""
+        return all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
 
     def _block(self, a: Node, b: Node) -> Tensor:
         """Return a block, which is zero if nothing was added to it."""

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.affine import mean_square, with_one
+from backpack.core.derivatives.affine import input_factor, mean_square, with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, factored
 from backpack.core.engine.extracted import (
@@ -107,24 +107,43 @@ class Use:
         return call_products.param(self.c, method, self.name, mats, *arguments)
 
     def input_factors(
-        self, approximation: str | None, joint: bool = False, max_size: float = inf
+        self, num_n: int, approximation: str | None, joint: bool = False, max_size: float = inf
     ) -> list[Tensor]:
         """Kronecker factors of the call's input, averages over independent samples.
 
         Args:
+            num_n: Number of these, each with one or several rows of the call.
             approximation: How positions are treated.
             joint: Those of weight and bias together.
             max_size: Of factors that are larger, there is the diagonal ``[I]`` alone.
         """
         rule: Any = self.call.derivatives
+        rows_per_sample = self.factor.mat.shape[1] / max(num_n, 1)
+        if approximation == "reduce" and rows_per_sample > 1:
+            means = rule.kron_means(self.c, self.name, num_n)
+            if means is None:
+                return []
+            means = (with_one(means) if joint else means).flatten(0, 1)
+            return [input_factor(means, None, max_size)]
         if joint:
             factors = [rule.kron_joint_input(self.c, approximation, max_size)]
         else:
             factors = rule.kron_inputs_up_to(self.c, self.name, approximation, max_size)
-        rows_per_sample = self.factor.mat.shape[1] / max(self.factor.groups, 1)
         if approximation is None and rows_per_sample != 1:
             return [f * rows_per_sample for f in factors]
         return factors
+
+    def num_positions(self) -> int:
+        """Return at how many positions of all samples the parameter is used."""
+        call, num_rows = self.call, self.factor.mat.shape[1]
+        if not self.has_kronecker_factors:
+            return num_rows
+        inputs = self.derivatives.affine_inputs(self.c, self.name)
+        if inputs:  # of one part, since there are Kronecker factors
+            return num_rows if inputs[0] is None else inputs[0].shape[:-1].numel()
+        shapes = [call_products.shape_out(call, i, num_rows) for i in range(len(call.outputs))]
+        zeros = [self.factor.mat.new_zeros(()).expand(1, *shape) for shape in shapes]
+        return call_products.param(self.c, "kron_rows", self.name, zeros, "expand").shape[1]
 
 
 # A parameter whose rule knows no Kronecker factors has its whole block up to this many entries.
@@ -306,21 +325,17 @@ class Products:
 
     def count_of(self, name: str) -> int:
         """Return how many samples (or positions of them) a quantity is the average of."""
-        if name not in (INPUT_FACTORS["expand"], JOINT_FACTORS["expand"]):
-            return self.num_samples
-        if self._has_positions_apart:
-            return self.weight_of_inputs("expand")
-        return sum(use.apply("kron_rows", "expand").shape[1] for use in self.uses)
+        is_expand = name in (INPUT_FACTORS["expand"], JOINT_FACTORS["expand"])
+        return self.weight_of_inputs("expand" if is_expand else None)
 
     def weight_of_inputs(self, approximation: str | None) -> int:
-        """Return of how many samples (positions) the factor of the inputs is the average.
-
-        Or, where positions cannot be told apart, of how many samples these are positions.
-        """
-        if approximation == "expand" and self._has_positions_apart:
+        """Return of how many samples (positions) the factor of the inputs is the average."""
+        if approximation != "expand" or self._without_factors is not None:
+            return self.num_samples
+        if self._has_positions_apart:
             rows = self._rows_that_count()
             return sum(map(len, rows)) if rows else self.num_samples
-        return self.num_samples
+        return sum(use.num_positions() for use in self.uses)
 
     def _align(self, values: list[tuple[Tensor, Use]]) -> Tensor:
         """Sum the uses' ``[V, groups, *]`` over the uses, after merging groups to the fewest."""
@@ -699,26 +714,32 @@ class Products:
         return self._input_factors("reduce")
 
     def _input_factors(self, approximation: str | None = None, joint: bool = False) -> list[Tensor]:
-        """Sum the Kronecker factors of the inputs over the uses (expand: average over them).
+        """Sum the Kronecker factors of the inputs over the uses (expand: average over positions).
+
+        Of a network that mixes samples, the rows of a column are the samples.
 
         Raises:
             NotImplementedError: If the inputs of several uses are to be summed before the product.
         """
         if self._without_factors is not None:
             return []
-        if len(self.uses) == 1 and self.terms is None:
-            return self.uses[0].input_factors(approximation, joint, self.max_factor_size)
-        each = [use.input_factors(approximation, joint, self.max_factor_size) for use in self.uses]
+        first, *others = self.uses
+        num_n = self.num_samples if self.terms is None else first.factor.mat.shape[1]
+        each = [
+            use.input_factors(num_n, approximation, joint, self.max_factor_size)
+            for use in self.uses
+        ]
+        if not others:
+            return each[0]
         if approximation == "expand":
-            each = [[f / len(each) for f in factors] for factors in each]
-        elif approximation == "reduce" and len(each) > 1 and each[0]:
+            counts = [use.num_positions() for use in self.uses]
+            parts = [count / sum(counts) for count in counts]
+            each = [[f * part for f in one] for one, part in zip(each, parts, strict=True)]
+        elif approximation == "reduce" and each[0]:
             raise NotImplementedError(
                 f"The reduce approximation of a parameter that is used {len(each)} times. Use "
                 "approximation='expand'."
             )
-        if self.terms is not None:  # undo: the rows are samples
-            rows = self.uses[0].factor.mat.shape[1]
-            each = [[f / rows for f in factors] for factors in each]
         return [reduce(add, factors) for factors in zip(*each, strict=True)]
 
 

@@ -31,7 +31,8 @@ class EKFAC(SecondOrderBackpropExtension):
     eigenvalues are those with the smallest error in the Frobenius norm: second moments of the
     individual products along the eigenvectors. So the trace is that of G, and the error is not
     larger than that of the Kronecker product. A parameter without Kronecker factors (a bias, a
-    small one) has its block itself.
+    small one) has its block itself; of a bias at several positions, ``approximation="expand"`` has
+    other eigenvectors.
 
     With ``joint_bias=True``, a weight of a linear layer or a convolution and its bias have one
     block, saved at the weight: it acts on ``[O, I + 1]``, the weight with its axes from the second
