@@ -83,7 +83,9 @@ class DPOptimizer(ExtensionOptimizer):
     converted model; terms of a loss that is not extended. What leaves no trace is not seen: what
     was done to the data before the model, and by functions in a model that was not converted;
     modules that are not extended, or run in ``torch.no_grad()``; numbers that were taken out of the
-    graph (``detach()``, ``item()``).
+    graph (``detach()``, ``item()``). A parameter that takes no part in a backward pass gets no
+    noise, and stays: which ones these are must not depend on the data, as in a network that routes
+    samples to layers. There, let each layer take part, with a term of zero for instance.
 
     On several processes with samples of their own (``process_group``), the clipped sums of all are
     added up, with the noise that the first process draws: the step is that of one process with all
