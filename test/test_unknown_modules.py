@@ -96,6 +96,36 @@ def test_right(name: str, size: int) -> None:
             torch.testing.assert_close(p.hmp(units).reshape(block.shape), block, **TOLERANCE)
 
 
+CUMULATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "alone": lambda x, sums: sums,
+    "some-of-it": lambda x, sums: torch.cat([sums[:, 2:], x[:, :2]], 1),
+    "masked": lambda x, sums: sums * (x > 0) + x,
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("name", CUMULATIVE)
+def test_cumulative_sums_of_exponentials(name: str) -> None:
+    """The gradient that torch has for them is not differentiable where none arrives."""
+    use = CUMULATIVE[name]
+    model = around(Leaf(lambda m, x: use(x, (x * m.w).logcumsumexp(1))))
+    reference, (X, y) = copy.deepcopy(model), data()
+    reference[1].function = lambda m, x: use(x, (x * m.w).exp().cumsum(1).log())
+    run(model, X, y, extensions.DiagHessian(), extensions.HMP(), extensions.GGNMP())
+    diagonals = oracle.hessian_diag(reference, nn.CrossEntropyLoss(), X, y)
+    hessians = oracle.hessian_blocks(reference, nn.CrossEntropyLoss(), X, y)
+    ggns = oracle.ggn_blocks(reference, nn.CrossEntropyLoss(), X, y)
+    for p, diagonal, hessian, ggn in zip(
+        model.parameters(), diagonals, hessians, ggns, strict=True
+    ):
+        if p.grad is None:
+            continue
+        units = torch.eye(p.numel()).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.diag_h, diagonal, **TOLERANCE)
+        torch.testing.assert_close(p.hmp(units).reshape(hessian.shape), hessian, **TOLERANCE)
+        torch.testing.assert_close(p.ggnmp(units).reshape(ggn.shape), ggn, **TOLERANCE)
+
+
 def test_buffers_and_inputs_do_not_change() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
