@@ -259,6 +259,37 @@ def test_parameter_as_an_argument(form: str) -> None:
             torch.testing.assert_close(getattr(p, ext().savefield), value)
 
 
+class Table(nn.Module):
+    """Reads the weights of a layer that is never called."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.one, self.table, self.two = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return self.two(self.one(F.linear(x, self.table.weight, self.table.bias)))
+        return self.two(F.linear(self.one(x), self.table.weight, self.table.bias))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layer_that_is_not_called(first: bool) -> None:
+    """Its weights are read by a function: that is said, and right if functions are recorded."""
+    model = Table(first)
+    with pytest.warns(UserWarning, match="That use is not counted. Use extend.model, use_conv"):
+        run(model, *data(), extensions.BatchGrad())
+    assert model.table.weight.grad is not None
+    reference, (X, y) = Table(first), data()
+    model = extend(copy.deepcopy(reference), use_converter=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not counted")
+        run(model, X, y, extensions.BatchGrad())
+    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(), X, y)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
+
+
 def test_what_is_evaluated_again_leaves_no_trace() -> None:
     """Neither in attributes, nor in collections, nor in random numbers."""
 
