@@ -828,6 +828,27 @@ def test_complex_outputs_for_second_order(with_real: bool) -> None:
         loss.backward()
 
 
+class RealPart(nn.Module):
+    """Functions that go through complex numbers, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.fft.fft(self.first(x)).real)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("route", ["trace", "record"])
+@each([*FIRST, extensions.DiagGGNExact])
+def test_functions_of_complex_numbers(ext: Any, route: str) -> None:
+    """The error says what is not followed: not that samples were mixed."""
+    model, lossfunc = extend(RealPart(), use_converter=route), extend(nn.MSELoss())
+    with backpack(ext()), pytest.raises(ValueError, match="reads complex numbers"):
+        lossfunc(model(torch.rand(N, 4)), torch.rand(N, 2)).backward()
+
+
 # ------------------------------------------------------------------ nested and sparse data
 
 ROUTES = [False, "trace", "record"]

@@ -807,6 +807,26 @@ def test_parametrisations(name: str, layer: str, training: bool) -> None:
         compare(model, {field: expected})
 
 
+@pytest.mark.parametrize("route", [False, "record"])
+def test_a_mask_is_removed_after_a_pass(route: bool | str) -> None:
+    """Pruning gives the parameter back to the weight: the same tensor under another name."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    prune.l1_unstructured(model[0], "weight", amount=0.4)
+    extend(model, use_converter=route)
+    X, y = data()
+    for removed in [False, True]:
+        if removed:
+            prune.remove(model[0], "weight")
+        for field in ["grad_batch", "diag_h"]:
+            ext, truth = TRUTHS[field]
+            expected = truth(model, F.cross_entropy, X, y)
+            out = model(X)
+            with backpack(ext()):
+                extend(nn.CrossEntropyLoss())(out, y).backward()
+            compare(model, {field: expected})
+
+
 # ------------------------------------------------------------------ life with the recording
 
 

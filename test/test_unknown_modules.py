@@ -96,6 +96,36 @@ def test_right(name: str, size: int) -> None:
             torch.testing.assert_close(p.hmp(units).reshape(block.shape), block, **TOLERANCE)
 
 
+CUMULATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "alone": lambda x, sums: sums,
+    "some-of-it": lambda x, sums: torch.cat([sums[:, 2:], x[:, :2]], 1),
+    "masked": lambda x, sums: sums * (x > 0) + x,
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("name", CUMULATIVE)
+def test_cumulative_sums_of_exponentials(name: str) -> None:
+    """The gradient that torch has for them is not differentiable where none arrives."""
+    use = CUMULATIVE[name]
+    model = around(Leaf(lambda m, x: use(x, (x * m.w).logcumsumexp(1))))
+    reference, (X, y) = copy.deepcopy(model), data()
+    reference[1].function = lambda m, x: use(x, (x * m.w).exp().cumsum(1).log())
+    run(model, X, y, extensions.DiagHessian(), extensions.HMP(), extensions.GGNMP())
+    diagonals = oracle.hessian_diag(reference, nn.CrossEntropyLoss(), X, y)
+    hessians = oracle.hessian_blocks(reference, nn.CrossEntropyLoss(), X, y)
+    ggns = oracle.ggn_blocks(reference, nn.CrossEntropyLoss(), X, y)
+    for p, diagonal, hessian, ggn in zip(
+        model.parameters(), diagonals, hessians, ggns, strict=True
+    ):
+        if p.grad is None:
+            continue
+        units = torch.eye(p.numel()).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.diag_h, diagonal, **TOLERANCE)
+        torch.testing.assert_close(p.hmp(units).reshape(hessian.shape), hessian, **TOLERANCE)
+        torch.testing.assert_close(p.ggnmp(units).reshape(ggn.shape), ggn, **TOLERANCE)
+
+
 def test_buffers_and_inputs_do_not_change() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -227,6 +257,37 @@ def test_parameter_as_an_argument(form: str) -> None:
         expected = truth(reference, nn.CrossEntropyLoss(), X, y)
         for p, value in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(getattr(p, ext().savefield), value)
+
+
+class Table(nn.Module):
+    """Reads the weights of a layer that is never called."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.one, self.table, self.two = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return self.two(self.one(F.linear(x, self.table.weight, self.table.bias)))
+        return self.two(F.linear(self.one(x), self.table.weight, self.table.bias))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layer_that_is_not_called(first: bool) -> None:
+    """Its weights are read by a function: that is said, and right if functions are recorded."""
+    model = Table(first)
+    with pytest.warns(UserWarning, match="That use is not counted. Use extend.model, use_conv"):
+        run(model, *data(), extensions.BatchGrad())
+    assert model.table.weight.grad is not None
+    reference, (X, y) = Table(first), data()
+    model = extend(copy.deepcopy(reference), use_converter=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not counted")
+        run(model, X, y, extensions.BatchGrad())
+    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(), X, y)
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
 
 
 def test_what_is_evaluated_again_leaves_no_trace() -> None:

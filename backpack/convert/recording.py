@@ -353,7 +353,8 @@ class Recorder(TorchFunctionMode):
             return x
         if id(x) not in self.views:
             reader = self.functions.readers.get(id(x))
-            if reader is None or reader.parameter is not x:
+            # the attribute may be gone: what prunes a weight gives it back under its own name
+            if reader is None or getattr(reader.owner, reader.name, None) is not x:
                 reader = self._new_reader(x)
             if reader is None:  # of another model
                 return x

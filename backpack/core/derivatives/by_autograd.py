@@ -494,7 +494,9 @@ def products(
 ) -> list[Tensor]:
     """Apply the Jacobian: the sum over inputs and parameters of ``J t``, ``[V, *out]`` each.
 
-    By two transposed products: ``Jᵀ u`` is linear in u, and its derivative is ``J``.
+    By two transposed products: ``Jᵀ u`` is linear in u, and its derivative is ``J``. In
+    ``logcumsumexp`` torch computes it with the logarithm of u, so that there is none at zero: then
+    by autograd in forward mode.
 
     Args:
         evaluation: The call.
@@ -513,7 +515,7 @@ def products(
     values = _variables(evaluation, list(known), inputs)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
-        us = [torch.zeros_like(y, requires_grad=True) for y in ys]
+        us = [torch.ones_like(y, requires_grad=True) for y in ys]
         reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
         backs = _grad(
             [y for y, _ in reached],
@@ -524,6 +526,8 @@ def products(
         )
         pairs = [(b, known[k]) for k, b in zip(values, backs, strict=True) if b is not None]
         found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
+    if any(t is not None and bool(t.isnan().any()) for t in found):
+        found = _forward_products(evaluation, values, known, inputs) or found
     num_v = len(next(iter(known.values())))
     results = [
         y.new_zeros(num_v, *y.shape) if t is None else t for y, t in zip(ys, found, strict=True)
@@ -534,6 +538,24 @@ def products(
             for t, axis in zip(results, evaluation.axes_out, strict=True)
         ]
     return results
+
+
+def _forward_products(
+    evaluation: Evaluation,
+    values: Values,
+    tangents: Mapping[Any, Tensor],
+    inputs: Sequence[Any],
+) -> list[Tensor | None] | None:
+    """Apply the Jacobian in forward mode; None if torch cannot do that."""
+    values = values if torch.is_grad_enabled() else {k: x.detach() for k, x in values.items()}
+
+    def along(t: Values) -> list[Tensor]:
+        return torch.func.jvp(lambda v: evaluation.outputs(v, inputs), (values,), (t,))[1]
+
+    try:
+        return list(torch.vmap(along)(dict(tangents)))
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def second_products(

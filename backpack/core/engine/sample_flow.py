@@ -48,6 +48,7 @@ from backpack.core.record.origins import (
     origin,
     parameter_behind,
 )
+from backpack.core.record.registry import derivatives_of
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
 
@@ -180,8 +181,18 @@ class SampleFlow:
         """Note parameters of extended modules that a function above a call uses as well."""
         for leaf in leaves:
             reached = any(leaf is p for params in self.parameters for p in params.values())
-            if reached or is_used(leaf):
+            if reached or is_used(leaf) or self._is_of_layer(leaf):
                 self.foreign_uses.append((call, leaf))
+
+    def _is_of_layer(self, parameter: Tensor) -> bool:
+        """Whether a layer of the models has a parameter, be it called or not."""
+        return any(
+            parameter is p
+            for given in self.given
+            for module in given.module.modules()
+            if derivatives_of(module) is not None
+            for p in module._parameters.values()
+        )
 
     def _note_reduction(self, call: Call) -> None:
         """Note the reduction of a loss, if ``backward()`` was called on it alone."""
@@ -198,7 +209,7 @@ class SampleFlow:
                 ext.fail(
                     f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
                     f"is also used by a function whose result {call!r} reads. That use is not "
-                    "counted."
+                    "counted. Use extend(model, use_converter=True)."
                 )
         self.foreign_uses.clear()
 
