@@ -290,6 +290,35 @@ def test_layer_that_is_not_called(first: bool) -> None:
         torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
 
 
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFLR])
+def test_layer_that_is_not_called_for_second_order(ext: Any) -> None:
+    """Before the first call nothing breaks the chain: what is missing is said."""
+    model = Table(first=True)
+    match = rf"{ext.__name__}: a parameter of shape \[3(, 3)?\] has no result.*use_converter=True"
+    with pytest.warns(UserWarning, match=match):
+        run(model, *data(), ext())
+    assert not hasattr(model.table.weight, ext().savefield)
+    assert hasattr(model.one.weight, ext().savefield)
+
+    recorded = extend(copy.deepcopy(model), use_converter=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no result")
+        run(recorded, *data(), ext())
+    assert hasattr(recorded.get_parameter("table.weight"), ext().savefield)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_layer_that_is_not_called_and_gets_no_gradient(frozen: bool) -> None:
+    model, lossfunc = extend(Table(first=True)), extend(nn.CrossEntropyLoss())
+    model.table.requires_grad_(not frozen)
+    X, y = data()
+    loss = lossfunc(model(X), y)
+    with warnings.catch_warnings(), backpack(extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        loss.backward(inputs=None if frozen else list(model.two.parameters()))
+    assert model.two.weight.diag_ggn_exact.shape == (3, 3)
+
+
 def test_what_is_evaluated_again_leaves_no_trace() -> None:
     """Neither in attributes, nor in collections, nor in random numbers."""
 

@@ -155,6 +155,7 @@ class Plan:
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
+        self.read_by_functions: dict[Tensor, Call] = {}  # see find_gap
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
         dtypes = dtypes_of(self.calls)
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
@@ -356,7 +357,10 @@ class Plan:
             raise ValueError(f"{savefields}: {error}") from error
 
     def find_gap(self) -> str | None:
-        """Describe the first break: a reached call feeds another through what is not a module."""
+        """Describe the first break: a reached call feeds another through what is not a module.
+
+        Notes what functions read that no call has returned, and which call reads their results.
+        """
         for loss in self.losses:
             for i, (x, origin) in enumerate(zip(loss.inputs, loss.origins_in, strict=True)):
                 if i in self.predictions[loss]:
@@ -388,17 +392,18 @@ class Plan:
                             f"the parameter '{name}' of {call!r} is also used by a function (or a "
                             f"module that was not extended) whose result {consumer!r} reads."
                         )
+                self.read_by_functions |= dict.fromkeys(leaves, consumer)
                 if above:
                     producer = max((self.producers[o].call for o in above), key=lambda c: c.index)
                     return (
                         f"the output of {producer!r} reaches {consumer!r} through an operation "
                         "that is not a module (a function such as torch.add or F.relu, an in-place "
                         "change, or a module that was not extended): "
-                        f"{', '.join(self._nodes_above(x))}. {self._advice(consumer)}"
+                        f"{', '.join(self._nodes_above(x))}. {self.advice(consumer)}"
                     )
         return None
 
-    def _advice(self, consumer: Call) -> str:
+    def advice(self, consumer: Call) -> str:
         """Say what to do about a function whose result a call reads."""
         as_module = "make it a module, which is called in its place (see backpack.custom_module)"
         if not any(is_converted(call.module) for call in self.calls):

@@ -181,10 +181,10 @@ class SampleFlow:
         """Note parameters of extended modules that a function above a call uses as well."""
         for leaf in leaves:
             reached = any(leaf is p for params in self.parameters for p in params.values())
-            if reached or is_used(leaf) or self._is_of_layer(leaf):
+            if reached or is_used(leaf) or self.is_of_layer(leaf):
                 self.foreign_uses.append((call, leaf))
 
-    def _is_of_layer(self, parameter: Tensor) -> bool:
+    def is_of_layer(self, parameter: Tensor) -> bool:
         """Whether a layer of the models has a parameter, be it called or not."""
         return any(
             parameter is p
