@@ -602,3 +602,22 @@ def test_a_class_defined_while_paths_are_disabled() -> None:
     assert Late.batch_averaged is BaseDerivatives.batch_averaged
     assert SigmoidDerivatives.batch_averaged is ElementwiseDerivatives.batch_averaged
     assert "hessian_sum" in vars(CrossEntropyLossDerivatives)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 40])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_squares_of_long_columns_are_added_up(
+    columns: int, weighted: bool, side_by_side: bool
+) -> None:
+    """One by one, with nothing written in between, also where those of a sample are neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, columns, 5, 500) if side_by_side else (columns, 4, 5, 500)
+    values = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if side_by_side:
+        values = values.transpose(0, 1)
+    weights = torch.rand(columns, 4, generator=generator, dtype=torch.float64) if weighted else None
+    assert values[0].numel() >= reductions.LONG_ROW
+    scales = 1 if weights is None else weights[:, :, None, None]
+    expected = (scales * values**2).sum(0)
+    torch.testing.assert_close(reductions.sum_of_squares(values, weights), expected)
