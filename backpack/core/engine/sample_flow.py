@@ -160,7 +160,7 @@ class SampleFlow:
         for i, (x, mark) in enumerate(zip(call.inputs, call.origins_in, strict=True)):
             if mark is None:  # perhaps a parameter itself, as an argument
                 p = parameter_behind(x)
-                self._note_leaves(call, [] if p is None else [p])
+                self._note_leaves(call, [] if p is None else [p], is_told=False)
                 continue
             if mark.is_output and (call.is_transparent or not mark.by_container):
                 continue  # if it is that of a container, what reads the output follows it
@@ -173,15 +173,19 @@ class SampleFlow:
             path = path_above(node, slot)
             if any(source.by_container for source in path.sources.values()):
                 path = path_above(node, slot, through_containers=True)
-            self._note_leaves(call, path.leaves)
+            is_told = any(data_flow.MISSED in node.metadata for node in path.nodes)
+            self._note_leaves(call, path.leaves, is_told)
             paths[i] = path
         return paths
 
-    def _note_leaves(self, call: Call, leaves: Sequence[Tensor]) -> None:
-        """Note parameters of extended modules that a function above a call uses as well."""
+    def _note_leaves(self, call: Call, leaves: Sequence[Tensor], is_told: bool) -> None:
+        """Note parameters of extended modules that a function above a call uses as well.
+
+        Those of a call that is not recorded are told by themselves.
+        """
         for leaf in leaves:
             reached = any(leaf is p for params in self.parameters for p in params.values())
-            if reached or is_used(leaf) or self.is_of_layer(leaf):
+            if reached or is_used(leaf) or (not is_told and self.is_of_layer(leaf)):
                 self.foreign_uses.append((call, leaf))
 
     def is_of_layer(self, parameter: Tensor) -> bool:

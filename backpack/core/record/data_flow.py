@@ -45,6 +45,8 @@ FILLING_UP = {"to_dense", "to_padded_tensor"}
 OnMiss = Callable[[str], None]
 FORM = operator.attrgetter("layout", "is_nested")
 DENSE = frozenset({(torch.strided, False)})
+# Key in the metadata of nodes of calls that are not recorded, which backward passes tell.
+MISSED = "backpack missed"
 NO_SAMPLES = (
     "Give what has no samples, such as a table, an axis of one entry in front (x[None]), or make "
     "it a buffer of the model."
@@ -346,6 +348,7 @@ def note_miss(
         while torch._C._functorch.is_functorch_wrapped_tensor(out):  # of the transform itself
             out = torch._C._functorch.get_unwrapped(out)
         if out.grad_fn is not None:
+            out.grad_fn.metadata[MISSED] = True
             out.grad_fn.register_prehook(lambda grads: missed(message))
 
 
