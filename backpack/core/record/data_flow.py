@@ -347,9 +347,10 @@ def note_miss(
     for out in outputs:
         while torch._C._functorch.is_functorch_wrapped_tensor(out):  # of the transform itself
             out = torch._C._functorch.get_unwrapped(out)
-        if out.grad_fn is not None:
-            out.grad_fn.metadata[MISSED] = True
-            out.grad_fn.register_prehook(lambda grads: missed(message))
+        node: Any = out.grad_fn
+        if node is not None:
+            node.metadata[MISSED] = True
+            node.register_prehook(lambda grads: missed(message))
 
 
 def _shape(x: Tensor) -> str:
