@@ -348,9 +348,16 @@ def inputs_at_positions(layer: nn.Module, x: Tensor) -> Tensor:
     return oracle.unfold_input(layer, x).permute(0, 1, 3, 2)
 
 
-@pytest.mark.parametrize(("layer", "shape"), FRAMES, ids=str)
+# Layers that have factors of weight and bias together
+JOINT = (nn.Linear, nn.Conv1d)
+JOINT_FRAMES = [
+    *((layer, shape, False) for layer, shape in FRAMES),
+    *((layer, shape, True) for layer, shape in FRAMES if isinstance(layer, JOINT)),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "joint_bias"), JOINT_FRAMES, ids=str)
 @pytest.mark.parametrize("max_factor_size", [None, 1])
-@pytest.mark.parametrize("joint_bias", [False, True])
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_positions_in_the_axis_of_samples(
     layer: nn.Module,
@@ -359,8 +366,6 @@ def test_positions_in_the_axis_of_samples(
     joint_bias: bool,
     max_factor_size: int | None,
 ) -> None:
-    if joint_bias and not isinstance(layer, (nn.Linear, nn.Conv1d)):
-        pytest.skip("no joint factors")
     X = data_for(layer, shape)
     model, lossfunc = extend(Frames(layer).double(), use_converter=True), extend(nn.MSELoss())
     options: Any = {"joint_bias": joint_bias, "max_factor_size": max_factor_size}

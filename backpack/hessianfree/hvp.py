@@ -61,6 +61,8 @@ def hessian_vector_product(
 
 def _are_weight_normalised(f: Tensor, params: Sequence[Tensor]) -> bool:
     """Whether the fused function of torch has normalised a parameter that f depends on."""
+    if not any(p.is_leaf for p in params):  # such as outputs, of which a GGN is made
+        return False
     nodes = _above({f.grad_fn} - {None})
     fused = {node for node in nodes if type(node).__name__.startswith("WeightNormInterface")}
     leaves = [getattr(node, "variable", None) for node in _above(fused)]
