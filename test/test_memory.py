@@ -457,6 +457,64 @@ def test_memory_that_somebody_has_is_not_used_again(who: str) -> None:
     del holder
 
 
+@pytest.mark.parametrize("who", HOLDERS)
+def test_memory_of_a_factor_that_somebody_has_is_not_used_again(who: str) -> None:
+    """Kronecker factors are in a list: one may be free, while another one is not."""
+    p = Parameter(torch.ones(2))
+    p.kfac = [torch.zeros(1024, 1024), torch.zeros(2, 2), torch.ones(1024, 1024)]
+    free = p.kfac[2].data_ptr()
+    holder = HOLDERS[who](p.kfac[0])
+    with torch.no_grad():
+        memory.reuse([p], [extensions.KFAC()])
+    taken = (memory._reusable.get() or {}).values()
+    spare = [x.data_ptr() for x in taken if x.nbytes >= memory.LARGE]
+    del taken
+    memory.clear()
+    assert free in spare
+    assert len(spare) == 1 + (who in ("nobody", "a view that is gone"))
+    del holder
+
+
+@pytest.mark.parametrize("hold", [lambda p: p.kfac, lambda p: iter(p.kfac)])
+def test_a_list_that_somebody_has_stays_as_it_is(hold: Callable[[Parameter], Any]) -> None:
+    p = Parameter(torch.ones(2))
+    p.kfac = [torch.zeros(1024, 1024)]
+    holder = hold(p)
+    with torch.no_grad():
+        memory.reuse([p], [extensions.KFAC()])
+    spare = memory._reusable.get() or {}
+    memory.clear()
+    assert not spare
+    assert p.kfac[0].shape == (1024, 1024)
+    del holder
+
+
+def test_kronecker_factors_are_written_over() -> None:
+    """Those of the backward pass before, unless somebody looks at them still."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(600, 520)), extend(nn.MSELoss())
+    X, y = torch.rand(3, 8, 600), torch.rand(3, 8, 520)
+
+    def step(i: int) -> list[Tensor]:
+        with backpack(extensions.KFAC()):
+            lossfunc(model(X[i]), y[i]).backward()
+        expected = X[i].T @ X[i] / 8
+        torch.testing.assert_close(model.weight.kfac[1], expected)
+        return model.weight.kfac
+
+    def addresses() -> set[int]:
+        return {factor.data_ptr() for factor in (*model.weight.kfac, *model.bias.kfac)}
+
+    step(0)
+    before = addresses()
+    kept = step(1)
+    assert addresses() == before
+    copies = [factor.clone() for factor in kept]
+    step(2)
+    assert addresses().isdisjoint(factor.data_ptr() for factor in kept)
+    assert all(map(torch.equal, kept, copies))
+
+
 def test_individual_gradients_are_written_over() -> None:
     """Those of the backward pass before, unless somebody looks at them still."""
     torch.manual_seed(0)

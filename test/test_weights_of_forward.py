@@ -356,6 +356,21 @@ def test_products_of_parameters_that_have_changed(kind: Any, change: str) -> Non
         product(torch.rand(2, 4))
 
 
+def test_products_read_weights_behind_the_parameter_alone() -> None:
+    """A change that nobody counts leaves the product of a later layer as it was."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    loss = extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(extensions.HMP()):
+        loss.backward()
+    product, vectors = model[2].weight.hmp, torch.rand(2, 2, 4)
+    before = product(vectors)
+    model[0].weight.data.mul_(0.5)
+    torch.testing.assert_close(product(vectors), before, rtol=0, atol=0)
+    model[2].weight.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"was changed .* after the backward pass"):
+        model[0].weight.hmp(torch.rand(2, 4, 3))
+
+
 def columns_swapped(p: Tensor) -> None:
     p.data.copy_(p.data.flip(1).clone())
 

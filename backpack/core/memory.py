@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import mmap
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from math import prod
 from typing import Any
@@ -87,22 +87,40 @@ def reuse(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
     for p, ext in itertools.product(parameters, exts):
         name, attributes = ext.savefield, vars(p)
         value = attributes.get(name)
-        large = type(value) is Tensor and value.is_cpu and value.nbytes >= LARGE
-        del value
-        if not large:
+        for part in value if type(value) is list else (value,):
+            if type(part) is Tensor and part.is_cpu and part.nbytes >= LARGE:
+                break
+        else:
             continue
+        del value, part  # names of what nobody else is to have
         own = {name: attributes.pop(name)}  # no thread can take it any more
-        if _is_alone(own, name):
-            result = own.pop(name)
+        parts = own if type(own[name]) is Tensor else _parts(own, name)
+        for key in list(parts):
+            if type(parts[key]) is not Tensor or not _is_alone(parts, key):
+                continue
+            result = parts.pop(key)
             vars(result).clear()  # what belongs to the result that it was
             spare = _reusable.get()
             if spare is None:
                 _reusable.set(spare := {})
             spare[id(result)] = result
             is_holding = True
-        else:
-            attributes.update(own)
+        attributes.update(own)  # what others have
     return is_holding
+
+
+def _parts(own: dict[Any, Any], name: str) -> dict[Any, Any]:
+    """Take a list apart, unless somebody else has it."""
+    is_alone = _holders(own, name) == _ONE_HOLDER
+    return dict(enumerate(own.pop(name))) if is_alone else {}
+
+
+def _holders(attributes: Mapping[str, Any], name: str) -> int:
+    value = attributes[name]
+    return sys.getrefcount(value)
+
+
+_ONE_HOLDER = _holders({"name": []}, "name")
 
 
 def clear() -> None:

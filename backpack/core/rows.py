@@ -19,9 +19,10 @@ def row_numbers(size: int, subsampling: Rows) -> Sequence[int]:
     return subsampling
 
 
-def one_by_one(size: int, subsampling: Rows) -> list[slice]:
-    """Return the selected rows of a batch of ``size``, each as a slice (no copy)."""
-    return [slice(n % size, n % size + 1) for n in row_numbers(size, subsampling)]
+def one_by_one(size: int, subsampling: Rows, count: int | None = None) -> list[slice]:
+    """Return the (first ``count``) selected rows of a batch, each as a slice (no copy)."""
+    numbers = row_numbers(size, subsampling)[:count]
+    return [slice(n % size, n % size + 1) for n in numbers]
 
 
 def take_rows(rows: Sequence[int], span: slice) -> Sequence[int] | slice:

@@ -330,14 +330,13 @@ class BaseDerivatives(SampleAxes):
 
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Average ``Jᵀ mat J`` over the samples: ``[D_out, D_out] -> [D_in, D_in]``."""
-        samples = one_by_one(c.input.shape[self.axis_in(c, 0)], c.rows)
-        if self.has_one_jacobian(c):
-            samples = samples[:1]
-        total: Tensor | int = 0
-        for row in samples:  # the Jacobian of each is a dense matrix
-            at = c.at(row)
-            total = total + self.average_vjp(at, self.average_vjp(at, mat))
-        return total / len(samples)  # type: ignore[return-value]
+        count = 1 if self.has_one_jacobian(c) else None
+        samples = one_by_one(c.input.shape[self.axis_in(c, 0)], c.rows, count)
+        each = (self.average_vjp(at, self.average_vjp(at, mat)) for at in map(c.at, samples))
+        total = next(each)
+        for found in each:  # one after the other: the Jacobian of each is a dense matrix
+            total = total + found
+        return total if len(samples) == 1 else total / len(samples)
 
     def average_vjp(self, c: Context, mat: Tensor) -> Tensor:
         """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
@@ -347,7 +346,9 @@ class BaseDerivatives(SampleAxes):
         v = alike.expand(-1, *shape)
         back = self.vjp(c, [v, *[None] * (len(c.outputs) - 1)] if len(c.outputs) > 1 else v)
         back = back if isinstance(back, Tensor) else back[0]
-        return back.mean(1 + self.axis_in(c, 0)).flatten(1)
+        axis_in = 1 + self.axis_in(c, 0)
+        mean = back.squeeze(axis_in) if back.shape[axis_in] == 1 else back.mean(axis_in)
+        return mean.flatten(1)
 
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return whether all samples have the same Jacobian."""

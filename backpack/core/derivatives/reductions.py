@@ -76,8 +76,10 @@ def over_columns(values: Tensor) -> Tensor:
 
 def gram(rows: Tensor, count: float) -> Tensor:
     """Sum the outer products of rows ``[R, D]``, divided by a count: ``[D, D]``."""
-    unread = rows.new_empty(1, 1)
-    return torch.addmm(unread, rows.mT, rows, beta=0, alpha=1 / count)
+    unread, shape = rows.new_empty(1, 1), (rows.shape[1], rows.shape[1])
+    is_large = prod(shape) * rows.element_size() >= memory.LARGE
+    out = memory.empty(shape, rows) if is_large and not torch.is_grad_enabled() else None
+    return torch.addmm(unread, rows.mT, rows, beta=0, alpha=1 / count, out=out)
 
 
 def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -73,29 +73,25 @@ class BatchAveragedBackpropagation:
                     "Use KFAC or KFLR instead."
                 )
 
-    def run(self) -> dict[Parameter, Tensor]:
-        """Return for each parameter the first Kronecker factor (or the whole block)."""
+    def run(self) -> list[Parameter]:
+        """Carry the matrix through all modules; return the parameters that it has reached."""
         for call in reversed(self.plan.calls):
             if call in self.plan.losses:
                 self._start(call)
             else:
                 self._through(call)
-        found = {p: self._factor(p) for p in self.plan.uses if (p, p) in self.blocks}
-        owners = {factor.untyped_storage().data_ptr(): p for p, factor in found.items()}
-        known = set(owners.values())
-        return {p: factor if p in known else factor.clone() for p, factor in found.items()}
+        return [p for p in self.plan.uses if (p, p) in self.blocks]
 
-    def _factor(self, p: Parameter) -> Tensor:
-        """Average the blocks of the groups that share a Kronecker factor."""
-        groups = self.groups[p]
+    def take_factor(self, p: Parameter) -> Tensor:
+        """Return the first Kronecker factor (or the whole block) of a parameter, and forget it.
+
+        It is the average of the blocks of groups that share it.
+        """
+        block, groups = self.blocks.pop((p, p)), self.groups[p]
         if groups == 1:
-            return self.blocks[p, p]
-        return (
-            self.blocks[p, p]
-            .reshape(groups, -1, groups, self.blocks[p, p].shape[0] // groups)
-            .diagonal(dim1=0, dim2=2)
-            .mean(-1)
-        )
+            return block
+        blocks = block.reshape(groups, -1, groups, len(block) // groups)
+        return blocks.diagonal(dim1=0, dim2=2).mean(-1)
 
     def _start(self, call: Call) -> None:
         hessian = LossHessian(call, self.subsampling)
@@ -132,11 +128,10 @@ class BatchAveragedBackpropagation:
         nodes = [(n, j) for n, j in self._nodes(c, slots) if n not in twins]
         derivatives = call.derivatives
         assert derivatives is not None
-        rows = one_by_one(self.plan.base, self.subsampling)
-        if derivatives.has_one_jacobian(c) and (
+        is_one = derivatives.has_one_jacobian(c) and (
             derivatives.kronecker_rows_are_constant or not call.trained
-        ):
-            rows = rows[:1]
+        )
+        rows = one_by_one(self.plan.base, self.subsampling, 1 if is_one else None)
         for other, matrix in across.items():  # E[J]ᵀ M
             for node, jacobian in nodes:
                 block = jacobian(matrix, self.subsampling).T

@@ -24,11 +24,13 @@ from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.combining import gathered
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.engine.plan import Feed, Plan
-from backpack.core.record.calls import Call
+from backpack.core.lazy import lazy
+from backpack.core.record.calls import Call, reading_parameters
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
-from backpack.core.rows import Rows, row_numbers
+from backpack.core.record.weights import tensors_of
+from backpack.core.rows import row_numbers
 
 Subsampling = Sequence[int] | None
 # What to make of a module's (diagonal) second derivative; None leaves it out.
@@ -49,15 +51,13 @@ class Reached(NamedTuple):
     """A call that the parameter influences.
 
     Attributes:
-        call: The call.
-        rows: Rows that the vectors hold.
+        c: The call as its rule sees it, at the rows that the vectors hold.
         name: Name of the parameter, if the call uses it.
         fed: The inputs that it influences.
         inputs: The tangents at all inputs, None for zero.
     """
 
-    call: Call
-    rows: Rows
+    c: Context
     name: str | None
     fed: list[Feed]
     inputs: list[Tensor | None]
@@ -118,7 +118,7 @@ class CurvatureBlock:
             RuntimeError: If a parameter was changed since the backward pass.
         """
         with not_intercepted():
-            is_changed = bool(self.read.changed(self.read.parameters))
+            is_changed = bool(self.read.changed(self.read.parameters, self._compared))
         if is_changed:
             raise RuntimeError(
                 "A parameter or buffer was changed (by an optimiser step?) after the backward pass "
@@ -132,6 +132,14 @@ class CurvatureBlock:
         raise ValueError(
             f"Expected vectors of shape {['V', *p.shape]} (or without V), got {list(mat.shape)}."
         )
+
+    @lazy
+    def _compared(self) -> set[Tensor]:
+        """What the product reads itself, so that changes which nobody counts matter as well."""
+        first = min(call.index for call in self.names)
+        behind = [call for call in self.plan.calls if call.index >= first]
+        reading = reading_parameters(behind, travels=True, is_shown=False)
+        return {t for call in reading for t in tensors_of(call.read)}
 
     def diagonal(self, per_sample: bool = False, entries_at_once: int = 32) -> Tensor:
         """Return the block's diagonal from products with the unit vectors.
@@ -180,11 +188,11 @@ class CurvatureBlock:
             inputs: list[Tensor | None] = [None] * len(call.origins_in)
             for feed in fed:
                 inputs[feed.slot] = _at_input(feed, tangents[feed.origin])
-            reached.append(Reached(call, rows, name, fed, inputs))
+            c = context_of(call, rows)
+            reached.append(Reached(c, name, fed, inputs))
             if call in self.plan.losses:
                 continue
             parts = []
-            c = context_of(call, rows)
             if fed:
                 parts.append(call_products.forward(c, inputs))
             if name is not None:
@@ -194,16 +202,16 @@ class CurvatureBlock:
                     tangents[origin] = reduce(operator.add, terms)
         return reached
 
-    def _pull_back(self, mat: Tensor, reached: Sequence[Reached], per_sample: bool) -> Tensor:
+    def _pull_back(self, mat: Tensor, reached: list[Reached], per_sample: bool) -> Tensor:
         """Apply the curvature of the losses (and modules), and return to the parameter."""
         cotangents: dict[Origin, Tensor] = {}
         found: list[Tensor] = []  # at the parameter
-        for at in reversed(reached):
-            call, rows = at.call, at.rows
+        while reached:
+            at = reached.pop()  # what is done is free
+            c, call = at.c, at.c.call
             columns = [None if o is None else cotangents.pop(o, None) for o in call.origins_out]
             has_cotangent = any(c is not None for c in columns)
             backs: list[Any] = [None] * len(at.inputs)
-            c = context_of(call, rows)
             if call in self.plan.losses:
                 backs = self._loss_product(c, at.inputs)
             elif at.fed and has_cotangent:
@@ -232,7 +240,7 @@ class CurvatureBlock:
         self, c: Context, at: Reached, mat: Tensor, per_sample: bool
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
-        call, name, inputs = at.call, at.name, at.inputs
+        call, name, inputs = c.call, at.name, at.inputs
         derivatives = call.derivatives
         none: list[Tensor | None] = [None] * len(inputs)
         assert derivatives is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core import fast
+from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, mean_square, with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -628,7 +628,10 @@ class Products:
             shared[name] = compute()
         elif len(use.call.trained) == 2:  # nobody else will ask
             return shared.pop(name)
-        return shared[name].clone()
+        value = shared[name]
+        if value.nbytes < memory.LARGE or torch.is_grad_enabled():
+            return value.clone()
+        return memory.empty(value.shape, value).copy_(value)
 
     def _joint_factors(self, approximation: str | None = None) -> list[Tensor]:
         return self._input_factors(approximation, self.is_joined)

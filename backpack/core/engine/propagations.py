@@ -409,9 +409,9 @@ class BatchAveraged(Propagation):
         backpropagation = BatchAveragedBackpropagation(plan, subsampling)
         for call in plan.losses:
             root_of_scale(call, ", ".join(ext.savefield for ext in exts))
-        for p, matrix in backpropagation.run().items():
+        for p in backpropagation.run():
             products = Products(p, uses_without_columns(plan, p, subsampling), ("gram",))
-            products.set_values({"gram": matrix})
+            products.set_values({"gram": backpropagation.take_factor(p)})
             products.extract(exts, save)
 
 

@@ -7,7 +7,7 @@ it keeps copies of small ones and digests of large ones.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import chain, count
@@ -69,19 +69,27 @@ class KeptParameters:
         for p, state, value in zip(tensors, _states(tensors), values, strict=True):
             self._kept[id(p)] = Kept(state, value, next(digests) if value is None else None)
 
-    def changed(self, parameters: Iterable[Tensor]) -> dict[Tensor, Kept]:
-        """Return which of some parameters are no longer what they were, and what that was."""
+    def changed(
+        self, parameters: Iterable[Tensor], compared: Container[Tensor] | None = None
+    ) -> dict[Tensor, Kept]:
+        """Return which of some parameters are no longer what they were, and what that was.
+
+        Args:
+            parameters: The parameters.
+            compared: Those whose entries are compared; of others, a change counts if autograd has
+                counted it. Default: all.
+        """
         found: dict[Tensor, Kept] = {}
         tensors = list(dict.fromkeys(parameters))
-        digested = tensors
-        if self.copies:
-            digested = [p for p in tensors if self._kept[id(p)].value is None]
-        digests = _digests(digested)
+        entries = tensors if compared is None else [p for p in tensors if p in compared]
+        known = {p: value for p in entries if (value := self._kept[id(p)].value) is not None}
+        digested = [p for p in entries if p not in known]
+        digests = dict(zip(digested, _digests(digested), strict=True))
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
             after: Any
             before: Any
-            after, before = (next(digests), was.digest) if was.value is None else (p, was.value)
+            after, before = (p, known[p]) if p in known else (digests.get(p), was.digest)
             is_known = after is not None and before is not None and not after.is_meta
             if was.state != state:
                 found[p] = was
