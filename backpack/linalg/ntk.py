@@ -25,7 +25,8 @@ class NTK:
 
     With N and M samples of C outputs. Jacobians with respect to parameters that act at few
     positions are not formed, see :class:`~backpack.core.engine.factored.FactoredGrad`. The model is
-    left as it was, and has to treat samples alone.
+    left as it was, and has to treat samples alone. What is random in it, such as dropout while it
+    is trained, is drawn for each batch: call ``eval()`` for the kernel of one function.
 
     Source: Jacot, Gabriel, Hongler, Neural tangent kernel (NeurIPS 2018).
     """
