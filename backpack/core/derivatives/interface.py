@@ -25,7 +25,7 @@ from backpack.core.types import Grads, Mats
 
 
 class Form(NamedTuple):
-    """How a method of a user's rule is called: the method of ours, and the names of arguments.
+    """How a method of a user's rule is called.
 
     Attributes:
         method: Name of our method, which has the context instead of the module.
@@ -42,21 +42,22 @@ def _form(method: str, own_arguments: str, arguments: str) -> Form:
     return Form(method, tuple(own_arguments.split()), tuple(arguments.split()))
 
 
+_ROWS = "module g_inp g_out subsampling"
 _PRODUCT = "module g_inp g_out mat subsampling"
-# Methods of rules in the form of the interface, by name.
+# Methods of rules in the form of the interface, by name; these with and without an underscore.
 FORMS = {
-    "_jac_mat_prod": _form("jvp", "mat", _PRODUCT),
-    "jac_mat_prod": _form("jvp", "mat", _PRODUCT),
-    "_jac_t_mat_prod": _form("vjp", "mat", _PRODUCT),
-    "jac_t_mat_prod": _form("vjp", "mat", _PRODUCT),
-    "_ea_jac_t_mat_jac_prod": _form("batch_averaged", "mat", _PRODUCT),
-    "ea_jac_t_mat_jac_prod": _form("batch_averaged", "mat", _PRODUCT),
-    "_param_jac_mat_prod": _form("param_jvp", "param_str mat", f"param_str {_PRODUCT}"),
-    "param_jac_mat_prod": _form("param_jvp", "param_str mat", f"param_str {_PRODUCT}"),
-    "_hessian_diagonal": _form("hessian_diag", "", "module g_inp g_out subsampling"),
-    "hessian_diagonal": _form("hessian_diag", "", "module g_inp g_out subsampling"),
-    "_residual_mat_prod": _form("hvp", "mat", _PRODUCT),
-    "residual_mat_prod": _form("hvp", "mat", _PRODUCT),
+    prefix + name: form
+    for prefix in ("", "_")
+    for name, form in {
+        "jac_mat_prod": _form("jvp", "mat", _PRODUCT),
+        "jac_t_mat_prod": _form("vjp", "mat", _PRODUCT),
+        "ea_jac_t_mat_jac_prod": _form("batch_averaged", "mat", _PRODUCT),
+        "param_jac_mat_prod": _form("param_jvp", "param_str mat", f"param_str {_PRODUCT}"),
+        "hessian_diagonal": _form("hessian_diag", "", _ROWS),
+        "residual_mat_prod": _form("hvp", "mat", _PRODUCT),
+    }.items()
+}
+FORMS |= {
     "_param_mjp_reduced": _form(
         "reduced",
         "param_str mat wanted weights",
@@ -71,35 +72,27 @@ FORMS = {
     "kronecker_input_factors": _form(
         "kron_inputs", "param_str approximation", "param_str module subsampling approximation"
     ),
-    "_sqrt_hessian": _form("hessian_root", "", "module subsampling"),
-    "sqrt_hessian": _form("hessian_root", "", "module g_inp g_out subsampling"),
-    "_thin_factor": _form("thin_hessian_root", "", "module subsampling"),
-    "thin_factor": _form("thin_hessian_root", "", "module g_inp g_out subsampling"),
     "_sqrt_hessian_sampled": _form("sampled_hessian_root", "mc_samples", "module mc_samples"),
     "sqrt_hessian_sampled": _form(
         "drawn_hessian_root", "mc_samples", "module g_inp g_out mc_samples subsampling"
     ),
     "_hessian_mat_prod": _form("hessian_product", "mat", "module mat subsampling"),
     "_ggn_mat_prod": _form("ggn_product", "mat", "module mat subsampling"),
-    "_hessian_factor": _form("signed_hessian_root", "", "module subsampling"),
-    "hessian_factor": _form("signed_hessian_root", "", "module g_inp g_out subsampling"),
-    "_sum_hessian": _form("hessian_sum", "", "module subsampling"),
-    "sum_hessian": _form("hessian_sum", "", "module g_inp g_out subsampling"),
     "_need_convex": _form("need_convex", "", "module subsampling"),
-    # of entries and of classes: these have the same name in both forms
-    "df": _form("df", "", "module subsampling"),
-    "d2f": _form("d2f", "", "module subsampling"),
-    "second": _form("second", "", "module subsampling"),
-    "root": _form("root", "", "module subsampling"),
     "score": _form("score", "mc_samples", "module mc_samples"),
-    "weight": _form("weight", "", "module"),
-    "jacobian_is_constant": _form("jacobian_is_constant", "", "module"),
-    "unsupported_reason": _form("unsupported_reason", "", "module"),
-    "predictions": _form("predictions", "", "module"),
-    "couples_terms": _form("couples_terms", "", "module"),
-    "p": _form("p", "", "module subsampling"),
-    "log_p": _form("log_p", "", "module subsampling"),
 }
+for _n, _m in {
+    "sqrt_hessian": "hessian_root",
+    "thin_factor": "thin_hessian_root",
+    "hessian_factor": "signed_hessian_root",
+    "sum_hessian": "hessian_sum",
+}.items():
+    FORMS |= {_n: _form(_m, "", _ROWS), f"_{_n}": _form(_m, "", "module subsampling")}
+# of entries and of classes: these (and `score`) have the same name in both forms
+for _n in ("df", "d2f", "second", "root", "p", "log_p"):
+    FORMS[_n] = _form(_n, "", "module subsampling")
+for _n in ("weight", "jacobian_is_constant", "unsupported_reason", "predictions", "couples_terms"):
+    FORMS[_n] = _form(_n, "", "module")
 # Those that say what to do about the samples: ours are two methods.
 _PARAM = "module g_inp g_out mat sum_batch subsampling"
 SUMMED = {
@@ -118,18 +111,15 @@ def _translations(name: str, function: Any) -> list[tuple[str, Any]]:
     """Return our methods that call one of a user's rule, by name; none for all other methods."""
     if not callable(function):
         return []
-    if name in SUMMED:
-        form, found = SUMMED[name], None
-    elif name in FORMS:
-        form, found = FORMS[name], None
-        if form.method == name and "module" not in _arguments(function):
-            return []
-    else:
+    form = SUMMED.get(name) or FORMS.get(name)
+    if form is None:
         found = _OF_PARAMETER.fullmatch(name)
         if found is None:
             return []
         arguments = _PARAM if found[2] else _PRODUCT
         form = _form(found[1] + ("_vjp" if found[2] else "_jvp"), "mat", arguments)
+    elif form.method == name and "module" not in _arguments(function):
+        return []
     if "sum_batch" not in form.arguments:
         return [(form.method, _translated(name, function, form))]
     return [
@@ -148,7 +138,7 @@ def _arguments(function: Any) -> Iterable[str]:
 
 def _translated(name: str, function: Callable[..., Any], form: Form, **options: Any) -> Any:
     """Return our method that calls that of a user's rule."""
-    check = _check_of(name, form)
+    check = _check_of(form)
 
     def method(self: Any, c: Context, *arguments: Any) -> Any:
         values: dict[str, Any] = dict.fromkeys(form.own_arguments)  # optional ones are None
@@ -167,9 +157,10 @@ def _translated(name: str, function: Callable[..., Any], form: Form, **options: 
 
 
 # What methods of users return. Several tensors may be a list: rules are given lists, too.
+Values = Mapping[str, Any]  # of arguments
 
 
-def _check_of(name: str, form: Form) -> Callable[..., None] | None:
+def _check_of(form: Form) -> Callable[..., None] | None:
     """Return what refuses the wrong shapes that a method of a user's rule may return."""
     if form.method in ("vjp", "hvp"):
         return _check_in
@@ -180,7 +171,7 @@ def _check_of(name: str, form: Form) -> Callable[..., None] | None:
     return _check_parameter if "sum_batch" in form.arguments else None
 
 
-def _check_in(rule: Any, name: str, c: Context, values: Mapping[str, Any], result: Any) -> None:
+def _check_in(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse what has not the inputs' shapes; some of several may be None, for zero."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     nothing = all(part is None for part in parts)
@@ -193,7 +184,7 @@ def _check_in(rule: Any, name: str, c: Context, values: Mapping[str, Any], resul
         _check_same(rule, name, c.module, [len(_first(values["mat"])), *shape], part)
 
 
-def _check_out(rule: Any, name: str, c: Context, values: Mapping[str, Any], result: Any) -> None:
+def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse what has not the outputs' shapes."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     for i, (y, part) in enumerate(zip(c.outputs, parts, strict=False)):
@@ -206,9 +197,7 @@ def _check_out(rule: Any, name: str, c: Context, values: Mapping[str, Any], resu
         )
 
 
-def _check_diagonal(
-    rule: Any, name: str, c: Context, values: Mapping[str, Any], result: Any
-) -> None:
+def _check_diagonal(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse the diagonal of a second derivative, if it has not the input's shape."""
     shape, axis, grad = c.input.shape, rule.axis_in(c, 0), _first(c.grad_out)
     if grad.dim() > c.output.dim():  # of samples, at a tensor without them
@@ -216,9 +205,7 @@ def _check_diagonal(
     _check_same(rule, name, c.module, [*rule.shape_of_rows(shape, axis, c.rows)], result)
 
 
-def _check_parameter(
-    rule: Any, name: str, c: Context, values: Mapping[str, Any], result: Any
-) -> None:
+def _check_parameter(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse what has not the parameter's shape, with or without samples."""
     v = values["mat"]
     mat = _first(v)
@@ -238,8 +225,25 @@ def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any
         )
 
 
+def _of_named(name: str, product: str) -> Callable[..., Any]:
+    """Return a product with a parameter, as a method of its own."""
+
+    def method(self: Interface, *arguments: Any, **named: Any) -> Any:
+        return getattr(self, product)(name, *arguments, **named)
+
+    return method
+
+
 class Interface:
-    """Products with ``(module, g_inp, g_out, mat)`` as arguments; see the module's docstring."""
+    """Products with ``(module, g_inp, g_out, mat)`` as arguments.
+
+    They are about the call of ``module`` at hand. ``g_out`` are gradients with respect to its
+    outputs; those with respect to its inputs, ``g_inp``, are not used. ``subsampling`` are the rows
+    of the batch that ``mat`` holds (default: all), which may lack the axis V. For several inputs, a
+    ``mat`` at the inputs is a sequence with one entry (or None) for each argument of the call; for
+    several outputs, one at the outputs has an entry for each, or is that of the first alone. What
+    has several parts is returned as a tuple. A shape that does not match is a ``ValueError``.
+    """
 
     params: ClassVar[tuple[str, ...]]
     axis_in: Callable[..., int]
@@ -287,22 +291,7 @@ class Interface:
     def jac_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
     ) -> Any:
-        """Apply the Jacobian, ``J mat``.
-
-        Args:
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *in]``; for several inputs a sequence with one entry (or None) for each
-                argument of the call.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
-
-        Returns:
-            ``[V, *out]``; for a module with several outputs a tuple with one entry for each.
-
-        Raises:
-            ValueError: If a shape does not match.
-        """
+        """Apply the Jacobian, ``J mat``: ``[V, *in] -> [V, *out]``."""
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_inputs(c, mat)
         result = self._ours("jvp", "jac_mat_prod")(c, mats[0] if c.takes_one else mats)
@@ -311,22 +300,7 @@ class Interface:
     def jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
     ) -> Any:
-        """Apply the transposed Jacobian, ``Jᵀ mat``.
-
-        Args:
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs a sequence with one entry (or None) for each, or
-                that of the first alone.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
-
-        Returns:
-            ``[V, *in]``; for a module with several inputs a tuple with one entry for each.
-
-        Raises:
-            ValueError: If a shape does not match.
-        """
+        """Apply the transposed Jacobian, ``Jᵀ mat``: ``[V, *out] -> [V, *in]``."""
         c = at_hand(module, g_out, subsampling)
         mats, had_v = self._check_outputs(c, mat)
         result = self._ours("vjp", "jac_t_mat_prod")(c, mats)
@@ -335,23 +309,10 @@ class Interface:
     def ea_jac_t_mat_jac_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
     ) -> Tensor:
-        """Average ``Jᵀ mat J`` over the samples (expectation approximation of KFRA).
+        """Average ``Jᵀ mat J`` over the rows: ``[D_out, D_out] -> [D_in, D_in]`` (for KFRA).
 
+        Of several inputs, and outputs, the first alone takes part: ``mat`` is zero at the others.
         Source: Botev et al., Practical Gauss-Newton optimisation for deep learning (2017).
-
-        Args:
-            module: Module whose call is at hand. Of several inputs, and outputs, the first alone
-                takes part: the matrix is zero at the other outputs.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            mat: ``[D_out, D_out]``, D_out entries in a sample's output.
-            subsampling: Rows of the batch to average over. Default: all.
-
-        Returns:
-            ``[D_in, D_in]``.
-
-        Raises:
-            ValueError: If ``mat`` is not square in the number of outputs.
         """
         c = at_hand(module, g_out, subsampling)
         shape = c.output.shape
@@ -377,17 +338,8 @@ class Interface:
     ) -> Tensor:
         """Apply the transposed Jacobian with respect to a parameter, ``J_pᵀ mat``.
 
-        Args:
-            param_str: Name of the parameter.
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
-            sum_batch: Sum over the samples.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
-
         Returns:
-            ``[V, *p]`` if summed over the samples, else ``[V, N, *p]``.
+            ``[V, *out] -> [V, *p]`` if summed over the samples, else ``[V, N, *p]``.
 
         Raises:
             ValueError: If a shape does not match, or there is no such parameter.
@@ -422,41 +374,10 @@ class Interface:
         result = self._ours("param_jvp", "param_jac_mat_prod")(c, param_str, mat)
         return result if had_v else _without_v(result)
 
-    def weight_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``weight``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat, subsampling)
-
-    def bias_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``bias``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat, subsampling)
-
-    def weight_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``weight``, see :meth:`param_mjp`."""
-        return self.param_mjp("weight", module, g_inp, g_out, mat, sum_batch, subsampling)
-
-    def bias_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
-        return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
+    weight_jac_mat_prod = _of_named("weight", "param_jac_mat_prod")
+    bias_jac_mat_prod = _of_named("bias", "param_jac_mat_prod")
+    weight_jac_t_mat_prod = _of_named("weight", "param_mjp")
+    bias_jac_t_mat_prod = _of_named("bias", "param_mjp")
 
     def param_mjp_reduced(
         self,
@@ -471,18 +392,9 @@ class Interface:
     ) -> dict[str, Tensor]:
         """Reduce ``J_pᵀ mat`` of each sample in several ways at once.
 
-        Args:
-            param_str: Name of the parameter.
-            module: Module whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs.
-            mat: ``[V, *out]``; for several outputs see :meth:`jac_t_mat_prod`.
-            wanted: Names of the table in :mod:`backpack.core.derivatives.reductions`.
-            subsampling: Rows of the batch that ``mat`` holds. Default: all.
-            weights: Weights of squares, ``[V, N]``. Default: 1.
-
         Returns:
-            What is wanted, by name.
+            What is wanted, by the names of :mod:`backpack.core.derivatives.reductions`; squares
+            are multiplied with weights ``[V, N]``.
         """
         self._check_name(module, param_str)
         c = at_hand(module, g_out, subsampling)
@@ -508,8 +420,6 @@ class Interface:
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Mats, subsampling: Rows = None
     ) -> Any:
         """Apply the second derivative, ``(sum_k g_out_k ∇²_x y_k) mat``: ``[V, *in] -> [V, *in]``.
-
-        With several inputs: a list in, a list out (see :meth:`jac_mat_prod`).
 
         Raises:
             ValueError: If a shape does not match, or ``g_out`` is missing.
@@ -589,16 +499,9 @@ class LossInterface(Interface):
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Rows = None
     ) -> Any:
-        """Exact factor of the loss Hessian.
+        """Exact factor of the loss Hessian, ``[V, N, *d]``.
 
-        Args:
-            module: Loss whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            subsampling: Rows of the batch. Default: all.
-
-        Returns:
-            ``[V, N, *d]``; carries the square root of the reduction's factor.
+        It carries the square root of the reduction's factor.
 
         Raises:
             ValueError: If the loss is not reduced to a scalar, or not convex in the prediction.
@@ -620,16 +523,11 @@ class LossInterface(Interface):
     ) -> Any:
         """Monte-Carlo factor: gradients with targets drawn from the model's prediction.
 
-        Args:
-            module: Loss whose call is at hand.
-            g_inp: Gradients with respect to the inputs (not used).
-            g_out: Gradients with respect to the outputs (not used).
-            mc_samples: Number of samples M.
-            subsampling: Rows of the batch. The draws do not depend on it. Default: all.
+        The draws do not depend on ``subsampling``.
 
         Returns:
-            ``[M, N, *d]``, divided by ``sqrt(M)``; ``S Sᵀ`` has the Fisher information matrix as
-            its expectation, which for most losses is the Hessian.
+            ``[M, N, *d]`` for M samples, divided by ``sqrt(M)``; ``S Sᵀ`` has the Fisher
+            information matrix as its expectation, which for most losses is the Hessian.
 
         Raises:
             ValueError: If the loss is not reduced to a scalar, or has negative weights.
