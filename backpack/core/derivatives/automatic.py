@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import (
     AdaptiveLogSoftmaxWithLoss,
@@ -28,26 +28,27 @@ from torch.nn import (
 )
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     close,
     drawn,
+    is_real,
     moved_products,
     per_sample_products,
     products,
     second_products,
     transposed_products,
 )
-from backpack.core.derivatives.following import Conditions, Following, tensors_in, treatment_by
+from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.data_flow import assumption_behind, is_all_data
+from backpack.core.record.data_flow import assumption_behind, is_all_data, tensors_in
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
-from backpack.core.record.module_state import describe
+from backpack.core.record.module_state import cast, describe
 from backpack.core.record.origins import flatten_outputs, upstream
 from backpack.core.record.registry import register
 from backpack.custom_module.function_module import FunctionModule
@@ -74,12 +75,10 @@ class AutomaticDerivatives(BaseDerivatives):
         """Return the names of all parameters."""
         return tuple(self.own(module))
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: nothing is known."""
-        return False
+    hessian_is_zero = never  # nothing is known
 
     def is_linear_in_params(self, module: Module) -> bool:
-        """Return False: nothing is known."""
+        """Return whether there are no parameters: else nothing is known."""
         return not self.own(module)
 
     def saved(
@@ -113,11 +112,7 @@ class AutomaticDerivatives(BaseDerivatives):
         )
 
     def evaluation(self, c: Context) -> Evaluation:
-        """Return how to evaluate the call at hand again.
-
-        Raises:
-            NotImplementedError: If that gives something else (the module is random).
-        """
+        """Return how to evaluate the call at hand again; an error if that gives something else."""
         reason = self.unsupported_reason(c)
         if reason is not None:
             raise NotImplementedError(reason)
@@ -131,14 +126,15 @@ class AutomaticDerivatives(BaseDerivatives):
         evaluation = self.evaluation(c)
         vs = [v] if isinstance(v, Tensor) else list(v)
         needed = c.saved["needed"]
-        without_samples = [i for i in needed if not evaluation.is_batched(i)]
-        without_samples = without_samples if self._has_samples(evaluation) else []
-        others = [i for i in needed if i not in without_samples]
+        apart = []  # what has no samples, though the outputs have
+        if self._has_samples(evaluation):
+            apart = [i for i in needed if evaluation.axis(i) is None]
+        others = [i for i in needed if i not in apart]
         found: dict[Any, Tensor | None] = {}
         if others:
             found |= transposed_products(evaluation, vs, others, c.rows)
-        if without_samples:
-            found |= self._cotangents_of_samples(evaluation, vs, without_samples)
+        if apart:
+            found |= self._cotangents_of_samples(evaluation, vs, apart)
         if len(evaluation.inputs) == 1:
             return found[0]
         return tuple(found.get(i) for i in range(len(evaluation.inputs)))
@@ -160,7 +156,7 @@ class AutomaticDerivatives(BaseDerivatives):
         tangents = dict(enumerate([t] if isinstance(t, Tensor) else list(t)))
         if self._has_samples(evaluation):
             for i, one in tangents.items():
-                if one is not None and not evaluation.is_batched(i):
+                if one is not None and evaluation.axis(i) is None:
                     tangents[i] = one[:, 0]  # the same for all samples
         results = products(evaluation, tangents, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
@@ -212,11 +208,7 @@ class _Copy:
 def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     """List the parameters that outputs depend on other than as arguments or own parameters.
 
-    Args:
-        evaluation: The call.
-
-    Returns:
-        Those that are upstream of the outputs while inputs and own parameters are detached.
+    They are upstream of the outputs while inputs and own parameters are detached.
     """
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
@@ -234,13 +226,13 @@ def is_repeatable(evaluation: Evaluation) -> bool:
 
     A draw may come out as before by chance, but the derivatives would draw once more.
     """
-    stored = evaluation.stored
+    stored = evaluation.c.outputs
     with torch.no_grad():
         again, is_random = evaluated_apart(lambda: evaluation.outputs({}, evaluation.inputs))
     if is_random:
         return False
     return len(again) == len(stored) and all(
-        a.shape == s.shape and close(a, s, evaluation.rounding)
+        a.shape == s.shape and close(a, s, evaluation.c.call.rounding)
         for a, s in zip(again, stored, strict=True)
     )
 
@@ -268,9 +260,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         if params:  # each of them varies with the inputs
             num_v = len(next(iter(params.values())))
             inputs = [
-                x.new_zeros(num_v, *x.shape)
-                if t is None and isinstance(x, Tensor) and x.is_floating_point()
-                else t
+                x.new_zeros(num_v, *x.shape) if t is None and is_real(x) else t
                 for t, x in zip(inputs, evaluation.inputs, strict=True)
             ]
         axes_in: list[int | None] = [None if t is None else 0 for t in inputs]
@@ -308,9 +298,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
-    def sees_samples_first(self, module: Module) -> bool:
-        """Return False: the rule needs to know the axes."""
-        return False
+    sees_samples_first = never  # the rule needs to know the axes
 
     def is_curved(self, call: Call) -> bool:
         """Return whether the function is not affine."""
@@ -355,37 +343,29 @@ class FunctionDerivatives(AutomaticDerivatives):
         if () in call.shape_in:
             refuse_totals(call)
         if None in call.layouts_in:
-            call.set_layouts_in(map(self._of_data, call.layouts_in, call.inputs, call.shape_in))
+            self._assume_rows(call, of_indices=False)
             if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
-                call.set_layouts_in(map(self._of_indices, call.layouts_in, call.shape_in))
+                self._assume_rows(call, of_indices=True)
         call.saved["affine"] = False
         call.kept |= {"affine"}
-        found = self._tried(call)
-        while found is None:
+        while (found := self._tried(call)) is None:
             self._mark_one_unbatched(call)
-            found = self._tried(call)
         call.saved["affine"], layouts = found
         return layouts
 
     @staticmethod
-    def _of_data(layout: Layout | None, x: Any, shape: Size | None) -> Layout | None:
-        """Let data have its samples first, until a later module knows better."""
-        if layout is not None or not shape or not x.is_floating_point():
-            return layout
-        return Layout.of_axis(shape, 0, assumed=True)
-
-    @staticmethod
-    def _of_indices(layout: Layout | None, shape: Size | None) -> Layout | None:
-        """Let indices have their samples first, where nothing else has any."""
-        return Layout.of_axis(shape, 0, assumed=True) if layout is None and shape else layout
+    def _assume_rows(call: Call, of_indices: bool) -> None:
+        """Let data (else indices) have its samples first, until a later module knows better."""
+        call.set_layouts_in(
+            Layout.of_axis(shape, 0, assumed=True)
+            if layout is None and shape and (of_indices or x.is_floating_point())
+            else layout
+            for layout, x, shape in zip(call.layouts_in, call.inputs, call.shape_in, strict=True)
+        )
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:
-        """Take back one assumption: of what has fewer axes, or a single entry along the first.
-
-        Raises:
-            ValueError: If there is none, or no reason to choose one of them.
-        """
+        """Take back one assumption: of what has fewer axes, or a single entry along the first."""
         batched = [
             (len(shape or ()), layout.dims, layout.samples > 1, layout)
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
@@ -415,10 +395,7 @@ class FunctionDerivatives(AutomaticDerivatives):
     def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
         """Return whether the function is affine, and the layouts of the outputs if it has them."""
         facts = [None if one is None else one.facts for one in call.layouts_in]
-        answers = self._known.get(call.module)
-        if answers is None:
-            answers = self._known[call.module] = {}
-        key = self._key(call, facts)
+        answers, key = self._known.setdefault(call.module, {}), self._key(call, facts)
         found, conditions = answers.get(key, (UNKNOWN, None))
         if conditions is not None and not conditions.hold(call):
             found = UNKNOWN
@@ -431,7 +408,8 @@ class FunctionDerivatives(AutomaticDerivatives):
             found = self._found(call, following)
             conditions = following.conditions()
             if conditions is not None:
-                answers[key] = found, None if conditions.are_none else conditions
+                is_bound = conditions.values or conditions.state  # else it always holds
+                answers[key] = found, conditions if is_bound else None
         if found is None:
             return None
         affine, places = found
@@ -453,16 +431,11 @@ class FunctionDerivatives(AutomaticDerivatives):
             elif not place[1]:
                 layouts.append(unbatched())
             else:
-                before, count, owners, *marks = place  # one where the entries are a constant
-                if marks:
-                    layouts.append(
-                        Layout(before, count, True, batched[0].dims, (), owners, is_constant=True)
-                    )
-                    continue
-                sources = batched if assumed else ()
-                layouts.append(
-                    Layout(before, count, assumed, batched[0].dims, sources, owners, is_constant)
-                )
+                before, count, owners, *marks = place
+                is_fixed = bool(marks)  # the entries are a constant
+                sources = batched if assumed and not is_fixed else ()
+                known = assumed or is_fixed, batched[0].dims, sources
+                layouts.append(Layout(before, count, *known, owners, is_constant or is_fixed))
         return affine, layouts
 
     @staticmethod
@@ -494,12 +467,10 @@ class FunctionDerivatives(AutomaticDerivatives):
         collect = tensors_in if call.index < 0 else flatten_outputs  # data: of any precision
 
         def evaluate(leaves: Sequence[Any], dtype: Any = None) -> list[Tensor]:
-            own = params if dtype is None else {name: p.to(dtype) for name, p in params.items()}
+            own = params
             if dtype is not None:
-                leaves = [
-                    x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-                    for x in leaves
-                ]
+                own = {name: p.to(dtype) for name, p in params.items()}
+                leaves = [cast(x, dtype) for x in leaves]
             with torch.no_grad(), disable():
                 return list(evaluated_alike(lambda: collect(self.evaluate(c, own, *leaves))))
 
@@ -528,15 +499,11 @@ class FunctionDerivatives(AutomaticDerivatives):
     def _is_affine(call: Call, evaluate: Any) -> bool:
         """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points."""
         generator = torch.Generator().manual_seed(0)
-        known = [
-            i
-            for i, (x, layout) in enumerate(zip(call.inputs, call.layouts_in, strict=True))
-            if layout is not None and isinstance(x, Tensor) and x.is_floating_point()
-        ]
+        pairs = enumerate(zip(call.inputs, call.layouts_in, strict=True))
+        known = {i: x for i, (x, layout) in pairs if layout is not None and is_real(x)}
 
         def draw() -> dict[int, Tensor]:
-            shapes = ((i, call.inputs[i]) for i in known)
-            return {i: (2 * drawn(x.shape, generator)).to(x.device) for i, x in shapes}
+            return {i: (2 * drawn(x.shape, generator)).to(x.device) for i, x in known.items()}
 
         one, other = draw(), draw()
         both = {i: one[i] + other[i] for i in one}
@@ -561,11 +528,7 @@ def _moves_entries(module: Module) -> bool:
 
 
 def refuse_totals(call: Call) -> None:
-    """Refuse to combine samples with a number that was computed from all of them.
-
-    Raises:
-        ValueError: If that is the case.
-    """
+    """Refuse to combine samples with a number that was computed from all of them."""
     totals = [
         mark is not None and mark.is_output and shape == () and layout is None
         for mark, shape, layout in zip(call.origins_in, call.shape_in, call.layouts_in, strict=True)

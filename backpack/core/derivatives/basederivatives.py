@@ -62,6 +62,11 @@ def always(rule: Any, module: Module) -> bool:
     return True
 
 
+def never(rule: Any, module: Module) -> bool:
+    """Return False: a fact about none of the modules that a rule is for."""
+    return False
+
+
 class BaseDerivatives(SampleAxes):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 
@@ -74,44 +79,39 @@ class BaseDerivatives(SampleAxes):
     A subclass of another rule inherits what that says of methods (:data:`FACTS`), and its fast
     bodies, as long as it does not override the methods that these are about.
 
-    Attributes:
-        params: Names of the parameters.
-        includes_children: Whether what children of the module compute belongs to its call.
-        depends_on_layouts: Whether what the rule found out about a call holds for its layouts only.
-        needs_output: Whether a formula reads ``module.output`` (beyond its shape), and has a
-            derivative with respect to it.
-        reads_output: Whether a formula reads ``module.output``; its derivative may be zero.
-        reads_input: Whether a formula reads entries of the inputs, not just their shapes.
-        kronecker_rows_are_constant: Whether ``kronecker_rows`` is the same map for all samples.
-        kronecker_input_first: Whether the input's Kronecker factor belongs to the first axis.
-        kronecker_swaps_axes: Whether they are those of ``weight.transpose(0, 1)``.
-        has_positions_apart: Whether a position of ``affine`` is a row of the input, which may be
-            left out of the Kronecker factor A.
-        kronecker_rows_are_shared: Whether all parameters have the same Kronecker rows.
-        keeps_something: Whether there is anything to keep from the forward pass.
-        keeps_facts_alone: Whether that is found without computing anything.
-        squares_with_input: Whether each entry of every ``J_p`` is 0, 1 or an entry of the input: a
-            squared input squares them.
-        has_one_part: Whether a parameter is what is multiplied, nothing to put together.
-        acts_affinely: Whether ``affine`` says what ``param_vjp`` does.
-        tells_curvature: Whether the rule has a ``hessian_is_zero`` of its own.
-        tells_linearity: Whether the rule has an ``is_linear_in_params`` of its own.
+    Methods are given the call at hand ``c``, cotangents ``v`` at its outputs, ``[V, *out]``, or
+    tangents ``t`` at its inputs, ``[V, *in]``. Of several outputs or inputs, ``v`` or ``t`` is a
+    list with one entry (or None) for each, and a result is a tuple.
     """
 
-    params: ClassVar[tuple[str, ...]] = ()
+    params: ClassVar[tuple[str, ...]] = ()  #: Names of the parameters.
+    #: Whether what children of the module compute belongs to its call.
     includes_children: ClassVar[bool] = False
+    #: Whether what the rule found out about a call holds for its layouts only.
     depends_on_layouts: ClassVar[bool] = False
+    #: Whether a formula reads ``module.output`` (beyond its shape), and has a derivative by it.
     needs_output: ClassVar[bool] = False
+    #: Whether a formula reads ``module.output``; its derivative may be zero.
     reads_output: ClassVar[bool] = False
+    #: Whether a formula reads entries of the inputs, not just their shapes.
     reads_input: ClassVar[bool] = True
+    #: Whether ``kron_rows`` is the same map for all samples.
     kronecker_rows_are_constant: ClassVar[bool] = False
+    #: Whether the input's Kronecker factor belongs to the first axis.
     kronecker_input_first: ClassVar[bool] = False
+    #: Whether Kronecker factors are those of ``weight.transpose(0, 1)``.
     kronecker_swaps_axes: ClassVar[bool] = False
+    #: Whether a position of ``affine`` is a row of the input, which A may leave out.
     has_positions_apart: ClassVar[bool] = False
+    #: Whether all parameters have the same Kronecker rows.
     kronecker_rows_are_shared: ClassVar[bool] = False
-    keeps_something: ClassVar[bool] = False
+    #: Whether what ``saved`` keeps is found without computing anything.
     keeps_facts_alone: ClassVar[bool] = False
+    #: Whether each entry of every ``J_p`` is 0, 1 or one of the input, which may be squared first.
     squares_with_input: ClassVar[bool] = False
+    # What follows from the methods that a rule has of its own: ``saved``, ``assemble`` (a parameter
+    # is what is multiplied), ``affine`` (rather than ``param_vjp``), ``hessian_is_zero``, …
+    keeps_something: ClassVar[bool] = False
     has_one_part: ClassVar[bool] = True
     acts_affinely: ClassVar[bool] = False
     tells_curvature: ClassVar[bool] = False
@@ -215,9 +215,7 @@ class BaseDerivatives(SampleAxes):
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return the parameters whose gradient takes autograd a product that can be elided.
 
-        Args:
-            call: The call.
-            wanted: Names of the quantities that are extracted from individual gradients.
+        ``wanted`` are the quantities that are extracted from individual gradients.
         """
         return ()
 
@@ -232,7 +230,7 @@ class BaseDerivatives(SampleAxes):
             elided: Parameters whose gradients autograd need not compute, for all that is known.
 
         Returns:
-            Those for some of the nodes; None if the call's parameters are not to be elided.
+            Overrides for some of the nodes; None if the call's parameters are not to be elided.
         """
         return []
 
@@ -287,15 +285,7 @@ class BaseDerivatives(SampleAxes):
     # ------------------------------------------------------------------ Jacobians
 
     def jvp(self, c: Context, t: Any) -> Any:
-        """Apply the Jacobian, ``J t``. Generic, by transposing :meth:`vjp`.
-
-        Args:
-            c: The call at hand.
-            t: ``[V, *in]``; for several inputs a list with one entry (or None) for each argument.
-
-        Returns:
-            ``[V, *out]``; for several outputs a tuple with one entry for each.
-        """
+        """Apply the Jacobian, ``J t``: ``[V, *out]``. Generic, by transposing :meth:`vjp`."""
 
         def pull(v: Any) -> Sequence[Tensor | None]:
             back = self.vjp(c, v)
@@ -317,15 +307,7 @@ class BaseDerivatives(SampleAxes):
         return found[0] if len(found) == 1 else tuple(found)
 
     def vjp(self, c: Context, v: Any) -> Any:
-        """Apply the transposed Jacobian, ``Jᵀ v``.
-
-        Args:
-            c: The call at hand.
-            v: ``[V, *out]``; for several outputs a list with one entry (or None) for each.
-
-        Returns:
-            ``[V, *in]``; for several inputs a tuple with one entry for each.
-        """
+        """Apply the transposed Jacobian, ``Jᵀ v``: ``[V, *in]``."""
         raise self._missing("vjp", "_jac_t_mat_prod", describe(c.module))
 
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
@@ -453,17 +435,10 @@ class BaseDerivatives(SampleAxes):
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Reduce ``J_pᵀ v`` of each sample in several ways at once.
+        """Reduce ``J_pᵀ v`` of each sample in several ways at once, by name.
 
-        Args:
-            c: The call at hand.
-            name: Name of the parameter.
-            v: ``[V, *out]``; for several outputs see :meth:`vjp`.
-            wanted: Names of the table in :mod:`backpack.core.derivatives.reductions`.
-            weights: Weights of squares, ``[V, N]``. Default: 1.
-
-        Returns:
-            What is wanted, by name.
+        ``wanted`` are names of the table in :mod:`backpack.core.derivatives.reductions`; squares
+        have weights ``[V, N]``.
         """
         acts_affinely = self.acts_affinely and not hasattr(self, f"{name}_vjp")
         pairs = self._flat_pairs(c, name, v) if acts_affinely else None
@@ -492,13 +467,8 @@ class BaseDerivatives(SampleAxes):
     ) -> Tensor:
         """Sum ``(Qᵀ J_pᵀ v)²`` over columns and samples, with ``Q = U_1 ⊗ U_2 ⊗ …``.
 
-        Args:
-            c: The call at hand.
-            name: Name of the parameter.
-            v: ``[V, *out]``; for several outputs see :meth:`vjp`.
-            bases: The orthogonal matrices U_1, U_2, …, of the size of the Kronecker factors.
-            weights: Weights of squares, ``[V, N]``. Default: 1.
-            joint: Those of a weight that is joined with its bias.
+        The bases U are orthogonal, of the sizes d of the Kronecker factors; if joint, those of a
+        weight that is joined with its bias. Squares have weights ``[V, N]``.
 
         Returns:
             ``[d_1, d_2, …]``.
@@ -583,15 +553,10 @@ class BaseDerivatives(SampleAxes):
         Generic: the s of :meth:`affine`. Where there is none, the flattened ``J_pᵀ v``; its outer
         products are the exact block.
 
-        Args:
-            c: The call at hand.
-            name: Name of the parameter.
-            v: ``[V, *out]``.
-            approximation: What to make of a weight that is used at several positions t of a sample:
-                None or ``"reduce"`` sums over t, ``"expand"`` keeps each, ``[V, N·T, G, O]``.
-
         Returns:
-            ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G).
+            ``[V, N, G, O]``, for G groups that share the factor ``[O, O]`` (its mean over G). Of a
+            weight that is used at several positions t of a sample, the sum over t; with the
+            approximation ``"expand"`` each of them, ``[V, N·T, G, O]``.
         """
         if self._is_one_product(c, name):
             ((s, _),) = self._pairs(c, name, v)
@@ -603,8 +568,7 @@ class BaseDerivatives(SampleAxes):
     def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
         """Kronecker factors made of the inputs.
 
-        Generic: that of the x of :meth:`affine`. Where there is none, the first factor is the
-        block.
+        Generic: that of the x of :meth:`affine`. Without one, the first factor is the block.
         """
         return self._factors_of_inputs(c, name, approximation, inf)
 
@@ -625,14 +589,9 @@ class BaseDerivatives(SampleAxes):
         return None
 
     def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
-        """Average over its positions what a parameter is multiplied with in a sample.
+        """Average over its positions what a parameter is multiplied with in each of N samples.
 
-        Generic: the x of :meth:`affine`.
-
-        Args:
-            c: The call at hand.
-            name: Name of the parameter.
-            num_n: Number N of samples, each of which has several rows of the input.
+        Generic: the x of :meth:`affine`, which has several rows of each sample.
 
         Returns:
             ``[N, G, I]`` for G groups that share the factor ``[I, I]``; None for a bias.
@@ -698,10 +657,7 @@ class BaseDerivatives(SampleAxes):
         return torch.zeros_like(c.x)
 
     def hvp(self, c: Context, t: Any) -> Any:
-        """Apply the second derivative, ``(sum_k g_k ∇²_x y_k) t``: ``[V, *in] -> [V, *in]``.
-
-        With several inputs: a list in, a list out (see :meth:`jvp`).
-        """
+        """Apply the second derivative, ``(sum_k g_k ∇²_x y_k) t``: ``[V, *in] -> [V, *in]``."""
         each = [t] if isinstance(t, Tensor) else t
         if not self.is_curved(c.call):
             zeros = [None if m is None else torch.zeros_like(m) for m in each]
@@ -714,10 +670,7 @@ class BaseDerivatives(SampleAxes):
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters, differentiably; buffers stay the same.
 
-        Args:
-            c: The call at hand.
-            params: Values that replace parameters.
-            *inputs: Arguments of the call, flattened.
+        Inputs are all arguments of the call, flattened; ``params`` replace some.
         """
         args, keywords = c.call.arguments(inputs)
         with c.call.as_it_was(c.call.precision):
@@ -742,13 +695,13 @@ class BaseDerivatives(SampleAxes):
 
         Args:
             c: The call at hand.
-            inputs: A ``[V, *in]`` (or None, for zero) for each input.
-            params: A ``[V, *p]`` for each parameter that varies.
-            sum_batch: Sum what is at the parameters over the samples.
+            inputs: ``[V, *in]`` (or None, for zero) for each input.
+            params: ``[V, *p]`` for each parameter that varies.
+            sum_batch: Whether to sum what is at the parameters over the samples.
 
         Returns:
-            For each input ``[V, *in]`` (None for those that do not vary), and for each varied
-            parameter ``[V, N, *p]``, or ``[V, *p]`` if summed.
+            ``[V, *in]`` for each input (None for those that do not vary), ``[V, N, *p]`` for each
+            varied parameter, or ``[V, *p]`` if summed.
         """
         evaluation = self.evaluation(c)
         grads = [
@@ -769,7 +722,7 @@ class BaseDerivatives(SampleAxes):
             tangents[i] = t
         numbers = c.numbers(evaluation.num_samples)
         # what arrives at an input without samples is kept for each sample apart, too
-        apart = [key for key in tangents if not evaluation.is_batched(key)]
+        apart = [key for key in tangents if evaluation.axis(key) is None]
         at_once = not apart or (sum_batch and params.keys() >= set(apart))
         found = second_products(evaluation, grads, tangents, numbers, at_once)
         d_params = {name: found[name] for name in params}

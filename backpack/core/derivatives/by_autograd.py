@@ -67,9 +67,9 @@ class Evaluation:
         """Return the value of an input or parameter in the call at hand."""
         return self.inputs[key] if isinstance(key, int) else self.rule.parameter(self.c, key)
 
-    def is_batched(self, key: Any) -> bool:
-        """Whether an input (or parameter: no) has samples."""
-        return isinstance(key, int) and self.axes_in[key] is not None
+    def axis(self, key: Any) -> int | None:
+        """Return the batch axis of an input; None for one without samples, and for a parameter."""
+        return self.axes_in[key] if isinstance(key, int) else None
 
     def is_whole(self, numbers: Sequence[int]) -> bool:
         """Whether these are the numbers of all samples, in their order."""
@@ -103,15 +103,32 @@ class Evaluation:
                     alone = self.outputs({}, self._narrowed(rows))
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     return False
-            expected = [
-                take(y, a or 0, rows) for y, a in zip(self.stored, self.axes_out, strict=True)
-            ]
+            pairs = zip(self.c.outputs, self.axes_out, strict=True)
+            expected = [take(y, a or 0, rows) for y, a in pairs]
             if len(alone) != len(expected) or not all(
-                a.shape == e.shape and close(a, e, self.rounding)
+                a.shape == e.shape and close(a, e, self.c.call.rounding)
                 for a, e in zip(alone, expected, strict=True)
             ):
                 return False
         return True
+
+    def whole(self, mats: Sequence[Tensor | None], rows: Rows, skip: int) -> list[Tensor | None]:
+        """Put rows of the outputs back into zeros of the whole batch, behind ``skip`` axes."""
+        count, module = self.num_samples, self.c.module
+        return [
+            m if m is None or axis is None else spread(m, axis + skip, rows, count, module)
+            for m, axis in zip(mats, self.axes_out, strict=True)
+        ]
+
+    def whole_tangents(self, tangents: Mapping[Any, Tensor], rows: Rows) -> Values:
+        """Put rows of tangents back into zeros of the whole batch."""
+        found = dict(tangents)
+        for key, t in tangents.items():
+            axis = self.axis(key)
+            if axis is not None:
+                size = self.inputs[key].shape[axis]
+                found[key] = spread(t, axis + 1, rows, size, self.c.module)
+        return found
 
     def is_independent(self) -> bool:
         """Whether each sample's output depends on no other sample.
@@ -146,25 +163,15 @@ class Evaluation:
         with torch.no_grad():
             found = self.outputs({}, rotated)
         return all(
-            axis is None or close(f, y.roll(1, axis), self.rounding)
-            for f, y, axis in zip(found, self.stored, self.axes_out, strict=True)
+            axis is None or close(f, y.roll(1, axis), self.c.call.rounding)
+            for f, y, axis in zip(found, self.c.outputs, self.axes_out, strict=True)
         )
 
     @property
     def num_samples(self) -> int:
         """Number of samples in the call."""
-        pairs = zip(self.stored, self.axes_out, strict=True)
+        pairs = zip(self.c.outputs, self.axes_out, strict=True)
         return next(y.shape[axis] for y, axis in pairs if axis is not None)
-
-    @property
-    def stored(self) -> list[Tensor]:
-        """Outputs of the call."""
-        return list(self.c.outputs)
-
-    @property
-    def rounding(self) -> float:
-        """Machine epsilon that the outputs of the call were computed with."""
-        return self.c.call.rounding
 
 
 @contextmanager
@@ -206,11 +213,7 @@ def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:
 
 
 def spread(mat: Tensor, axis: int, rows: Rows, size: int, module: Module) -> Tensor:
-    """Put rows back into zeros of the whole batch, along an axis of ``mat``.
-
-    Raises:
-        ValueError: If a row is there twice: the module has one place for it.
-    """
+    """Put rows, each of them once, back into zeros of the whole batch, along an axis of ``mat``."""
     index = torch.arange(size, device=mat.device)[rows]
     if len(index.unique()) < len(index):
         raise ValueError(
@@ -238,8 +241,7 @@ def pull_back(
     if not pairs:
         return [None] * len(xs)
     outs, vectors = [y for y, _ in pairs], [m for _, m in pairs]
-    options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": True}
-    options["retain_graph"] = True
+    options: Any = {"create_graph": create_graph, "allow_unused": True, "retain_graph": True}
     num_v = len(vectors[0])
     if num_v > 1:
         try:
@@ -260,12 +262,9 @@ def pull_back(
 def transposed(
     linear: Callable[[Any], Sequence[Tensor | None]], vs: Sequence[Tensor], ts: Sequence[Any]
 ) -> list[Tensor]:
-    """Apply the transpose of a linear map by autograd.
+    """Apply the transpose of a linear map to ``ts`` by autograd; None stands for zero.
 
-    Args:
-        linear: The map; what it returns may be None for zero.
-        vs: Tensors of the shapes and the precision that it takes.
-        ts: What its transpose is applied to: the shapes that it returns, or None for zero.
+    The tensors ``vs`` have the shapes and the precision that the map takes.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), disable():
@@ -301,12 +300,12 @@ def transposed_products(
     keys: Sequence[Any],
     rows: Rows,
 ) -> dict[Any, Tensor | None]:
-    """Apply the transposed Jacobian with respect to inputs and parameters.
+    """Apply the transposed Jacobian with respect to inputs (by number) and parameters (by name).
 
     Args:
         evaluation: The call.
         mats: ``[V, *out]`` for each output, or None.
-        keys: Inputs (numbers) and parameters (names). Those without samples are summed over them.
+        keys: Inputs and parameters. Those without samples are summed over them.
         rows: Samples that ``mats`` hold.
 
     Returns:
@@ -314,13 +313,7 @@ def transposed_products(
     """
     inputs, separable = evaluation.rows(rows)
     if not separable:
-        count = evaluation.num_samples
-        mats = [
-            m
-            if m is None or axis is None
-            else spread(m, axis + 1, rows, count, evaluation.c.module)
-            for m, axis in zip(mats, evaluation.axes_out, strict=True)
-        ]
+        mats = evaluation.whole(mats, rows, 1)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, keys, inputs)
     with torch.enable_grad():
@@ -329,7 +322,7 @@ def transposed_products(
     products = dict(zip(values, found, strict=True))
     if not separable:
         for key, product in products.items():
-            axis = evaluation.axes_in[key] if isinstance(key, int) else None
+            axis = evaluation.axis(key)
             if axis is not None and product is not None:
                 products[key] = take(product, axis + 1, rows)
     return products
@@ -344,12 +337,8 @@ def per_sample_products(
 ) -> dict[Any, Tensor | None]:
     """Apply the transposed Jacobian for each sample apart: ``[V, N, *p]`` for each key.
 
-    Args:
-        evaluation: The call.
-        mats: ``[V, *out]`` for each output, or None.
-        keys: Inputs without samples (numbers), and parameters (names).
-        rows: Samples that ``mats`` hold.
-        numbers: The same as a list of numbers.
+    As :func:`transposed_products`, for inputs without samples, and parameters. The ``numbers`` are
+    those of the rows.
     """
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
@@ -382,24 +371,15 @@ def moved_products(
     keys: Sequence[int],
     numbers: Sequence[int],
 ) -> dict[Any, Tensor | None] | None:
-    """Apply the transposed Jacobian of a function that moves entries, for each sample apart.
+    """As :func:`per_sample_products`, for a function that moves entries.
 
-    Numbers in the place of the entries tell where each one goes.
-
-    Args:
-        evaluation: The call.
-        mats: ``[V, *out]`` for each output, or None.
-        keys: Inputs without samples.
-        numbers: Samples that ``mats`` hold.
-
-    Returns:
-        ``[V, N, *in]`` for each key; None if numbers do not come through as they are.
+    Numbers in the place of the entries tell where each one goes. None if they do not come through
+    as they are.
     """
-    zeros, start = list(evaluation.inputs), 1
+    double = torch.float64
+    zeros = [torch.zeros_like(x, dtype=double) if is_real(x) else x for x in evaluation.inputs]
     values: Values = {}
-    for i, x in enumerate(zeros):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            zeros[i] = torch.zeros_like(x, dtype=torch.float64)
+    start = 1
     for i in keys:
         end = start + zeros[i].numel()
         values[i] = torch.arange(start, end, device=zeros[i].device).to(zeros[i])
@@ -411,7 +391,7 @@ def moved_products(
     except RuntimeError:  # it is not for this precision
         return None
     used = [m for m in mats if m is not None]
-    if any(y.dtype is not torch.float64 for y in moved):
+    if any(y.dtype is not double for y in moved):
         return None
     result = used[0].new_zeros(len(used[0]), len(numbers), start)
     for m, axis, y, other in zip(mats, evaluation.axes_out, moved, doubled, strict=True):
@@ -453,16 +433,17 @@ def _vmapped_products(
 ) -> dict[Any, Tensor | None]:
     sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
     used = [j for j, m in enumerate(mats) if m is not None]
-    axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
+    axes_in: Any = evaluation.axes_in
+    axes_out: Any = evaluation.axes_out
 
     def of_sample(values: Values, xs: list[Tensor], vectors: list[Tensor]) -> Any:
         leaves = list(inputs)
         for i, x in zip(sampled, xs, strict=True):
-            leaves[i] = x.unsqueeze(_axis(axes_in[i]))
+            leaves[i] = x.unsqueeze(axes_in[i])
 
         def outputs(values: Values) -> list[Tensor]:
             ys = evaluation.outputs(values, leaves)
-            return [ys[j].squeeze(_axis(axes_out[j])) for j in used]
+            return [ys[j].squeeze(axes_out[j]) for j in used]
 
         pull: Any = torch.func.vjp(outputs, values)[1]
         return torch.vmap(lambda *v: pull(list(v))[0])(*vectors)
@@ -470,21 +451,16 @@ def _vmapped_products(
     values = {key: evaluation.value(key) for key in keys}
     xs = [inputs[i] for i in sampled]
     vectors: Any = [mats[j] for j in used]
-    dims: Any = (None, [axes_in[i] for i in sampled], [_axis(axes_out[j]) + 1 for j in used])
+    dims = (None, [axes_in[i] for i in sampled], [axes_out[j] + 1 for j in used])
     size = _chunk(evaluation, len(vectors[0]))
     return torch.vmap(of_sample, in_dims=dims, out_dims=1, chunk_size=size)(values, xs, vectors)
 
 
 def _chunk(evaluation: Evaluation, num_v: int) -> int:
     """Return how many samples to treat at once, so that intermediate results stay small."""
-    tensors = [x for x in (*evaluation.inputs, *evaluation.stored) if isinstance(x, Tensor)]
+    tensors = [x for x in (*evaluation.inputs, *evaluation.c.outputs) if isinstance(x, Tensor)]
     entries = num_v * sum(x.numel() for x in tensors) // evaluation.num_samples
     return max(1, CHUNK_ENTRIES // max(1, entries))
-
-
-def _axis(axis: int | None) -> int:
-    assert axis is not None
-    return axis
 
 
 def products(
@@ -498,32 +474,20 @@ def products(
     ``logcumsumexp`` torch computes it with the logarithm of u, so that there is none at zero: then
     by autograd in forward mode.
 
-    Args:
-        evaluation: The call.
-        tangents: ``[V, *in]`` or ``[V, *p]`` for each key.
-        rows: Samples that the tangents hold (and the result will).
+    Tangents are ``[V, *in]`` or ``[V, *p]`` for each key, at some rows, which the results have.
     """
     known = {key: t for key, t in tangents.items() if t is not None}
     inputs, separable = evaluation.rows(rows)
     if not separable:
-        for key, t in known.items():
-            if evaluation.is_batched(key):
-                axis = _axis(evaluation.axes_in[key])
-                size = evaluation.inputs[key].shape[axis]
-                known[key] = spread(t, axis + 1, rows, size, evaluation.c.module)
+        known = evaluation.whole_tangents(known, rows)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(known), inputs)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         us = [torch.ones_like(y, requires_grad=True) for y in ys]
         reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
-        backs = _grad(
-            [y for y, _ in reached],
-            list(values.values()),
-            [u for _, u in reached],
-            create_graph=True,
-            allow_unused=True,
-        )
+        outs, own = [y for y, _ in reached], [u for _, u in reached]
+        backs = _grad(outs, [*values.values()], own, create_graph=True, allow_unused=True)
         pairs = [(b, known[k]) for k, b in zip(values, backs, strict=True) if b is not None]
         found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
     if any(t is not None and bool(t.isnan().any()) for t in found):
@@ -572,41 +536,30 @@ def second_products(
         g_out: ``[*out]`` of the selected samples for each output, or None.
         tangents: ``[V, *in]`` or ``[V, *p]`` for each input and parameter that varies.
         numbers: Those of the selected samples.
-        sum_batch: Sum over the samples: in as few parts as memory allows.
+        sum_batch: Whether to sum over the samples: in as few parts as memory allows.
 
     Returns:
         ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
         else.
     """
     count = len(numbers)
+    axes = {key: evaluation.axis(key) for key in tangents}
 
-    def of_samples(start: int, size: int, width: int | None = None) -> dict[Any, Tensor]:
-        own = {
-            key: t[:width].narrow(_axis(evaluation.axes_in[key]) + 1, start, size)
-            if evaluation.is_batched(key)
-            else t[:width]
-            for key, t in tangents.items()
-        }
+    def of_samples(start: int, size: int, width: int | None = None) -> Values:
+        own = {key: t[:width] for key, t in tangents.items()}
+        own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
         g = [
             None if m is None or a is None else m.narrow(a, start, size)
             for m, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
         return _second_of_samples(evaluation, g, own, numbers[start : start + size])
 
-    def by_sample(found: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        return {
-            key: t.movedim(_axis(evaluation.axes_in[key]) + 1, 1)
-            if evaluation.is_batched(key)
-            else t
-            for key, t in found.items()
-        }
-
-    def put_together(each: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
+    def put_together(each: Sequence[Values]) -> Values:
         found = {}
-        for key in tangents:
+        for key, axis in axes.items():
             parts = [one[key] for one in each]
-            if evaluation.is_batched(key):
-                found[key] = torch.cat(parts, _axis(evaluation.axes_in[key]) + 1)
+            if axis is not None:
+                found[key] = torch.cat(parts, axis + 1)
             else:
                 found[key] = sum(parts[1:], parts[0]) if sum_batch else torch.stack(parts, 1)
         return found
@@ -622,12 +575,9 @@ def second_products(
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
             found = None
-
-        def of_sample(i: int, width: int | None = None) -> dict[Any, Tensor]:
-            return of_samples(i, 1, width)
-
-        if found is not None and _agree(by_sample(found), of_sample, count - 1):
-            return found
+        if found is not None and _agree(found, lambda i, w: of_samples(i, 1, w), count - 1):
+            moved = {k: found[k].movedim(1, a + 1) for k, a in axes.items() if a is not None}
+            return found | moved
     return put_together([of_samples(i, 1) for i in range(count)])
 
 
@@ -637,14 +587,11 @@ def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
-    """Return whether a second derivative is not zero in a call, with probability one.
+    """Return whether a second derivative by the inputs, or each parameter, is not zero in a call.
 
-    Then its products with random vectors are not zero: a sum over the outputs that have a gradient,
-    with random weights, is differentiated twice. Rounding counts as a second derivative.
-
-    Args:
-        evaluation: The call.
-        of_params: That of each parameter, instead of that of the inputs.
+    Then its products with random vectors are not zero, with probability one: a sum over the outputs
+    that have a gradient, with random weights, is differentiated twice. Rounding counts as a second
+    derivative.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -653,10 +600,8 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
 
     keys: list[Any] = [i for i, x in enumerate(evaluation.inputs) if is_real(x)]
     groups = [[name] for name in evaluation.c.call.trained] if of_params else [keys]
-    cotangents = evaluation.c.call.g_out
-    g_out = [
-        None if g is None else draw(y) for g, y in zip(cotangents, evaluation.stored, strict=True)
-    ]
+    pairs = zip(evaluation.c.call.g_out, evaluation.c.outputs, strict=True)
+    g_out = [None if g is None else draw(y) for g, y in pairs]
     if not any(g is not None for g in g_out):
         return False
     numbers = range(evaluation.num_samples)
@@ -683,19 +628,10 @@ def _second_of_samples(
     inputs, separable = evaluation.rows(None if evaluation.is_whole(numbers) else numbers)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(tangents), inputs)
-    whole = dict(tangents)
+    whole = tangents
     if not separable:
-        g_out = [
-            g
-            if g is None or a is None
-            else spread(g, a, numbers, evaluation.num_samples, evaluation.c.module)
-            for g, a in zip(g_out, evaluation.axes_out, strict=True)
-        ]
-        for key, t in whole.items():
-            if evaluation.is_batched(key):
-                axis = _axis(evaluation.axes_in[key])
-                size = evaluation.inputs[key].shape[axis]
-                whole[key] = spread(t, axis + 1, numbers, size, evaluation.c.module)
+        g_out = evaluation.whole(g_out, numbers, 0)
+        whole = evaluation.whole_tangents(tangents, numbers)
     with torch.enable_grad():
         ys = evaluation.outputs(values, inputs)
         # what is once differentiable (a function in Python) says so if the gradient has a graph
@@ -704,34 +640,22 @@ def _second_of_samples(
             for y, g in zip(ys, g_out, strict=True)
             if g is not None
         ]
-        gradients = _grad(
-            [y for y, _ in pairs],
-            list(values.values()),
-            [g for _, g in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
+        outs, grads, xs = [y for y, _ in pairs], [g for _, g in pairs], [*values.values()]
+        slopes = _grad(outs, xs, grads, create_graph=True, allow_unused=True)
         if not create_graph:
-            _refuse_once_differentiable(gradients, evaluation.c.module)
-        used = [(g, whole[key]) for key, g in zip(values, gradients, strict=True) if g is not None]
-        found = pull_back(
-            [g for g, _ in used], list(values.values()), [t for _, t in used], create_graph
-        )
+            _refuse_once_differentiable(slopes, evaluation.c.module)
+        used = [(s, whole[key]) for key, s in zip(values, slopes, strict=True) if s is not None]
+        found = pull_back([s for s, _ in used], xs, [t for _, t in used], create_graph)
     results = {}
     for key, product in zip(values, found, strict=True):
         product = torch.zeros_like(whole[key]) if product is None else product
-        if not separable and evaluation.is_batched(key):
-            product = take(product, _axis(evaluation.axes_in[key]) + 1, numbers)
-        results[key] = product
+        axis = None if separable else evaluation.axis(key)
+        results[key] = product if axis is None else take(product, axis + 1, numbers)
     return results
 
 
 def _refuse_once_differentiable(gradients: Sequence[Tensor | None], module: Module) -> None:
-    """Refuse gradients that have no derivative: autograd would take it for zero.
-
-    Raises:
-        RuntimeError: If a function of the module is marked ``once_differentiable``.
-    """
+    """Refuse gradients that are marked ``once_differentiable``: autograd would take it for zero."""
     nodes = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -753,9 +677,12 @@ def _vmapped_second(
     tangents: Mapping[Any, Tensor],
     inputs: Sequence[Any],
 ) -> dict[Any, Tensor]:
+    """Apply the second derivative for each sample apart: ``[V, N, *]`` for each key."""
     sampled = [i for i, axis in enumerate(evaluation.axes_in) if axis is not None]
     used = [j for j, g in enumerate(g_out) if g is not None]
-    axes_in, axes_out = evaluation.axes_in, evaluation.axes_out
+    axes_in: Any = evaluation.axes_in
+    axes_out: Any = evaluation.axes_out
+    batched = [key for key in tangents if evaluation.axis(key) is not None]
 
     def of_sample(xs: list[Tensor], gs: list[Tensor], ts: Values, others: Values) -> Values:
         own = dict(zip(sampled, xs, strict=True))
@@ -763,12 +690,9 @@ def _vmapped_second(
         def weighted(values: Values) -> Tensor:
             leaves = list(inputs)
             for i in sampled:
-                leaves[i] = values.get(i, own[i]).unsqueeze(_axis(axes_in[i]))
-            unsampled = {k: v for k, v in values.items() if not evaluation.is_batched(k)}
-            ys = evaluation.outputs(unsampled, leaves)
-            terms = [
-                (ys[j].squeeze(_axis(axes_out[j])) * g).sum() for j, g in zip(used, gs, strict=True)
-            ]
+                leaves[i] = values.get(i, own[i]).unsqueeze(axes_in[i])
+            ys = evaluation.outputs({k: v for k, v in values.items() if k not in batched}, leaves)
+            terms = [(ys[j].squeeze(axes_out[j]) * g).sum() for j, g in zip(used, gs, strict=True)]
             return torch.stack(terms).sum()
 
         def along(t: Values) -> Callable[[Values], Tensor]:
@@ -778,28 +702,13 @@ def _vmapped_second(
 
             return slope
 
-        point = {**{i: own[i] for i in ts if evaluation.is_batched(i)}, **others}
+        point = {**{i: own[i] for i in batched}, **others}
         return torch.vmap(lambda t: torch.func.grad(along(t))(point))(ts)
 
-    def dims(offset: int) -> dict[Any, int | None]:
-        return {
-            k: _axis(axes_in[k]) + offset if evaluation.is_batched(k) else None for k in tangents
-        }
-
-    others = {k: evaluation.value(k) for k in tangents if not evaluation.is_batched(k)}
+    others = {k: evaluation.value(k) for k in tangents if k not in batched}
+    of_tangents = {k: axes_in[k] + 1 if k in batched else None for k in tangents}
+    dims = [axes_in[i] for i in sampled], [axes_out[j] for j in used], of_tangents, None
     gs: Any = [g_out[j] for j in used]
-    found = torch.vmap(
-        of_sample,
-        in_dims=(
-            [axes_in[i] for i in sampled],
-            [axes_out[j] for j in used],
-            dims(1),
-            None,
-        ),
-        out_dims=1,
-        chunk_size=_chunk(evaluation, len(next(iter(tangents.values())))),
-    )([inputs[i] for i in sampled], gs, dict(tangents), others)
-    return {
-        k: t.movedim(1, _axis(axes_in[k]) + 1) if evaluation.is_batched(k) else t
-        for k, t in found.items()
-    }
+    size = _chunk(evaluation, len(next(iter(tangents.values()))))
+    mapped = torch.vmap(of_sample, in_dims=dims, out_dims=1, chunk_size=size)
+    return mapped([inputs[i] for i in sampled], gs, dict(tangents), others)

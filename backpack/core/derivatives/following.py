@@ -21,8 +21,9 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.derivatives.by_autograd import drawn
+from backpack.core.derivatives.by_autograd import drawn, is_real
 from backpack.core.record.calls import Call
+from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES, treatment
 from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.custom_module.branching import SumModule
@@ -53,11 +54,6 @@ def treatment_by(module: Module) -> str | None:
     return ENTRIES if isinstance(module, SumModule | MulModule) else None
 
 
-def tensors_in(output: Any) -> list[Tensor]:
-    """List the tensors of an output, of any precision."""
-    return [y for y in tree_leaves(output) if isinstance(y, Tensor)]
-
-
 class _Same:
     """A weak reference to something that has to be the same object, in the same version."""
 
@@ -83,8 +79,7 @@ class _CannotTell(Exception):
 def _frozen(x: Any, depth: int = 6) -> Any:
     """Return what is equal for an object as long as nothing in it has changed.
 
-    Raises:
-        _CannotTell: If the object may change unseen, such as an array or a closure.
+    ``_CannotTell`` is raised if it may change unseen, such as an array or a closure.
     """
     kind = type(x)
     if isinstance(x, (*_PLAIN, type, Enum)):
@@ -114,10 +109,8 @@ def _frozen(x: Any, depth: int = 6) -> Any:
 def state_of(module: Module) -> list[Any] | None:
     """Return what may have changed of a module between two calls: attributes and buffers.
 
-    Those of its class as well, and what they hold; not what ``forward`` reads elsewhere.
-
-    Returns:
-        Equal if they are the same, values of parameters aside; None if that cannot be told.
+    Those of its class as well, and what they hold; not what ``forward`` reads elsewhere. Equal if
+    they are the same, values of parameters aside; None if that cannot be told.
     """
     if isinstance(module, FunctionModule):
         return []
@@ -151,11 +144,6 @@ class Conditions:
     values: Mapping[int, Tensor]
     state: list[Any]
 
-    @property
-    def are_none(self) -> bool:
-        """Whether the answer depends on nothing else."""
-        return not (self.values or self.state)
-
     def hold(self, call: Call) -> bool:
         """Whether a call of the same module reads the same values, of the same shapes."""
         for i, value in self.values.items():
@@ -165,27 +153,27 @@ class Conditions:
         return state_of(call.module) == self.state
 
 
+@dataclass(eq=False)
 class Following:
     """What one call does with samples.
 
-    Args:
+    Attributes:
         call: The call of a function.
         evaluate: Evaluates it.
         shapes: Shapes of what it returns.
         samples: Number of samples.
-
-    Attributes:
         relies_on_values: Whether the answer was found with masks or indices as they are.
     """
 
-    def __init__(self, call: Call, evaluate: Evaluate, shapes: Sequence[Size], samples: int):
-        """Store what is given."""
-        self.call = call
-        self.evaluate = evaluate
-        self.shapes = shapes
-        self.samples = samples
-        self.treatment = treatment_by(call.module)
-        self.relies_on_values = False
+    call: Call
+    evaluate: Evaluate
+    shapes: Sequence[Size]
+    samples: int
+    relies_on_values: bool = False
+
+    def __post_init__(self) -> None:
+        """Look up what the function does with entries."""
+        self.treatment = treatment_by(self.call.module)
 
     @property
     def depends_on_values(self) -> bool:
@@ -304,7 +292,7 @@ class Following:
         """Number the sample that each entry of each output depends on; None if that is unknown."""
         if self._is_of_entries:
             return [self._of_entries(shape) for shape in self.shapes]
-        if self.treatment == CONSTANT and len(tensors_in(list(self.call.inputs))) == 1:
+        if self.treatment == CONSTANT and len(tensors_in(self.call.inputs)) == 1:
             return [torch.full(shape, NONE, device=CPU) for shape in self.shapes]
         if self.treatment in (MOVES, RESHAPES):
             moved = self._moved()
@@ -377,15 +365,11 @@ class Following:
             batched = layout is not None and layout.is_batched
             if i not in values:
                 by_others |= batched
-                continue
-            if not isinstance(x, Tensor):
-                continue
-            numbers = (
-                layout.numbers(x.shape) if layout is not None else torch.full((), NONE, device=CPU)
-            )
-            if numbers is None:
-                return None
-            leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(numbers)
+            elif isinstance(x, Tensor):
+                numbers = layout.numbers(x.shape) if layout else torch.full((), NONE, device=CPU)
+                if numbers is None:
+                    return None
+                leaves[i] = torch.empty_like(x, dtype=torch.float32).copy_(numbers)
         try:
             moved = [y.round().long().cpu() for y in self.evaluate(leaves)]
         except (RuntimeError, TypeError, ValueError, IndexError):
@@ -399,14 +383,11 @@ class Following:
     @property
     def _varied(self) -> list[int]:
         """Number the inputs that other values may replace: others may be indices."""
+        pairs = enumerate(zip(self.call.inputs, self.call.layouts_in, strict=True))
         return [
             i
-            for i, (x, layout) in enumerate(
-                zip(self.call.inputs, self.call.layouts_in, strict=True)
-            )
-            if isinstance(x, Tensor)
-            and layout is not None
-            and (layout.is_batched or x.is_floating_point())
+            for i, (x, layout) in pairs
+            if layout is not None and (is_real(x) or (layout.is_batched and isinstance(x, Tensor)))
         ]
 
     def _tried(self) -> list[Tensor] | None:
