@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import GLU, LogSoftmax, Module, Softmax, Softmax2d, Softmin
+from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
 from backpack.core import fast
 from backpack.core.derivatives.automatic import FunctionDerivatives
@@ -23,10 +23,6 @@ from backpack.core.record.registry import register
 
 class AlongAxisDerivatives(FunctionDerivatives):
     """A nonlinear function of one tensor that acts along one of its axes."""
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: these functions are nonlinear."""
-        return False
 
     def is_curved(self, call: Call) -> bool:
         """Return True for every call, without trying."""

@@ -19,6 +19,7 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
+from backpack.core.derivatives.basederivatives import never
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -26,7 +27,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
-from backpack.core.record.module_state import describe
+from backpack.core.record.module_state import cast, describe
 from backpack.core.record.registry import register, register_fallback
 from backpack.utils.functional import functional_call
 
@@ -47,13 +48,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Return False: nothing is known."""
         return False
 
-    def sees_chosen_rows(self, module: Any) -> bool:
-        """Return False: the loss is evaluated as it was called, columns are moved there."""
-        return False
-
-    def has_likelihood(self, module: Module) -> bool:
-        """Return False: no distribution is known that targets could be drawn from."""
-        return False
+    sees_chosen_rows = never  # the loss is evaluated as it was called, columns are moved there
+    has_likelihood = never  # no distribution is known that targets could be drawn from
 
     def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that the network computes (or else that require a gradient)."""
@@ -73,12 +69,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again: with its own arguments, never moved."""
-        precision = c.call.precision
-        cast = [
-            x.to(precision or x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for x in c.call.inputs
-        ]
-        return Evaluation(self, c, cast, [], [])
+        inputs, precision = [*c.call.inputs], c.call.precision
+        if precision is not None:
+            inputs = [cast(x, precision) for x in inputs]
+        return Evaluation(self, c, inputs, [], [])
 
     def check_call(self, c: Context) -> None:
         """Refuse a call that is not a function of its inputs.
@@ -173,11 +167,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         ]
 
     def _shapes(self, c: Context) -> list[torch.Size]:
-        """Return the shape ``[N, *d]`` of each prediction.
-
-        Raises:
-            ValueError: If they do not have the same number of samples.
-        """
+        """Return the shape ``[N, *d]`` of each prediction: all have the same number of samples."""
         call = c.call
         shapes = []
         for i in self.predictions(c):
@@ -232,11 +222,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         return between > _rounding(blocks) * float(blocks.detach().abs().max())
 
     def _separate(self, c: Context) -> Tensor:
-        """Return ``H_n`` of the selected samples.
-
-        Raises:
-            NotImplementedError: If the loss is no sum over the samples.
-        """
+        """Return ``H_n`` of the selected samples; refuse a loss that is no sum over the samples."""
         if self.couples_terms(c):
             raise NotImplementedError(
                 f"{describe(c.module)} is no sum over the samples of the batch: its Hessian has "

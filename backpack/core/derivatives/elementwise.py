@@ -35,7 +35,7 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, never
 from backpack.core.derivatives.reductions import gram
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
@@ -60,13 +60,8 @@ class ElementwiseDerivatives(BaseDerivatives):
         """Second derivative ``f''(x)``: ``[*in]``."""
         raise NotImplementedError
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: activations are nonlinear unless a subclass says otherwise."""
-        return False
-
-    def hessian_is_diagonal(self, module: Module) -> bool:
-        """Return True: output i depends on input i alone."""
-        return True
+    hessian_is_zero = never  # unless a subclass says otherwise
+    hessian_is_diagonal = always
 
     def _slope(self, c: Context) -> Tensor:
         """Return ``f'(x)``, which is computed once in a context."""
@@ -178,11 +173,12 @@ class LogSigmoidDerivatives(ElementwiseDerivatives):
 
 
 class ExponentialUnitDerivatives(ElementwiseDerivatives):
-    """``f(x) = λ x`` for positive x, else ``λ α (exp(β x) - 1)``."""
+    """``f(x) = λ x`` for positive x, else ``λ α (exp(β x) - 1)``.
 
-    def coefficients(self, module: Any) -> tuple[float, float, float]:
-        """Return λ, α and β."""
-        raise NotImplementedError
+    A subclass says what λ, α and β of a module are.
+    """
+
+    coefficients: Callable[[Any], tuple[float, float, float]]
 
     def df(self, c: Context) -> Tensor:
         """First derivative: λ, or ``λ α β exp(β x)``."""
@@ -202,27 +198,21 @@ class ExponentialUnitDerivatives(ElementwiseDerivatives):
 class ELUDerivatives(ExponentialUnitDerivatives):
     """ELU: λ = β = 1."""
 
-    def coefficients(self, module: Any) -> tuple[float, float, float]:
-        """Return λ, α and β."""
-        return 1.0, module.alpha, 1.0
+    coefficients = staticmethod(lambda module: (1.0, module.alpha, 1.0))
 
 
 @register(CELU)
 class CELUDerivatives(ExponentialUnitDerivatives):
     """CELU: λ = 1, β = 1/α."""
 
-    def coefficients(self, module: Any) -> tuple[float, float, float]:
-        """Return λ, α and β."""
-        return 1.0, module.alpha, 1 / module.alpha
+    coefficients = staticmethod(lambda module: (1.0, module.alpha, 1 / module.alpha))
 
 
 @register(SELU)
 class SELUDerivatives(ExponentialUnitDerivatives):
     """SELU: the fixed point of Klambauer et al. (2017), as in torch; β = 1."""
 
-    def coefficients(self, module: Any) -> tuple[float, float, float]:
-        """Return λ, α and β."""
-        return 1.0507009873554804934193349852946, 1.6732632423543772848170429916717, 1.0
+    coefficients = staticmethod(lambda module: (1.0507009873554805, 1.6732632423543772, 1.0))
 
 
 # --------------------------------------------------------------------------------------

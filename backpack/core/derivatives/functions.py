@@ -164,6 +164,7 @@ class ParameterModuleDerivatives(BaseDerivatives):
 
     params = ("parameter",)
     hessian_is_zero = is_linear_in_params = always
+    folds_rows = always  # the value is the same wherever the rows are
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
         """Return the parameter; nothing for a buffer."""
@@ -177,10 +178,6 @@ class ParameterModuleDerivatives(BaseDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Return a layout without samples: a parameter is the same for all of them."""
         return [unbatched()]
-
-    def folds_rows(self, module: Any) -> bool:
-        """Return True: the value is the same wherever the rows are."""
-        return True
 
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return True: the Jacobian is the identity for every sample."""

@@ -25,7 +25,7 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from backpack.context import disable
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
@@ -47,9 +47,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
 
     includes_children = True  # no rule knows parameters of a loss: trained ones are an error
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: a loss is no affine function of its prediction, as a rule."""
-        return False
+    hessian_is_zero = never  # a loss is no affine function of its prediction, as a rule
 
     def hessian_is_psd(self) -> bool:
         """Return True: convex in the prediction."""
@@ -256,11 +254,7 @@ def scaled_identity(diagonal: Tensor) -> Tensor:
 
 
 def same_shape(module: Module, shapes: Sequence[torch.Size]) -> None:
-    """Refuse targets that broadcast: a sample's Hessian would not be its own.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Refuse targets that broadcast: a sample's Hessian would not be its own."""
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             f"{describe(module)}: prediction and target need one shape, got "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
+from torch.nn import MultiLabelMarginLoss, MultiMarginLoss
 from torch.nn.functional import one_hot
 
+from backpack.core.derivatives.basederivatives import never
 from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.record.context import Context
@@ -27,9 +28,7 @@ class MultiMarginLossDerivatives(BaseLossDerivatives):
     ``p = 2`` and classes k that violate the margin, else 0.
     """
 
-    def has_likelihood(self, module: Module) -> bool:
-        """Return False: targets are not drawn from any distribution."""
-        return False
+    has_likelihood = never  # targets are not drawn from any distribution
 
     def _pieces(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return a ``[N, C]`` and d ``[N, C, C]``, a row for each k."""
