@@ -21,7 +21,6 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register_fallback
-from backpack.utils.functional import functional_call
 from backpack.utils.warning import warn
 
 
@@ -43,11 +42,9 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change."""
-        leaves, module = [x.clone() if isinstance(x, Tensor) else x for x in inputs], c.module
-        args, keywords = c.call.arguments(leaves)
-        with c.call.as_it_was(c.call.precision), attributes_kept(module):
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            return functional_call(module, {**buffers, **params}, args, keywords)
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+        with attributes_kept(c.module):
+            return super().evaluate(c, params, *leaves)
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs: in the same place, else by trying.
