@@ -59,9 +59,7 @@ SERVED: dict[str, dict[str, type[nn.Module]]] = {
 def publish(package: str, table: Mapping[str, Mapping[str, Any]]) -> None:
     """Make names importable from modules of a package, whether these have a file or not.
 
-    Args:
-        package: Qualified name of the package, which is being imported.
-        table: For the name of each module its names, and what they are.
+    The package is being imported; the table has, for each module, its names and what they are.
     """
     for name, values in table.items():
         qualified = f"{package}.{name}"

@@ -15,6 +15,7 @@ from backpack.context import disable
 from backpack.core.derivatives import by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.by_autograd import is_real
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
@@ -64,8 +65,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
 
     Compared are products with first and second derivatives, what is made of them, and what the rule
     says about the module, for all and for some of the samples (those with vectors in another order
-    in memory). What is called is a copy, whose
-    parameters are moved a little: a factor of 1 would hide that it is missing.
+    in memory). What is called is a copy, whose parameters are moved a little: a factor of 1 would
+    hide that it is missing.
 
     Args:
         module: A module.
@@ -87,8 +88,8 @@ def check_rule(module: Module, *inputs: Any) -> None:
         module = deepcopy(module).double()
         for p in module.parameters():
             p.data.add_(0.1 * randn_like(p))
-        leaves = [x.detach().double() if _is_real(x) else x for x in inputs]
-        keys, compare = [i for i, x in enumerate(leaves) if _is_real(x)], _of_module
+        leaves = [x.detach().double() if is_real(x) else x for x in inputs]
+        keys, compare = [i for i, x in enumerate(leaves) if is_real(x)], _of_module
         if isinstance(rule, BaseLossDerivatives):
             keys, compare = keys[:1], _of_loss
         for i in keys:
@@ -133,11 +134,7 @@ def _called_children(module: Module) -> dict[str, None]:
 
 
 def _check_children(rule: Any, module: Module, called: Iterable[str]) -> None:
-    """Require that a rule says so if it is about what children of the module compute.
-
-    Raises:
-        AssertionError: If they are called, or the rule names their parameters.
-    """
+    """Require that a rule says so if it is about what children of the module compute."""
     if rule.includes_children or isinstance(rule, AutomaticDerivatives):
         return
     own = rule.own(module)
@@ -186,10 +183,6 @@ def _compare(
 def _is_of_matrix(where: str, truth: Tensor) -> bool:
     """Whether ``affine`` is compared for each sample, ``[V, N, O, I]``."""
     return ".affine of " in where and truth.dim() == 4
-
-
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _listed(values: Any) -> list[Any]:
@@ -292,11 +285,7 @@ def _at_inputs(
 
 
 def _refuse_curvature(rule: Any, fact: str, of: str, curved: Sequence[Tensor]) -> None:
-    """Require that a second derivative is zero where a rule says so.
-
-    Raises:
-        AssertionError: If it is not.
-    """
+    """Require that a second derivative is zero where a rule says so."""
     size = max(one.abs().max().item() if one.numel() else 0.0 for one in curved)
     if size > ATOL:
         method = _written(rule, fact, "is_curved") if fact == "hessian_is_zero" else fact
@@ -364,11 +353,7 @@ def _product(rule: Any, c: Context, name: str, v: Any, acts_affinely: bool) -> T
 
 
 def _check_pairs(rule: Any, c: Context, name: str, v: Any) -> None:
-    """Require that ``affine`` returns pairs whose inputs do not depend on the cotangents.
-
-    Raises:
-        AssertionError: If it does not.
-    """
+    """Require that ``affine`` returns pairs whose inputs do not depend on the cotangents."""
     where = f"{type(rule).__name__}.affine of {name!r}"
     inputs = rule.affine_inputs(c, name)
     for (_, x), known in zip(rule.affine(c, name, v), inputs, strict=True):

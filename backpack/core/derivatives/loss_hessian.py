@@ -105,11 +105,7 @@ class LossHessian:
         return self.rule.predictions(self.c) == (0,)
 
     def need_convex(self) -> None:
-        """Refuse a loss that is not convex in the prediction.
-
-        Raises:
-            ValueError: If that is so.
-        """
+        """Refuse a loss that is not convex in the prediction."""
         chosen = chosen_rows(self.rule, self.c)
         if chosen is None or chosen.own:  # else none of the samples has a row
             self.rule.need_convex(self.c.counting(chosen.own) if chosen else self.c)

@@ -45,16 +45,9 @@ def memoise(
 ) -> Value:
     """Return the latest result of that name if nothing has changed since, else compute it.
 
-    Tensors are recognised by the memory that they look at, because those who hand them over make
-    new views of it each time.
-
-    Args:
-        saved: Where results are kept.
-        name: Name of the result.
-        tensors: What it is computed from.
-        facts: Whatever else it depends on. The grad mode always belongs to it: with
-            ``create_graph=True`` results have a graph.
-        compute: Computes it.
+    The tensors that it is computed from are recognised by the memory that they look at, because
+    those who hand them over make new views of it each time. To the facts that it depends on besides
+    belongs the grad mode: with ``create_graph=True`` results have a graph.
     """
     if not MEMOISED.is_on:
         return compute()

@@ -19,14 +19,10 @@ REDUCTIONS = ("mean", "sum", "batchmean")
 def num_terms(loss_function: Module, output: Tensor, targets: Sequence[Any]) -> float:
     """Return what the mean of a loss divides by, or 1 if it is a sum.
 
-    That is the number of terms of the loss: of samples and positions for most, of entries for
-    losses such as ``MSELoss``; for targets that are classes, the sum of their weights, where
-    ``ignore_index`` counts zero. A loss of your own is the mean over the samples.
-
-    Args:
-        loss_function: The loss.
-        output: Output of the model. ``[N, *]``
-        targets: Further arguments of the loss.
+    That is the number of terms of the loss of a model's output ``[N, *]``: of samples and positions
+    for most, of entries for losses such as ``MSELoss``; for targets that are classes, the sum of
+    their weights, where ``ignore_index`` counts zero. A loss of your own is the mean over the
+    samples.
 
     Raises:
         ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum.

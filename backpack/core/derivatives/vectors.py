@@ -13,15 +13,7 @@ ENTRIES_ELSEWHERE = 2**25
 
 
 def map_vectors(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
-    """Apply a map to each of V vectors, in slices of V such that intermediate tensors are small.
-
-    Args:
-        function: Maps ``[v, *in]`` to ``[v, *out]``, each of the vectors alone.
-        mat: ``[V, *in]``.
-
-    Returns:
-        ``[V, *out]``.
-    """
+    """Map each of V vectors, ``[V, *in] -> [V, *out]``, in slices whose tensors are small."""
     entries = ENTRIES_ON_CPU if mat.device.type == "cpu" else ENTRIES_ELSEWHERE
     size = max(1, entries // max(1, mat[:1].numel()))
     if size >= len(mat):
