@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from backpack.core.derivatives.recurrent_cells import (
     Weights,
 )
 from backpack.core.derivatives.recurrent_network import (
+    Cotangents,
     FactoredCotangents,
-    GateCotangents,
     Moved,
     Network,
     Trace,
@@ -55,21 +55,24 @@ OWN_LSTM_KERNEL = fast.path(
     "own LSTM kernel", "What runs for an LSTM computes no gradient that nobody asks autograd for."
 )
 ELMAN_STEPS: dict[str, Step] = {"tanh": TanhStep(), "relu": ReLUStep()}
-LSTM_STEP = LSTMStep()
-GRU_STEP = GRUStep()
 
 
 class RecurrentDerivatives(BaseDerivatives):
     """Derivatives of recurrent modules; for formulas see :mod:`.recurrent_network`.
 
     A subclass says which step a module takes, and where its inputs and outputs have their time.
+
+    Attributes:
+        own_step: The time step; None if the module's nonlinearity tells it.
     """
+
+    own_step: ClassVar[Step | None] = None
 
     # ------------------------------------------------------------------ facts about the module
 
     def step(self, module: Any) -> Step:
         """Return the time step."""
-        raise NotImplementedError
+        return self.own_step or ELMAN_STEPS[module.nonlinearity]
 
     def suffixes(self, module: Any) -> list[str]:
         """Return the end of the parameters' names for each k."""
@@ -188,12 +191,7 @@ class RecurrentDerivatives(BaseDerivatives):
     def _ordered(
         self, c: Context, network: Network, inputs: Sequence[Any]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the input ``[T, N, I]`` and the initial states, zeros if there are none.
-
-        Raises:
-            NotImplementedError: If the input is packed, or dropout is active between the layers.
-            ValueError: If there is no batch axis.
-        """
+        """Return the input ``[T, N, I]`` and the initial states, zeros if there are none."""
         module = c.module
         self._check_input(module, inputs)
         if c.call.training and getattr(module, "dropout", 0) > 0 and module.num_layers > 1:
@@ -221,13 +219,7 @@ class RecurrentDerivatives(BaseDerivatives):
         raise NotImplementedError
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters: a plain loop over time.
-
-        Args:
-            c: The call at hand.
-            params: Values that replace parameters.
-            *inputs: Arguments of the call, flattened.
-        """
+        """Return the output for other inputs and parameters: a plain loop over time."""
         network = self.network(c, params)
         x, start = self._ordered(c, network, inputs)
         return self.outputs(c.module, run(network, x, start), 0)
@@ -248,14 +240,12 @@ class RecurrentDerivatives(BaseDerivatives):
         tensors = [*c.inputs, output, *(p for of_k in network.weights for p in of_k)]
         return memoise(c.saved, "traces", tensors, (), compute)
 
-    def _at_gates(
-        self, c: Context, v: Mats
-    ) -> tuple[list[Trace], list[GateCotangents | FactoredCotangents]]:
+    def _at_gates(self, c: Context, v: Mats) -> tuple[list[Trace], list[Cotangents]]:
         """Return the forward pass, and what arrives at the pre-activations from cotangents."""
         traces = self._traces(c)
         output, finals = self.cotangents(c.module, v)
 
-        def compute() -> list[GateCotangents | FactoredCotangents]:
+        def compute() -> list[Cotangents]:
             received = c.saved.get("received", ())
             if len(received) == len(traces) and c.rows is None and _is_gradient(c, v):
                 return [self.received(c, k) for k in range(len(traces))]
@@ -267,14 +257,13 @@ class RecurrentDerivatives(BaseDerivatives):
         tensors = [output, *finals, traces[0].before]
         return traces, memoise(c.saved, "cotangents", tensors, (selected,), compute)
 
-    def received(self, c: Context, k: int) -> GateCotangents | FactoredCotangents:
+    def received(self, c: Context, k: int) -> Cotangents:
         """Return what arrives from what a :class:`FusedLayer` has received."""
-        received = c.saved["received"]
-        if not isinstance(received[k], GateCotangents | FactoredCotangents):
+        received: dict[int, Any] = c.saved["received"]
+        if not isinstance(received[k], Cotangents):
             slopes = self._traces(c)[k].slopes
             received[k] = pull_direction(self.network(c), k, slopes, *received[k])
-        cotangents: GateCotangents | FactoredCotangents = received[k]
-        return cotangents
+        return received[k]
 
     def vjp(self, c: Context, v: Mats) -> Any:
         """Apply the transposed Jacobian: a recursion back in time."""
@@ -369,9 +358,8 @@ class RecurrentDerivatives(BaseDerivatives):
     ) -> dict[str, Tensor]:
         """Reduce the individual products, see the base class; squares of many columns factored."""
         values = {}
-        many = None
-        if wanted & {"batch_square", "square"} and "individual" not in wanted:
-            many = self._many(c, name, v)
+        sees_squares = wanted & {"batch_square", "square"} and "individual" not in wanted
+        many = self._many(c, name, v) if sees_squares else None
         if many is not None:
             cotangents, slopes, x = many
             squares = cotangents.squares(slopes, x, weights)  # of each sample
@@ -392,13 +380,7 @@ class RecurrentDerivatives(BaseDerivatives):
         if many is not None:
             cotangents, slopes, _ = many
             return cotangents.sums(slopes)
-        ((s, _),) = self.affine(c, name, v)
-        return affine.position_rows(s, approximation).unsqueeze(2)
-
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of what a weight is multiplied with, see :mod:`.affine`: ``[I, I]``."""
-        (x,) = self.affine_inputs(c, name)
-        return [] if x is None else [affine.input_factor(x, approximation)]
+        return super().kron_rows(c, name, v, approximation)
 
 
 def _is_first(call: Call) -> bool:
@@ -444,18 +426,14 @@ class SequenceDerivatives(RecurrentDerivatives):
         """Return 1 (states, sequence) or 0 (sequence with ``batch_first``)."""
         return 0 if i == 0 and module.batch_first else 1
 
-    def batch_axis_out(self, module: Any, i: int) -> int:
-        """Return 1 (states, sequence) or 0 (sequence with ``batch_first``)."""
-        return 0 if i == 0 and module.batch_first else 1
+    batch_axis_out = batch_axis_in
 
     def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
         """Exchange time and batch axis if the batch comes first."""
         exchange = module.batch_first and not is_state
         return tensor.transpose(axis, axis + 1) if exchange else tensor
 
-    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Exchange them back."""
-        return self.inside(module, tensor, axis, is_state)
+    outside = inside  # exchanges them back
 
     def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
@@ -476,18 +454,12 @@ class SequenceDerivatives(RecurrentDerivatives):
 class RNNDerivatives(SequenceDerivatives):
     """Derivatives of ``torch.nn.RNN``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step for the module's nonlinearity."""
-        return ELMAN_STEPS[module.nonlinearity]
-
 
 @register(LSTM)
 class LSTMDerivatives(SequenceDerivatives):
     """Derivatives of ``torch.nn.LSTM``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step."""
-        return LSTM_STEP
+    own_step = LSTMStep()
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return all parameters, also where kernels compute the gradient of an input with them.
@@ -521,13 +493,8 @@ class FusedLayer(KernelOverride):
     """Computes what oneDNN's kernel of a layer's direction would, but no parameter's gradient.
 
     Individual gradients need what arrives at the pre-activations anyway, and the gradient of the
-    input is one product of that.
-
-    Args:
-        node: The kernel's node.
-        call: Call of the LSTM.
-        rule: Its rule.
-        k: Which layer and direction.
+    input is one product of that. The rule is that of the LSTM, and k says which layer and
+    direction.
     """
 
     name = "MkldnnRnnLayerBackward0"
@@ -566,9 +533,7 @@ class FusedLayer(KernelOverride):
 class GRUDerivatives(SequenceDerivatives):
     """Derivatives of ``torch.nn.GRU``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step."""
-        return GRU_STEP
+    own_step = GRUStep()
 
 
 class CellDerivatives(RecurrentDerivatives):
@@ -605,24 +570,16 @@ class CellDerivatives(RecurrentDerivatives):
 class RNNCellDerivatives(CellDerivatives):
     """Derivatives of ``torch.nn.RNNCell``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step for the module's nonlinearity."""
-        return ELMAN_STEPS[module.nonlinearity]
-
 
 @register(LSTMCell)
 class LSTMCellDerivatives(CellDerivatives):
     """Derivatives of ``torch.nn.LSTMCell``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step."""
-        return LSTM_STEP
+    own_step = LSTMStep()
 
 
 @register(GRUCell)
 class GRUCellDerivatives(CellDerivatives):
     """Derivatives of ``torch.nn.GRUCell``."""
 
-    def step(self, module: Any) -> Step:
-        """Return the step."""
-        return GRU_STEP
+    own_step = GRUStep()

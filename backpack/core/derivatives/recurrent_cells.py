@@ -116,16 +116,7 @@ class Step:
     adds_sides: ClassVar[bool] = True
 
     def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step.
-
-        Args:
-            p: Input-side pre-activation, ``[N, G·H]``.
-            q: Hidden-side pre-activation, ``[N, G·H]``.
-            state: State before, ``[N, H]`` each.
-
-        Returns:
-            The state after (before a projection).
-        """
+        """Take the step: return the state after it (before a projection)."""
         raise NotImplementedError
 
     def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
@@ -133,40 +124,22 @@ class Step:
         raise NotImplementedError
 
     def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step.
-
-        Args:
-            slopes: Those of the step.
-            p: Tangent of the input-side pre-activation, ``[V, N, G·H]``.
-            q: Tangent of the hidden-side pre-activation, ``[V, N, G·H]``.
-            state: Tangents of the state before, ``[V, N, H]`` each.
-
-        Returns:
-            Tangents of the state after.
-        """
+        """Apply the Jacobian of a step to tangents: return those of the state after it."""
         raise NotImplementedError
 
     def gather(self, slopes: Sequence[Tensor], state: State) -> State:
         """Let what arrives at the states after a step pass from one to the other.
 
-        Args:
-            slopes: Those of the step between the states.
-            state: Cotangents of the states after, ``[V, N, H]`` each.
-
-        Returns:
-            Cotangents of the states after. Gate k gets its slope times that of ``sources[k]``.
+        Gate k gets its slope times what is then at the state ``sources[k]``. The slopes are those
+        of the step between the states.
         """
         return state
 
     def hand_on(self, slopes: Sequence[Tensor], state: State) -> tuple[Tensor | None, State]:
         """Return what arrives at the states before a step, at constant pre-activations.
 
-        Args:
-            slopes: Those of the step between the states.
-            state: What :meth:`gather` has returned.
-
-        Returns:
-            Cotangents of h_{t-1} (None for zero), and of the other states.
+        That is at h_{t-1} (None for zero), and at the other states, if at the states after the step
+        is what :meth:`gather` has returned.
         """
         return None, ()
 

@@ -79,6 +79,10 @@ class Network(NamedTuple):
         """Return the index k of each direction of a layer, and whether it goes backward."""
         return [(layer * self.directions + d, d == 1) for d in range(self.directions)]
 
+    def of_directions(self, output: Tensor | None) -> Sequence[Tensor | None]:
+        """Split what is at an output, ``[*, D·P]``, or None, into that of each direction."""
+        return [None] * self.directions if output is None else output.chunk(self.directions, -1)
+
     @property
     def state_sizes(self) -> list[int]:
         """Number of features of each state."""
@@ -172,16 +176,11 @@ class FactoredCotangents(NamedTuple):
     def squares(self, slopes: Tensor, x: Tensor | None, weights: Tensor | None) -> Iterator[Tensor]:
         """Yield each sample's squared products of a weight (a bias), summed over V: ``[*p]``.
 
-        Of each entry, ``sum_v (sum_t a_t u_vt x_t)² = sum_{t,r} a_t a_r x_t x_r sum_v u_vt u_vr``:
-        the columns only matter for T² products of a state with itself.
-
-        Args:
-            slopes: Those of the gates, ``[T, N, G·H]``.
-            x: What the weight is multiplied with, ``[N, T, I]``; None for a bias.
-            weights: ``[V, N]``; None for all 1.
+        Of each entry, ``sum_v (sum_t a_t u_vt x_t)² = sum_{t,r} a_t a_r x_t x_r sum_v u_vt u_vr``,
+        with the slopes a of the gates and the x ``[N, T, I]`` that a weight is multiplied with: the
+        columns only matter for T² products of a state with itself.
         """
-        grams = self._grams(weights)
-        for n, gram in enumerate(grams):  # [S, H, T, T]
+        for n, gram in enumerate(self._grams(weights)):  # [S, H, T, T]
             a = slopes[:, n].T  # [G·H, T]
             of_gates = gram[list(self.sources)].flatten(0, 1) * (a.unsqueeze(2) * a.unsqueeze(1))
             if x is None:
@@ -191,11 +190,9 @@ class FactoredCotangents(NamedTuple):
 
     def _grams(self, weights: Tensor | None) -> Tensor:
         """Return ``sum_v w_v u_vt u_vr`` of each state: ``[N, S, H, T, T]``."""
-        if not self.latest or self.latest[0][0] is not weights:
-            self.latest[:] = [(weights, self._new_grams(weights))]
-        return self.latest[0][1]
-
-    def _new_grams(self, weights: Tensor | None) -> Tensor:
+        if self.latest and self.latest[0][0] is weights:
+            return self.latest[0][1]
+        self.latest.clear()
         num_n, num_s, num_h, num_t, num_v = self.states.shape
         u = self.states.view(num_n, num_s * num_h, num_t, num_v)
         grams = u.new_empty(num_n, num_s * num_h, num_t, num_t)
@@ -210,7 +207,11 @@ class FactoredCotangents(NamedTuple):
             gram = one @ other.mT
             grams[:, :, blocks[i], blocks[j]] = gram
             grams[:, :, blocks[j], blocks[i]] = gram.mT
-        return grams.unflatten(1, (num_s, num_h))
+        self.latest.append((weights, grams.unflatten(1, (num_s, num_h))))
+        return self.latest[0][1]
+
+
+Cotangents = GateCotangents | FactoredCotangents
 
 
 def by_gate(slopes: Tensor, num_gates: int) -> Tensor:
@@ -237,8 +238,7 @@ def hull(spans: Sequence[slice]) -> slice:
 
 def reached(mat: Tensor, span: slice) -> slice:
     """Extend a span of columns so that ``[N, P, V]`` is zero in all others."""
-    outside = [(0, mat[..., : span.start]), (span.stop, mat[..., span.stop :])]
-    for first, part in outside:
+    for first, part in (0, mat[..., : span.start]), (span.stop, mat[..., span.stop :]):
         if part.numel() and part.any():
             columns = (first + part.flatten(0, 1).any(0).nonzero()).flatten()
             own = slice(int(columns[0]), int(columns[-1]) + 1)
@@ -251,15 +251,10 @@ class AtGates:
 
     That is the slope of each gate times what arrived at its state. Without autograd the products
     are computed in their place. Each step has its memory in one piece.
-
-    Args:
-        slopes: ``[T, N, G·H]``.
-        sources: For each gate its state.
-        like: For V, precision and device.
     """
 
     def __init__(self, slopes: Tensor, sources: Sequence[int], like: Tensor):
-        """Collect nothing yet."""
+        """Collect nothing yet; ``like`` is for V, precision and device."""
         self._slopes = slopes
         self._sources = sources
         self._parts: list[Tensor | None] = [None] * len(slopes)
@@ -307,16 +302,7 @@ def unroll(step: Step, w: Weights, x: Tensor, state: State, reverse: bool) -> tu
 
 
 def run(network: Network, x: Tensor, start: Sequence[Tensor]) -> State:
-    """Run the network, differentiably.
-
-    Args:
-        network: The network.
-        x: ``[T, N, I]``.
-        start: Initial states, ``[L·D, N, P]`` and ``[L·D, N, H]``.
-
-    Returns:
-        The output ``[T, N, D·P]`` and the final states.
-    """
+    """Run the network, differentiably: the output, and the final states, see the table above."""
     finals: list[State] = []
     for layer in network.layers:
         outputs = []
@@ -334,20 +320,13 @@ def trace(
 ) -> list[Trace]:
     """Return what the derivatives of the network need, for each k.
 
-    Args:
-        network: The network.
-        x: ``[T, N, I]``.
-        start: Initial states, ``[L·D, N, P]`` and ``[L·D, N, H]``.
-        output: That of the network, ``[T, N, D·P]``, if it need not be differentiable.
+    The output of the network is given if it need not be differentiable.
     """
     traces = []
     for layer in network.layers:
-        known = output if layer == network.layers[-1] else None
-        halves = (
-            [None] * network.directions if known is None else known.chunk(network.directions, -1)
-        )
+        known = network.of_directions(output if layer == network.layers[-1] else None)
         outputs = []
-        for (k, reverse), after in zip(network.of_layer(layer), halves, strict=True):
+        for (k, reverse), after in zip(network.of_layer(layer), known, strict=True):
             w, first = network.weights[k], tuple(s[k] for s in start)
             if after is None:
                 after, _ = unroll(network.step, w, x, first, reverse)
@@ -364,27 +343,21 @@ def pull_back(
     slopes: Sequence[Slopes],
     output: Tensor | None,
     finals: Sequence[Tensor | None],
-) -> list[GateCotangents | FactoredCotangents]:
-    """Apply the transposed Jacobian as far as the pre-activations.
+) -> list[Cotangents]:
+    """Apply the transposed Jacobian as far as the pre-activations, for each k.
 
     Args:
         network: The network.
         slopes: Those of the samples that the cotangents hold, for each k.
         output: ``[V, T, N, D·P]``, None for zero.
-        finals: Cotangents of the final states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``, None for
-            zero.
-
-    Returns:
-        What arrives, for each k.
+        finals: Those of the final states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``, None for zero.
     """
-    cotangents: dict[int, GateCotangents | FactoredCotangents] = {}
+    cotangents: dict[int, Cotangents] = {}
     for layer in reversed(network.layers):
-        halves = (
-            [None] * network.directions if output is None else output.chunk(network.directions, -1)
-        )
-        for (k, _), half in zip(network.of_layer(layer), halves, strict=True):
+        each = network.of_directions(output)
+        for (k, _), own in zip(network.of_layer(layer), each, strict=True):
             last = [None if m is None else m[:, k] for m in finals]
-            cotangents[k] = pull_direction(network, k, slopes[k], half, last)
+            cotangents[k] = pull_direction(network, k, slopes[k], own, last)
         if layer > 0:
             output = pull_to_input(network, cotangents, layer)
     return [cotangents[k] for k in range(len(cotangents))]
@@ -392,16 +365,8 @@ def pull_back(
 
 def pull_direction(
     network: Network, k: int, slopes: Slopes, output: Tensor | None, finals: Sequence[Tensor | None]
-) -> GateCotangents | FactoredCotangents:
-    """Apply the transposed Jacobian of one direction of a layer as far as the pre-activations.
-
-    Args:
-        network: The network.
-        k: Which layer and direction.
-        slopes: Those of the samples that the cotangents hold.
-        output: ``[V, T, N, P]``, None for zero.
-        finals: Cotangents of the final states, ``[V, N, P]`` and ``[V, N, H]``, None for zero.
-    """
+) -> Cotangents:
+    """Do that for one k: with an output ``[V, T, N, P]``, and states without their first axis."""
     like = next(m for m in (output, *finals) if m is not None)
     shape = len(like), slopes.p.shape[1]
     state = tuple(
@@ -507,10 +472,7 @@ def _pull_many(
 
 
 def pull_to_input(
-    network: Network,
-    cotangents: Mapping[int, GateCotangents | FactoredCotangents]
-    | Sequence[GateCotangents | FactoredCotangents],
-    layer: int,
+    network: Network, cotangents: Mapping[int, Cotangents] | Sequence[Cotangents], layer: int
 ) -> Tensor:
     """Return what arrives at the input of a layer, ``[V, T, N, I]``."""
     each = [
@@ -534,19 +496,18 @@ def push_forward(
     start: Sequence[Tensor | None],
     moved: Moved | None = None,
 ) -> tuple[Tensor | None, list[list[Tensor | None]]]:
-    """Apply the Jacobian.
+    """Apply the Jacobian. Tangents that are None are zero.
 
     Args:
         network: The network.
         traces: Of the samples that the tangents hold, for each k.
-        x: Tangent of the input, ``[V, T, N, I]``, None for zero.
-        start: Tangents of the initial states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``, None for
-            zero.
+        x: Tangent of the input, ``[V, T, N, I]``.
+        start: Tangents of the initial states, ``[V, L·D, N, P]`` and ``[V, L·D, N, H]``.
         moved: Tangent of a parameter.
 
     Returns:
-        The tangent of the output ``[V, T, N, D·P]``, and for each k those of the final states,
-        ``[V, N, P]`` and ``[V, N, H]``. None for zero.
+        That of the output ``[V, T, N, D·P]``, and for each k those of the final states,
+        ``[V, N, P]`` and ``[V, N, H]``.
     """
     finals: list[list[Tensor | None]] = []
     for layer in network.layers:
@@ -613,7 +574,7 @@ def read_by(kind: str, values: Trace) -> Tensor | None:
     return {"weight_ih": values.x, "weight_hh": values.before, "weight_hr": values.hidden}.get(kind)
 
 
-def cotangents_at(kind: str, cotangents: GateCotangents | FactoredCotangents) -> Tensor:
+def cotangents_at(kind: str, cotangents: Cotangents) -> Tensor:
     """Return what arrives where a parameter adds to, ``[V, T, N, *]``."""
     if kind == "weight_hr":
         assert isinstance(cotangents, GateCotangents) and cotangents.projected is not None
