@@ -35,30 +35,18 @@ Method = Callable[..., Any]
 
 
 class Attention(NamedTuple):
-    """One evaluation, all of its tensors with the same leading axes.
+    """One evaluation, all of its tensors with the same leading axes."""
 
-    Attributes:
-        q: Queries. ``[*, L, E]``
-        k: Keys. ``[*, S, E]``
-        v: Values. ``[*, S, Ev]``
-        weights: The attention weights A. ``[*, L, S]``
-        scale: Factor of the scores.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    weights: Tensor
-    scale: float
+    q: Tensor  # queries, [*, L, E]
+    k: Tensor  # keys, [*, S, E]
+    v: Tensor  # values, [*, S, Ev]
+    weights: Tensor  # the attention weights A, [*, L, S]
+    scale: float  # factor of the scores
 
     def of_samples(self, axis: int, rows: Rows) -> Attention:
         """Select samples along one of the leading axes."""
         q, k, v, weights = (subsample(x, axis, rows) for x in self[:4])
         return Attention(q, k, v, weights, self.scale)
-
-    def output(self) -> Tensor:
-        """Return y, ``[*, L, Ev]``."""
-        return self.weights @ self.v
 
     def _softmax_product(self, t: Tensor) -> Tensor:
         """Apply the Jacobian of the softmax: ``J t``."""
@@ -97,14 +85,8 @@ class Attention(NamedTuple):
         """Differentiate :meth:`pull` along tangents of q, k and v, for fixed cotangents.
 
         With ``a`` at the weights, ``s = J a`` at the scores:
-        ``da = y dvᵀ``, ``ds = J da + dA (a - sum_s A a) - A sum_s (dA a)``.
-
-        Args:
-            y: Cotangent of the output. ``[*, L, Ev]``
-            weights: That of the weights, or None. ``[*, L, S]``
-            dq: Tangent of the queries. ``[V, *, L, E]``
-            dk: Tangent of the keys. ``[V, *, S, E]``
-            dv: Tangent of the values. ``[V, *, S, Ev]``
+        ``da = y dvᵀ``, ``ds = J da + dA (a - sum_s A a) - A sum_s (dA a)``. Tangents are stacked,
+        ``[V, *, .]``, cotangents are not.
         """
         a, s = self._at_scores(y, weights)
         d_weights, _ = self.push(dq, dk, dv)
@@ -127,15 +109,9 @@ def _applied(weights: Tensor, mat: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, zero_rows: bool
 ) -> Attention:
-    """Evaluate attention.
+    """Evaluate attention, with a mask that is added to the scores (and expands to ``[*, L, S]``).
 
-    Args:
-        q: Queries. ``[*, L, E]``
-        k: Keys. ``[*, S, E]``
-        v: Values. ``[*, S, Ev]``
-        mask: Added to the scores. Expands to ``[*, L, S]``
-        scale: Factor of the scores.
-        zero_rows: Whether a query that may not attend to anything has the weights 0, not nan.
+    With ``zero_rows``, a query that may not attend to anything has the weights 0, else nan.
     """
     scores = (q * scale) @ k.mT
     if mask is not None:
@@ -204,12 +180,8 @@ class AttentionDerivatives(AutomaticDerivatives):
             )
         return None if self.has_formula(c) else super().unsupported_reason(c)
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: the softmax of the scores is nonlinear."""
-        return False
-
     def is_curved(self, call: Call) -> bool:
-        """Return True for every call, without trying."""
+        """Return True: the softmax of the scores is nonlinear."""
         return True
 
 
@@ -376,17 +348,11 @@ class Options(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The forward pass.
+    """The forward pass."""
 
-    Attributes:
-        inputs: Query ``[N, L, I]``, key and value ``[N, S, I]``.
-        attention: That of the heads, ``* = [N, H]``.
-        heads: Its output, the heads side by side. ``[N, L, E]``
-    """
-
-    inputs: tuple[Tensor, ...]
-    attention: Attention
-    heads: Tensor
+    inputs: tuple[Tensor, ...]  # query [N, L, I], key and value [N, S, I]
+    attention: Attention  # that of the heads, * = [N, H]
+    heads: Tensor  # its output, the heads side by side, [N, L, E]
 
     def own(self, i: int) -> slice:
         """Return the positions of the sample's own queries, keys, values or outputs: the first."""
@@ -406,19 +372,12 @@ class Trace(NamedTuple):
 
 
 class Changing(NamedTuple):
-    """One end of a map and what changes along the tangents.
+    """One end of a map and what changes along the tangents."""
 
-    Attributes:
-        s: What arrives there. ``[1, N, T, O]``
-        ds: Its change. ``[V, N, T, O]``
-        x: What the weight is multiplied with. ``[N, T, I]``
-        dx: Its change, None for zero. ``[V, N, T, I]``
-    """
-
-    s: Tensor
-    ds: Tensor
-    x: Tensor
-    dx: Tensor | None
+    s: Tensor  # what arrives there, [1, N, T, O]
+    ds: Tensor  # its change, [V, N, T, O]
+    x: Tensor  # what the weight is multiplied with, [N, T, I]
+    dx: Tensor | None  # its change, None for zero, [V, N, T, I]
 
 
 class Affine(NamedTuple):
@@ -564,7 +523,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             mask = self._mask(options, q, k.shape[-2])
             scale = 1 / sqrt(q.shape[-1])
             attention = attend(q, k, v, mask, scale, zero_rows=not options.need_weights)
-            return Trace(inputs, attention, _side_by_side(attention.output()))
+            return Trace(inputs, attention, _side_by_side(attention.weights @ attention.v))
 
         tensors = [x for x in (*c.inputs, *c.params.values()) if isinstance(x, Tensor)]
         return memoise(c.saved, "trace", tensors, (), compute)
@@ -580,21 +539,14 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     ) -> list[Tensor]:
         """Return the tangents of queries, keys and values in heads, ``[V, N, H, T, D]``.
 
-        ``dq = dx W_qᵀ + x dW_qᵀ + db_q``, and so on.
-
-        Args:
-            c: The call at hand.
-            trace: Its forward pass, for the selected samples.
-            inputs: ``[V, N, T, I]`` for query, key and value, None for zero.
-            params: ``[V, *p]`` for the parameters that vary.
+        ``dq = dx W_qᵀ + x dW_qᵀ + db_q``, and so on, of tangents ``[V, N, T, I]`` of the inputs.
         """
         maps, moved, tangents = Affine.of(c.params), Affine.of(params), []
         num_v = next(len(t) for t in (*params.values(), *inputs) if t is not None)
         for i, (x, dx) in enumerate(zip(trace.inputs, inputs, strict=True)):
             weight = maps.weights[i]
             y = x.new_zeros(num_v, *x.shape[:2], len(weight)) if dx is None else dx @ weight.T
-            y = _moved(y, x, moved.weights[i], moved.biases[i])
-            tangents.append(y)
+            tangents.append(_moved(y, x, moved.weights[i], moved.biases[i]))
         q, *others = tangents
         others = [self._extended(c, *y) for y in zip(others, moved.extra, strict=True)]
         return [self._to_heads(c, y) for y in (q, *others)]
@@ -602,10 +554,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     def _cotangents(self, c: Context, v: Any, axis: int) -> tuple[Tensor, Tensor | None]:
         """Return what arrives at the output, ``[*, N, L, E]``, and at all heads' weights or None.
 
-        Args:
-            c: The call at hand.
-            v: One tensor for each output, or None, with ``axis`` axes in front.
-            axis: Number of these axes.
+        Of one tensor for each output, or None, with so many axes in front.
         """
         y, weights = v if len(v) == 2 else (*v, None)
         if weights is not None and Options(*c.inputs[3:]).average_attn_weights:
@@ -757,25 +706,19 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     def affine_inputs(self, c: Context, name: str) -> list[Tensor | None]:
         """Return what each part of a parameter is multiplied with, ``[N, T, I]``; None: a bias."""
         trace = self._trace(c)
-        inputs = [(*trace.inputs, trace.heads)[i] for i in MAKES[name]]
-        inputs = inputs[: self._num_parts(c, name)]
-        if not name.endswith("weight"):
-            return [None] * len(inputs)
-        return [c.select(x) for x in inputs]
-
-    def _num_parts(self, c: Context, name: str) -> int:
-        """Return the number of parts with an input of their own: in self-attention there is one."""
-        return 1 if self._is_self_attention(c) else len(MAKES[name])
+        each = [(*trace.inputs, trace.heads)[i] for i in self._parts(c, name)]
+        return [c.select(x) if name.endswith("weight") else None for x in each]
 
     @staticmethod
-    def _is_self_attention(c: Context) -> bool:
-        """Whether query, key and value are the same tensor, also if hooks have passed them on."""
+    def _parts(c: Context, name: str) -> tuple[int, ...]:
+        """Return what a parameter makes of an input of its own: in self-attention there is one."""
         query, *others = c.call.inputs[:3]
         origin, *origins = c.call.origins_in[:3]
-        return all(
+        are_one = all(  # also if hooks have passed them on
             x is query or (mark is origin and x.is_set_to(query))
             for x, mark in zip(others, origins, strict=True)
         )
+        return MAKES[name][:1] if are_one else MAKES[name]
 
     def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
         """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see :mod:`.affine`."""
@@ -798,20 +741,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     param_vjp = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp)
     param_vjp_sum = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp_sum)
 
-    def has_kronecker_factors(self, c: Context, name: str) -> bool:
+    def _is_one_product(self, c: Context, name: str) -> bool:
         """Whether all of a parameter is multiplied with the same input."""
-        return self.has_formula(c) and self._num_parts(c, name) == 1
-
-    def kron_rows(self, c: Context, name: str, v: Any, approximation: str | None = None) -> Tensor:
-        """Sum or keep the positions, ``[V, N', 1, O]``; the whole products if inputs differ."""
-        if not self.has_kronecker_factors(c, name):
-            return super().kron_rows(c, name, v)
-        ((s, _),) = self._pairs(c, name, v)
-        return affine.position_rows(s, approximation).unsqueeze(2)
-
-    def kron_inputs(self, c: Context, name: str, approximation: str | None = None) -> list[Tensor]:
-        """Return A of what a weight is multiplied with, ``[I, I]``; none if inputs differ."""
-        if not self.has_kronecker_factors(c, name):
-            return []
-        (x,) = self.affine_inputs(c, name)
-        return [] if x is None else [affine.input_factor(x, approximation)]
+        is_ours = self.acts_affinely and not hasattr(self, f"{name}_vjp")
+        return is_ours and self.has_formula(c) and len(self._parts(c, name)) == 1
