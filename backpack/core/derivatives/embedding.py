@@ -22,23 +22,20 @@ from backpack.core.record.registry import register
 
 
 class Lookups(NamedTuple):
-    """The rows of the weight that a call reads: E of them, those of the padding left out.
+    """The rows of the weight that a call reads: E of them, those of the padding left out."""
 
-    Attributes:
-        sample: Who reads it (a number among the selected samples), ``[E]``.
-        token: Which row of the weight, ``[E]``.
-        slot: The row of the output, all axes but the last flattened, that it is added to, ``[E]``.
-        scale: What it is multiplied with, ``[E, 1]`` or ``[E, D]``; None for 1.
-    """
-
-    sample: Tensor
-    token: Tensor
-    slot: Tensor
-    scale: Tensor | None = None
+    sample: Tensor  # who reads it (a number among the selected samples), [E]
+    token: Tensor  # which row of the weight, [E]
+    slot: Tensor  # the row of the output, all axes but the last flattened, it is added to, [E]
+    scale: Tensor | None = None  # what it is multiplied with, [E, 1] or [E, D]; None for 1
 
     def scaled(self, values: Tensor) -> Tensor:
         """Multiply ``[V, E, D]`` with the scale."""
         return values if self.scale is None else values * self.scale
+
+    def arrived(self, v: Tensor) -> Tensor:
+        """Return what arrives at each lookup from cotangents: ``[V, N, *, D] -> [V, E, D]``."""
+        return self.scaled(v.flatten(1, -2)[:, self.slot])
 
     def without(self, token: int | None) -> Lookups:
         """Leave out the lookups of a token."""
@@ -118,17 +115,6 @@ class EmbeddingDerivatives(BaseDerivatives):
         """Return the shape of the output, ``[N, *, D]``, for the selected samples."""
         return self.shape_of_rows(c.output.shape, 0, c.rows)
 
-    def _by_pair(self, c: Context, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``Jᵀ v`` for the pairs of a sample and a token that occur.
-
-        Returns:
-            ``[V, P, D]`` for P pairs, the sample and the token of each: ``[P]``, ``[P]``.
-        """
-        looked_up, size = self._lookups(c), c.module.num_embeddings
-        keys, pair = (looked_up.sample * size + looked_up.token).unique(return_inverse=True)
-        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
-        return sum_at(products, pair, len(keys)), keys // size, keys % size
-
     # ------------------------------------------------------------------ weight [W, D]
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
@@ -140,24 +126,24 @@ class EmbeddingDerivatives(BaseDerivatives):
     def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Sum the rows of ``v`` for each sample and token."""
         looked_up, size = self._lookups(c), c.module.num_embeddings
-        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
         where = looked_up.sample * size + looked_up.token
-        return sum_at(products, where, v.shape[1] * size).unflatten(1, (-1, size))
+        return sum_at(looked_up.arrived(v), where, v.shape[1] * size).unflatten(1, (-1, size))
 
     @fast.body("What samples look up is summed for each token.", "param_vjp")
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Sum the rows of ``v`` for each token."""
         looked_up = self._lookups(c)
-        products = looked_up.scaled(v.flatten(1, -2)[:, looked_up.slot])
-        return sum_at(products, looked_up.token, c.module.num_embeddings)
+        return sum_at(looked_up.arrived(v), looked_up.token, c.module.num_embeddings)
 
     @fast.body("Only the pairs of a sample and a token that occur have entries.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reduce the products of the pairs that occur, see the base class."""
-        products, sample, token = self._by_pair(c, v)  # [V, P, D]
-        size, count = c.module.num_embeddings, v.shape[1]
+        looked_up, size, count = self._lookups(c), c.module.num_embeddings, v.shape[1]
+        keys, pair = (looked_up.sample * size + looked_up.token).unique(return_inverse=True)
+        products = sum_at(looked_up.arrived(v), pair, len(keys))  # [V, P, D] for P pairs
+        sample, token = keys // size, keys % size
         values = {}
         if "individual" in wanted:
             values["individual"] = self.param_vjp(c, name, v)
@@ -178,19 +164,10 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     @fast.body("A product is read at the tokens that occur.", "param_vjp", "_all_lookups")
     def dot_product(self, c: Context, name: str, v: Tensor, s: Tensor, x: Tensor) -> Tensor | None:
-        """Return ``⟨Jᵀ v, sum_u s_u x_uᵀ⟩ = sum_tu s_u[token t] (v_t·x_u)`` of each sample.
+        """Return ``⟨Jᵀ v, sum_u s_u x_uᵀ⟩ = sum_tu s_u[token t] (v_t·x_u)`` by sample: ``[N]``.
 
-        As for a weight that an output layer shares with the embedding.
-
-        Args:
-            c: The call at hand.
-            name: The weight.
-            v: ``[1, N, *, D]``, T positions.
-            s: ``[N, U, W]``.
-            x: ``[N, U, D]``.
-
-        Returns:
-            ``[N]``; None where samples do not have equally many tokens.
+        As for a weight that an output layer shares with the embedding, with s ``[N, U, W]`` and x
+        ``[N, U, D]``. None where samples do not have equally many tokens.
         """
         if len(v) != 1 or c.x.shape != v.shape[1:-1]:
             return None
@@ -217,34 +194,18 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
         """Return A, ``[W, W]``; of one larger than ``max_size`` the diagonal ``[W]`` alone."""
+        num_n, *axes, _ = self._out_shape(c)
         if approximation == "reduce":
-            looked_up, shape = self._lookups(c), self._out_shape(c)
-            factor = self._count_factor(c, looked_up, shape[0], max_size)
-            return [factor / shape[1:-1].numel() ** 2]
-        diagonal = self._count_diagonal(c, approximation)
+            return [input_factor(self._counts(c, num_n), None, max_size) / prod(axes) ** 2]
+        # how often a sample ("expand": a position) reads each token
+        counts = self._lookups(c).token.bincount(minlength=c.module.num_embeddings)
+        count = num_n * (prod(axes) if approximation == "expand" else 1)
+        diagonal = counts.to(c.params["weight"].dtype) / count
         return [diagonal.diag() if len(diagonal) <= max_size else diagonal]
 
-    def _count_diagonal(self, c: Context, approximation: str | None) -> Tensor:
-        """Return how often a sample ("expand": a position) reads each token: ``[W]``, averages."""
-        looked_up, shape = self._lookups(c), self._out_shape(c)
-        counts = looked_up.token.bincount(minlength=c.module.num_embeddings)
-        count = shape[0] * (shape[1:-1].numel() if approximation == "expand" else 1)
-        return counts.to(c.params["weight"].dtype) / count
-
-    def _count_factor(
-        self, c: Context, looked_up: Lookups, num_n: int, max_size: float = inf
-    ) -> Tensor:
-        """Return ``(1/N) sum_n k kᵀ``, k the sum of a sample's scaled one-hot rows: ``[W, W]``.
-
-        Of one larger than ``max_size`` the diagonal ``[W]`` alone.
-        """
-        return input_factor(self._counts(c, looked_up, num_n), None, max_size)
-
-    def _counts(
-        self, c: Context, looked_up: Lookups, num_n: int, rows_per_sample: int = 1
-    ) -> Tensor:
+    def _counts(self, c: Context, num_n: int, rows_per_sample: int = 1) -> Tensor:
         """Sum the scaled one-hot rows of each sample: ``[N, 1, W]``."""
-        size = c.module.num_embeddings
+        looked_up, size = self._lookups(c), c.module.num_embeddings
         ones = c.params["weight"].new_ones(1, len(looked_up.token), 1)
         where = looked_up.sample // rows_per_sample * size + looked_up.token
         return sum_at(looked_up.scaled(ones), where, num_n * size).reshape(num_n, 1, size)
@@ -253,8 +214,7 @@ class EmbeddingDerivatives(BaseDerivatives):
         """Average the scaled one-hot rows of each sample: ``[N, 1, W]``."""
         num_rows, *axes, _ = self._out_shape(c)
         rows_per_sample = num_rows // num_n
-        counts = self._counts(c, self._lookups(c), num_n, rows_per_sample)
-        return counts / (rows_per_sample * prod(axes))
+        return self._counts(c, num_n, rows_per_sample) / (rows_per_sample * prod(axes))
 
 
 @register(EmbeddingBag)
@@ -276,8 +236,7 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
 
     def _sample_weights(self, c: Context) -> Tensor | None:
         """Return the argument ``per_sample_weights``: the one that is no integer."""
-        tensors = [x for x in c.inputs if torch.is_tensor(x)]
-        return next((x for x in tensors if x.is_floating_point()), None)
+        return next((x for x in c.inputs if torch.is_tensor(x) and x.is_floating_point()), None)
 
     def _bags(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return where each bag begins in the flattened input, and its length."""
@@ -368,4 +327,4 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
         """Return A of the bags: there is one position, so that the approximations agree."""
         if c.module.mode == "max":
             return []
-        return [self._count_factor(c, self._lookups(c), self._out_shape(c)[0], max_size)]
+        return [input_factor(self._counts(c, self._out_shape(c)[0]), None, max_size)]
