@@ -9,27 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, einsum
 from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from torch.nn.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d, pad
+from torch.nn.functional import pad
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.convnd import (
-    ChannelBiasDerivatives,
-    PerSampleConvolution,
-    crop,
-    shape_only,
+    ConvolutionDerivatives,
+    correlate,
+    unfolded,
     weight_jac_t_save_memory,
 )
 from backpack.core.derivatives.linear_maps import map_rows
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
-TRANSPOSED_CONVOLUTION = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
-
 
 @register(ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
-class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
+class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     """Derivatives of ``torch.nn.ConvTranspose1d``, ``ConvTranspose2d`` and ``ConvTranspose3d``.
 
     Letters: n sample, t position, g group, i input channel, o entry of an output patch.
@@ -39,11 +36,11 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     kronecker_swaps_axes = True
     squares_with_input = True
     hessian_is_zero = is_linear_in_params = always
-    repeats_output = ChannelBiasDerivatives.repeats_output
-    param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
+    repeats_output = ConvolutionDerivatives.repeats_output
+    param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
+    jacobian_is_constant = ConvolutionDerivatives.jacobian_is_constant
 
-    def _output_padding(self, c: Context) -> list[int]:
-        """Return the output padding of the call at hand (``output_size`` may have changed it)."""
+    def _options(self, c: Context) -> tuple[Any, ...]:
         module = c.module
         sizes = zip(
             c.output.shape[2:],
@@ -54,61 +51,19 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
             module.kernel_size,
             strict=True,
         )
-        return [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
-
-    def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        module = c.module
-        return TRANSPOSED_CONVOLUTION[len(module.kernel_size)](
-            x,
-            weight,
-            None,
-            module.stride,
-            module.padding,
-            self._output_padding(c),
-            groups,
-            module.dilation,
-        )
-
-    def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Convolve."""
-        weight, groups = c.params["weight"], c.module.groups
-        return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
+        # that of the call at hand: `output_size` may have changed the module's
+        added = [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
+        return module.stride, module.padding, module.dilation, True, added
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
-        return map_rows(lambda s: self._pull(c, s), v)
-
-    def _pull(self, c: Context, s: Tensor) -> Tensor:
-        """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
-        module = c.module
-        product, _, _ = torch.ops.aten.convolution_backward(
-            s,
-            shape_only(s, (len(s), *c.input.shape[1:])),
-            c.params["weight"],
-            None,
-            module.stride,
-            module.padding,
-            module.dilation,
-            True,
-            self._output_padding(c),
-            module.groups,
-            [True, False, False],
-        )
-        return product
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the kernel alone says what the Jacobian is."""
-        return True
+        shape = c.input.shape[1:]
+        return map_rows(lambda s: self._pull(c, s, shape), v)
 
     # ------------------------------------------------------------------ weight [I, O/G, *k]
 
-    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Convolve the input with ``t``."""
-        x, groups = c.x, c.module.groups
-        # output channels in the order group, vector, channel of the group
-        out = self._convolve(c, x, t.transpose(0, 1).flatten(1, 2), groups)
-        out = out.reshape(len(x), groups, len(t), -1, *out.shape[2:])
-        return out.permute(2, 0, 1, 3, *range(4, out.dim())).flatten(2, 3)
+    def _by_output(self, t: Tensor, groups: int) -> Tensor:
+        return t.transpose(0, 1).flatten(1, 2)
 
     def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Multiply the input with the patches of ``v``, or (low memory) correlate them."""
@@ -122,12 +77,9 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
     def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
         x, module = c.x, c.module
         if weight_jac_t_save_memory.active:
-            padding = [0] * len(module.kernel_size)
-            products = [
-                PerSampleConvolution.correlate(s, x.unsqueeze(0), module, padding, sum_batch)
-                for s in self._pad(c, v)
-            ]
-            return torch.cat(products)
+            padding, small = [0] * len(module.kernel_size), x.unsqueeze(0)
+            each = (correlate(s, small, module, padding, sum_batch) for s in self._pad(c, v))
+            return torch.cat(list(each))
         small = x.reshape(x.shape[0], module.groups, -1, x.shape[2:].numel())
         big = self._unfold(c, v)
         equation = "ngit,vngot->vgio" if sum_batch else "ngit,vngot->vngio"
@@ -137,23 +89,17 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
 
     def _pad(self, c: Context, v: Tensor) -> Tensor:
         """Pad (or crop) ``v`` to the entries that the input positions write to."""
-        module = c.module
-        widths = [p for p in reversed(module.padding) for _ in range(2)]
-        sizes = zip(
-            c.input.shape[2:],
-            module.stride,
-            module.dilation,
-            module.kernel_size,
-            strict=True,
-        )
-        return crop(pad(v, widths), [(x - 1) * s + d * (k - 1) + 1 for x, s, d, k in sizes])
+        module, positions = c.module, c.input.shape[2:]
+        v = pad(v, [p for p in reversed(module.padding) for _ in range(2)])
+        sizes = zip(positions, module.stride, module.dilation, module.kernel_size, strict=True)
+        for axis, (x, s, d, k) in enumerate(sizes, start=3):
+            v = v.narrow(axis, 0, (x - 1) * s + d * (k - 1) + 1)
+        return v
 
     def _unfold(self, c: Context, v: Tensor) -> Tensor:
         """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
         module, positions = c.module, c.input.shape[2:]
-        return map_rows(
-            lambda s: PerSampleConvolution.unfolded(s, module, positions), self._pad(c, v)
-        )
+        return map_rows(lambda s: unfolded(s, module, positions), self._pad(c, v))
 
     @fast.body("Norms are those of Gram matrices.", "param_vjp")
     def reduced(
@@ -185,15 +131,14 @@ class ConvTransposeNDDerivatives(ChannelBiasDerivatives):
         """Return A of the unfolded input, or its diagonal ``[I·k]``."""
         return self._factor(c, approximation, max_size) if name == "weight" else []
 
+    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
+        return [affine.input_factor(self._unfold_input(c).mT, approximation, max_size)]
+
     def kron_means(self, c: Context, name: str, num_n: int) -> Tensor | None:
         """Average the unfolded input of each sample: ``[N, 1, I·k]``."""
         if name != "weight":
             return None
         return self._unfold_input(c).mean(2).unflatten(0, (num_n, -1)).mean(1, keepdim=True)
-
-    def _factor(self, c: Context, approximation: str | None, max_size: float) -> list[Tensor]:
-        unfolded = self._unfold_input(c)
-        return [affine.input_factor(unfolded.transpose(1, 2), approximation, max_size)]
 
     def _unfold_input(self, c: Context) -> Tensor:
         """Return what each entry of the kernel is multiplied with, ``[N, I·k, T]``."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d
-from torch.nn.functional import conv1d, conv2d, conv3d, pad
+from torch.nn.functional import pad
 
 from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
@@ -20,9 +20,6 @@ from backpack.core.derivatives.patches import Kernel, patch_gram, patches
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
-
-CONVOLUTION = {1: conv1d, 2: conv2d, 3: conv3d}
-
 
 _SAVE_MEMORY: ContextVar[bool] = ContextVar("backpack_save_memory", default=False)
 
@@ -57,61 +54,47 @@ class weight_jac_t_save_memory:
         _SAVE_MEMORY.set(self._outer)
 
 
-class PerSampleConvolution:
-    """Weight gradients of a convolution for each sample: what both kinds of convolution share.
+def unfolded(x: Tensor, module: Any, positions: Sequence[int]) -> Tensor:
+    """Return patches by group: padded ``[N, C, *in] -> [N, G, C/G·k, T]``."""
+    view = patches(x, module.kernel_size, module.stride, module.dilation, positions)
+    return view.reshape(x.shape[0], module.groups, -1, Size(positions).numel())
+
+
+def correlate(
+    big: Tensor, small: Tensor, module: Any, padding: Sequence[int], sum_batch: bool
+) -> Tensor:
+    """Correlate with one grouped convolution: groups are samples (unless summed) and groups.
 
     A convolution's weight gradient correlates its padded input with the gradient of its output; a
     transposed convolution's correlates the padded gradient of its output with its input.
+
+    Args:
+        big: ``[N, C, *in]``.
+        small: ``[V, N, K, *positions]``.
+        module: The convolution, for its stride, dilation and groups.
+        padding: Zeros to add to ``big`` at both ends of each axis.
+        sum_batch: Sum over the samples.
+
+    Returns:
+        ``[V, N, K, C/G, *kernel]``, without N if summed.
     """
-
-    @staticmethod
-    def unfolded(x: Tensor, module: Any, positions: Sequence[int]) -> Tensor:
-        """Return patches by group: padded ``[N, C, *in] -> [N, G, C/G·k, T]``."""
-        view = patches(x, module.kernel_size, module.stride, module.dilation, positions)
-        return view.reshape(x.shape[0], module.groups, -1, Size(positions).numel())
-
-    @staticmethod
-    def correlate(
-        big: Tensor, small: Tensor, module: Any, padding: Sequence[int], sum_batch: bool
-    ) -> Tensor:
-        """Correlate with one grouped convolution: groups are samples (unless summed) and groups.
-
-        Args:
-            big: ``[N, C, *in]``.
-            small: ``[V, N, K, *positions]``.
-            module: The convolution, for its stride, dilation and groups.
-            padding: Zeros to add to ``big`` at both ends of each axis.
-            sum_batch: Sum over the samples.
-
-        Returns:
-            ``[V, N, K, C/G, *kernel]``, without N if summed.
-        """
-        num_v, num_n, k = small.shape[:3]
-        groups, kernel = module.groups, module.kernel_size
-        # channels in the order (sample,) group, vector, channel of the group
-        small = small.reshape(num_v, num_n, groups, k // groups, *small.shape[3:])
-        small = small.transpose(0, 1).transpose(1, 2).flatten(1, 3)
-        if not sum_batch:
-            big, small = big.flatten(0, 1).unsqueeze(0), small.flatten(0, 1).unsqueeze(0)
-        samples = 1 if sum_batch else num_n
-        per_group = big.shape[1] // (samples * groups)
-        weight = big.new_empty(1).expand(samples * num_v * k, per_group, *kernel)
-        _, result, _ = torch.ops.aten.convolution_backward(
-            small,
-            big,
-            weight,
-            None,
-            module.stride,
-            padding,
-            module.dilation,
-            False,
-            [0] * len(kernel),
-            samples * groups,
-            [False, True, False],
-        )
-        result = result.reshape(samples, groups, num_v, k // groups, per_group, *kernel)
-        result = result.permute(2, 0, 1, 3, *range(4, result.dim())).flatten(2, 3)
-        return result.squeeze(1) if sum_batch else result
+    num_v, num_n, k = small.shape[:3]
+    groups, kernel = module.groups, module.kernel_size
+    # channels in the order (sample,) group, vector, channel of the group
+    small = small.reshape(num_v, num_n, groups, k // groups, *small.shape[3:])
+    small = small.transpose(0, 1).transpose(1, 2).flatten(1, 3)
+    if not sum_batch:
+        big, small = big.flatten(0, 1).unsqueeze(0), small.flatten(0, 1).unsqueeze(0)
+    samples = 1 if sum_batch else num_n
+    per_group = big.shape[1] // (samples * groups)
+    weight = big.new_empty(1).expand(samples * num_v * k, per_group, *kernel)
+    options = module.stride, padding, module.dilation, False, [0] * len(kernel), samples * groups
+    _, result, _ = torch.ops.aten.convolution_backward(
+        small, big, weight, None, *options, [False, True, False]
+    )
+    result = result.reshape(samples, groups, num_v, k // groups, per_group, *kernel)
+    result = result.permute(2, 0, 1, 3, *range(4, result.dim())).flatten(2, 3)
+    return result.squeeze(1) if sum_batch else result
 
 
 def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -> bool:
@@ -130,30 +113,15 @@ def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -
     return is_view or patch_entries < 2**16 + product_entries // 2
 
 
-def shape_only(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an input of which a convolution's backward pass reads the shape alone."""
-    if like.is_cpu and not torch.is_grad_enabled():
-        return like.new_empty(shape)  # the kernels copy what is not in one piece
-    return like.new_zeros(1).expand(shape)  # a graph keeps it
-
-
-def crop(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Keep the first entries along the last axes."""
-    for axis, size in enumerate(sizes, start=x.dim() - len(sizes)):
-        x = x.narrow(axis, 0, size)
-    return x
-
-
 def sum_positions(mat: Tensor) -> Tensor:
     """Sum ``[V, N, O, *positions]`` over the positions."""
     return mat.flatten(3).sum(3)
 
 
-class ChannelBiasDerivatives(BaseDerivatives):
-    """A bias for each channel, added at every position."""
+class ConvolutionDerivatives(BaseDerivatives):
+    """What both kinds of convolution share, such as a bias for each channel."""
 
     params = ("weight", "bias")
-    hessian_is_zero = is_linear_in_params = always
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
@@ -170,6 +138,47 @@ class ChannelBiasDerivatives(BaseDerivatives):
     def min_dims(self, module: Any) -> int:
         """Return the number of spatial axes, and batch and channels."""
         return len(module.kernel_size) + 2
+
+    def _options(self, c: Context) -> tuple[Any, ...]:
+        """Return stride, padding, dilation, whether it is transposed, and output padding."""
+        raise NotImplementedError
+
+    def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        """Convolve ``[N, I, *in]`` as the module does, without the bias."""
+        return torch.ops.aten.convolution(x, weight, None, *self._options(c), groups)
+
+    def _pull(self, c: Context, s: Tensor, shape: Sequence[int]) -> Tensor:
+        """Apply the transpose to ``[N, O, *out]``: ``[N, *shape]``, for an input of that shape."""
+        # of the input the kernels read the shape alone
+        if s.is_cpu and not torch.is_grad_enabled():
+            like = s.new_empty(len(s), *shape)  # the kernels copy what is not in one piece
+        else:
+            like = s.new_zeros(1).expand(len(s), *shape)  # a graph keeps it
+        options = *self._options(c), c.module.groups, [True, False, False]
+        product, _, _ = torch.ops.aten.convolution_backward(
+            s, like, c.params["weight"], None, *options
+        )
+        return product
+
+    def jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve."""
+        weight, groups = c.params["weight"], c.module.groups
+        return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
+
+    def jacobian_is_constant(self, c: Context) -> bool:
+        """Return True: the kernel alone says what the Jacobian is."""
+        return True
+
+    def _by_output(self, t: Tensor, groups: int) -> Tensor:
+        """Bring V weights to one, with outputs in the order group, vector, channel of the group."""
+        raise NotImplementedError
+
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Convolve the input with ``t``."""
+        x, groups = c.x, c.module.groups
+        out = self._convolve(c, x, self._by_output(t, groups), groups)
+        out = out.reshape(len(x), groups, len(t), -1, *out.shape[2:])
+        return out.permute(2, 0, 1, 3, *range(4, out.dim())).flatten(2, 3)
 
     def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Repeat for each position."""
@@ -192,7 +201,7 @@ class ChannelBiasDerivatives(BaseDerivatives):
 
 
 @register(Conv1d, Conv2d, Conv3d)
-class ConvNDDerivatives(ChannelBiasDerivatives):
+class ConvNDDerivatives(ConvolutionDerivatives):
     """Derivatives of ``torch.nn.Conv1d``, ``Conv2d`` and ``Conv3d``.
 
     Letters: n sample, t position, g group, o output channel, i entry of an input patch.
@@ -202,8 +211,9 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
     kronecker_rows_are_shared = True
     squares_with_input = True
     hessian_is_zero = is_linear_in_params = always
-    repeats_output = ChannelBiasDerivatives.repeats_output
-    param_vjp_reads_inputs_alone = ChannelBiasDerivatives.param_vjp_reads_inputs_alone
+    repeats_output = ConvolutionDerivatives.repeats_output
+    param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
+    jacobian_is_constant = ConvolutionDerivatives.jacobian_is_constant
 
     # ------------------------------------------------------------------ padding
 
@@ -217,13 +227,13 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         return list(zip(module.padding, module.padding, strict=True))
 
     def _native_padding(self, module: Any) -> list[int]:
-        """Return the padding that the convolution itself can do, zeros if it cannot."""
+        """Return the padding that the kernel can do, zeros if it cannot."""
         margins = self._margins(module)
         native = module.padding_mode == "zeros" and all(a == b for a, b in margins)
         return [a if native else 0 for a, _ in margins]
 
     def _pad(self, module: Any, x: Tensor, explicit: bool = False) -> Tensor:
-        """Pad what the convolution itself does not pad (or, ``explicit``, everything)."""
+        """Pad what the kernel does not pad (or, ``explicit``, everything)."""
         margins = self._margins(module)
         if not any(map(any, margins)):
             return x
@@ -235,63 +245,31 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
 
     # ------------------------------------------------------------------ Jacobians
 
-    def _convolve(self, module: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return CONVOLUTION[len(module.kernel_size)](
-            self._pad(module, x),
-            weight,
-            None,
-            module.stride,
-            tuple(self._native_padding(module)),
-            module.dilation,
-            module.groups,
-        )
+    def _options(self, c: Context) -> tuple[Any, ...]:
+        module = c.module
+        padding, no_padding = self._native_padding(module), [0] * len(module.kernel_size)
+        return module.stride, padding, module.dilation, False, no_padding
 
-    def jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Convolve."""
-        return map_rows(lambda x: self._convolve(c.module, x, c.params["weight"]), t)
+    def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        return super()._convolve(c, self._pad(c.module, x), weight, groups)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
-        return map_rows(lambda s: self._pull(c, s), v)
+        module, shape = c.module, c.input.shape[1:]
+        padded = self._pad(module, v.new_zeros(1).expand(1, *shape)).shape[1:]
 
-    def _pull(self, c: Context, s: Tensor) -> Tensor:
-        """Apply the transposed Jacobian: ``[N, O, *out] -> [N, I, *in]``."""
-        module, shape = c.module, (len(s), *c.input.shape[1:])
-        padded = self._pad(module, s.new_zeros(1).expand(1, *shape[1:]))
-        product, _, _ = torch.ops.aten.convolution_backward(
-            s,
-            shape_only(s, (len(s), *padded.shape[1:])),
-            c.params["weight"],
-            None,
-            module.stride,
-            self._native_padding(module),
-            module.dilation,
-            False,
-            [0] * len(module.kernel_size),
-            module.groups,
-            [True, False, False],
-        )
-        if padded.shape[1:] != shape[1:]:
-            return apply_transposed(lambda x: self._pad(module, x), shape, product)
-        return product
+        def pull(s: Tensor) -> Tensor:
+            product = self._pull(c, s, padded)
+            if padded == shape:
+                return product
+            return apply_transposed(lambda x: self._pad(module, x), (len(s), *shape), product)
 
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the kernel alone says what the Jacobian is."""
-        return True
+        return map_rows(pull, v)
 
     # ------------------------------------------------------------------ weight
 
-    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Convolve the input with ``t``."""
-        x, groups = c.x, c.module.groups
-        num_v, out_channels = t.shape[:2]
-        # output channels in the order group, vector, channel of the group
-        weight = t.reshape(num_v, groups, -1, *t.shape[2:]).transpose(0, 1).flatten(0, 2)
-        out = self._convolve(c.module, x, weight)
-        out = out.reshape(x.shape[0], groups, num_v, -1, *out.shape[2:])
-        return out.permute(2, 0, 1, 3, *range(4, out.dim())).reshape(
-            num_v, x.shape[0], out_channels, *out.shape[4:]
-        )
+    def _by_output(self, t: Tensor, groups: int) -> Tensor:
+        return t.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Multiply with the patches of the input, or (low memory) correlate with it."""
@@ -306,12 +284,12 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
 
     def _correlate(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
         x, padding = self._pad(c.module, c.x), self._native_padding(c.module)
-        return PerSampleConvolution.correlate(x, v, c.module, padding, sum_batch)
+        return correlate(x, v, c.module, padding, sum_batch)
 
     def _unfold(self, c: Context, x: Tensor) -> Tensor:
         """Return the patches of the input: ``[N, I, *in] -> [N, G, I/G·k, T]``."""
         padded = self._pad(c.module, x, explicit=True)
-        return PerSampleConvolution.unfolded(padded, c.module, c.output.shape[2:])
+        return unfolded(padded, c.module, c.output.shape[2:])
 
     @fast.body("Norms are those of Gram matrices, squares those of fewer columns.", "param_vjp")
     def reduced(
@@ -338,24 +316,23 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             if "square_norm" in wanted:
                 # groups are further samples: their squared norms add up
                 by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
-                unfolded = self._unfold(c, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
-                norms = affine.square_norm(by_group, unfolded)
+                rows = self._unfold(c, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
+                norms = affine.square_norm(by_group, rows)
                 values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
             if "gradient" in wanted:
                 values["gradient"] = self.param_vjp_sum(c, "weight", v).sum(0)
             return values
 
         def by_patches(samples: slice) -> reductions.Multiply:
-            unfolded = self._unfold(c, x[samples]).mT.flatten(0, 1)
+            rows = self._unfold(c, x[samples]).mT.flatten(0, 1)
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = s[columns, samples]
                 if out is not None and (groups == 1 or len(part) == 1):
                     by_group = out.view(len(part), -1, num_o // groups, features)
-                    reductions.stacked_product(part, unfolded, by_group)
+                    reductions.stacked_product(part, rows, by_group)
                     return out
-                product = reductions.stacked_product(part, unfolded)
-                return product.reshape(*part.shape[:2], *p.shape)
+                return reductions.stacked_product(part, rows).reshape(*part.shape[:2], *p.shape)
 
             return multiply
 
@@ -364,7 +341,6 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = flat[columns, samples].unflatten(3, out_shape)
-                correlate = PerSampleConvolution.correlate
                 return correlate(padded, part, module, padding, True).unsqueeze(1)
 
             return multiply
@@ -395,10 +371,10 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
         size, total = reductions.slice_size(entries), None
         for start in range(0, len(x), size):
             span = slice(start, start + size)
-            patches = self._unfold(c, x[span]).squeeze(1).mT
-            patches = affine.with_one(patches) if joint else patches
+            rows = self._unfold(c, x[span]).squeeze(1).mT
+            rows = affine.with_one(rows) if joint else rows
             of_span = None if weights is None else weights[:, span]
-            square = affine.square_in_bases(s[:, span], patches, bases, of_span)
+            square = affine.square_in_bases(s[:, span], rows, bases, of_span)
             total = square if total is None else total + square
         assert total is not None
         return total
@@ -413,8 +389,7 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             return []
         x, module, positions = c.x, c.module, c.output.shape[2:]
         if approximation == "reduce":
-            unfolded = self._unfold(c, x)
-            return [affine.input_factor(unfolded.flatten(0, 1).transpose(1, 2), approximation)]
+            return [affine.input_factor(self._unfold(c, x).flatten(0, 1).mT, approximation)]
         before = [low for low, _ in self._margins(module)]
         if module.padding_mode != "zeros":
             x, before = self._pad(module, x, explicit=True), [0 for _ in before]
@@ -460,5 +435,5 @@ class ConvNDDerivatives(ChannelBiasDerivatives):
             own = self._diagonal(c, approximation)
             of_one = c.output.shape[2:].numel() if approximation is None else 1
             return torch.cat([own, own.new_full((1,), of_one)])
-        patches = self._unfold(c, c.x).flatten(0, 1).mT
-        return affine.input_factor(affine.with_one(patches), approximation)
+        rows = self._unfold(c, c.x).flatten(0, 1).mT
+        return affine.input_factor(affine.with_one(rows), approximation)
