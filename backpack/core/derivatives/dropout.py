@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    AlphaDropout,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    FeatureAlphaDropout,
-    Module,
-    RReLU,
-)
+from torch import Tensor, nn
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -37,7 +27,7 @@ def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
     return sum(parts)  # type: ignore[return-value]
 
 
-@register(AlphaDropout, Dropout, RReLU, StochasticDepth)
+@register(nn.AlphaDropout, nn.Dropout, nn.RReLU, StochasticDepth)
 class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
     """``y = a x + b`` with a random slope a for each entry.
 
@@ -46,7 +36,7 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
     """
 
     def saved(
-        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+        self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
         """Keep the slopes, ``[*in]``."""
         (x, *_), (y,) = inputs, outputs
@@ -68,7 +58,7 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         return c.select(slope)
 
 
-@register(Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout)
+@register(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 class RandomChannelDerivatives(RandomSlopeDerivatives):
     """Dropout of whole channels: the first axis is that of the batch."""
 

@@ -6,38 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    ChannelShuffle,
-    CircularPad1d,
-    CircularPad2d,
-    CircularPad3d,
-    ConstantPad1d,
-    ConstantPad2d,
-    ConstantPad3d,
-    Flatten,
-    Fold,
-    Identity,
-    PixelShuffle,
-    PixelUnshuffle,
-    ReflectionPad1d,
-    ReflectionPad2d,
-    ReflectionPad3d,
-    ReplicationPad1d,
-    ReplicationPad2d,
-    ReplicationPad3d,
-    Unflatten,
-    Unfold,
-    ZeroPad1d,
-    ZeroPad2d,
-    ZeroPad3d,
-)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
@@ -53,14 +22,9 @@ from backpack.custom_module.scale_module import ScaleModule
 
 def map_rows(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
     """Apply a function of ``[N, *]`` to all columns at once, in memory order: ``[V, N, *]``."""
-    if is_by_sample(mat):
+    if mat.stride(1) > mat.stride(0):  # the columns of a sample are next to each other
         return map_rows(function, mat.transpose(0, 1)).transpose(0, 1)
     return function(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
-
-
-def is_by_sample(mat: Tensor) -> bool:
-    """Whether the columns of a sample are next to each other: ``[V, N, *]``."""
-    return mat.stride(1) > mat.stride(0)
 
 
 def apply_transposed(
@@ -68,13 +32,7 @@ def apply_transposed(
 ) -> Tensor:
     """Apply the transpose of a linear map from tensors of ``shape`` by autograd.
 
-    Args:
-        linear_map: Maps ``[*shape]`` to the shape of ``mat``.
-        shape: Shape of the result.
-        mat: What the transpose is applied to.
-
-    Returns:
-        ``[*shape]``, differentiable with respect to ``mat`` if gradients are enabled.
+    The result is differentiable with respect to ``mat`` if gradients are enabled.
     """
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -84,26 +42,12 @@ def apply_transposed(
 
 
 @register(
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    ChannelShuffle,
-    CircularPad1d,
-    CircularPad2d,
-    CircularPad3d,
-    Fold,
-    PixelShuffle,
-    PixelUnshuffle,
-    ReflectionPad1d,
-    ReflectionPad2d,
-    ReflectionPad3d,
-    ReplicationPad1d,
-    ReplicationPad2d,
-    ReplicationPad3d,
-    Unfold,
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+    *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Fold, nn.Unfold),
 )
 class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J t = f(t)``."""
@@ -134,7 +78,7 @@ class LinearMapDerivatives(BaseDerivatives):
         return map_rows(pull, v)
 
 
-@register(Flatten, Identity, Unflatten)
+@register(nn.Flatten, nn.Identity, nn.Unflatten)
 class ReshapeDerivatives(LinearMapDerivatives):
     """The same entries in the same order."""
 
@@ -164,7 +108,10 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
     batch_axis = BatchAxis.LEADING
 
 
-@register(ZeroPad1d, ZeroPad2d, ZeroPad3d, ConstantPad1d, ConstantPad2d, ConstantPad3d)
+@register(
+    *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+)
 class ConstantPadDerivatives(LinearMapDerivatives):
     """Padding with a constant: its linear part pads with zeros, and the transpose cuts them off."""
 

@@ -11,16 +11,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    LayerNorm,
-    Module,
-    RMSNorm,
-)
+from torch import Tensor, nn
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, always
@@ -56,7 +47,7 @@ class NormalizationDerivatives(BaseDerivatives):
         """Return ε, which is added to the variance."""
         return c.module.eps
 
-    def hessian_is_zero(self, module: Module) -> bool:
+    def hessian_is_zero(self, module: nn.Module) -> bool:
         """Return False: the scale that a group is divided by depends on its entries."""
         return False
 
@@ -201,7 +192,7 @@ def _mean(mat: Tensor) -> Tensor:
     return mat.mean(-1, keepdim=True)
 
 
-@register(LayerNorm)
+@register(nn.LayerNorm)
 class LayerNormDerivatives(NormalizationDerivatives):
     """Derivatives of ``torch.nn.LayerNorm``: groups are the last axes, those of γ."""
 
@@ -220,7 +211,7 @@ class LayerNormDerivatives(NormalizationDerivatives):
         return prod(c.module.normalized_shape)
 
 
-@register(RMSNorm)
+@register(nn.RMSNorm)
 class RMSNormDerivatives(LayerNormDerivatives):
     """Derivatives of ``torch.nn.RMSNorm``: ``x̂ = x / s`` with ``s = sqrt(x·x/m + ε)``."""
 
@@ -286,7 +277,7 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
         return (wide / s).to(x.dtype), s.to(x.dtype)
 
 
-@register(GroupNorm)
+@register(nn.GroupNorm)
 class GroupNormDerivatives(NormalizationDerivatives):
     """Derivatives of ``torch.nn.GroupNorm``: a group is some channels, γ has an entry for each."""
 
@@ -303,14 +294,14 @@ class GroupNormDerivatives(NormalizationDerivatives):
         return c.input.shape[1:].numel() // c.module.num_groups
 
 
-@register(InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormNdDerivatives(GroupNormDerivatives):
     """Derivatives of ``torch.nn.InstanceNorm1d``, ``InstanceNorm2d`` and ``InstanceNorm3d``.
 
     A group is a channel. With running statistics (evaluation mode) they are constants, ``P = I``.
     """
 
-    def min_dims(self, module: Module) -> int:
+    def min_dims(self, module: nn.Module) -> int:
         """Return the number of spatial axes, and batch and channels."""
         return next(dims for cls, dims in INSTANCE_DIMS.items() if isinstance(module, cls))
 
@@ -345,4 +336,4 @@ class InstanceNormNdDerivatives(GroupNormDerivatives):
 
 
 # axes of a batch
-INSTANCE_DIMS = {InstanceNorm1d: 3, InstanceNorm2d: 4, InstanceNorm3d: 5}
+INSTANCE_DIMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}

@@ -5,19 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    AdaptiveMaxPool1d,
-    AdaptiveMaxPool2d,
-    AdaptiveMaxPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-    MaxUnpool1d,
-    MaxUnpool2d,
-    MaxUnpool3d,
-    Module,
-)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
@@ -42,7 +30,7 @@ class SelectionDerivatives(BaseDerivatives):
         return True
 
     def saved(
-        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+        self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:
         """Keep the indices that autograd keeps: finding them again takes a forward pass.
 
@@ -67,8 +55,7 @@ class SelectionDerivatives(BaseDerivatives):
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Gather."""
-        gathered = t.flatten(3).gather(3, _of_each(t, self._flat_indices(c)))
-        return gathered.reshape(*t.shape[:3], *c.output.shape[2:])
+        return _gathered(t, self._flat_indices(c), c.output)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Scatter and add."""
@@ -96,7 +83,13 @@ def _of_each(vectors: Tensor, index: Tensor) -> Tensor:
     return index.expand(len(vectors), *index.shape)
 
 
-@register(MaxPool1d, MaxPool2d, MaxPool3d)
+def _gathered(mat: Tensor, index: Tensor, like: Tensor) -> Tensor:
+    """Take entries ``[N, C, T]`` of each channel, in the spatial shape of another tensor."""
+    found = mat.flatten(3).gather(3, _of_each(mat, index))
+    return found.reshape(*mat.shape[:3], *like.shape[2:])
+
+
+@register(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 class MaxPoolNDDerivatives(SelectionDerivatives):
     """Derivatives of ``torch.nn.MaxPool1d``, ``MaxPool2d`` and ``MaxPool3d``."""
 
@@ -116,7 +109,7 @@ class MaxPoolNDDerivatives(SelectionDerivatives):
         return indices
 
 
-@register(AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d)
+@register(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
 class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
     """Derivatives of ``AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d`` and ``AdaptiveMaxPool3d``."""
 
@@ -127,26 +120,20 @@ class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
         return pool[x.dim()](x, c.module.output_size, return_indices=True)[1]
 
 
-@register(MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
+@register(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
 class MaxUnpoolNDDerivatives(BaseDerivatives):
     """``y[index(t)] = x[t]``, with the indices as second argument: the Jacobian scatters."""
 
     hessian_is_zero = always
 
-    def _flat_indices(self, c: Context) -> Tensor:
-        """Return the indices: ``[N, C, T]``."""
-        return c.select(c.inputs[1]).flatten(2)
-
     def jvp(self, c: Context, t: Any) -> Tensor:
         """Scatter."""
         t = t if isinstance(t, Tensor) else t[0]
-        spatial = c.output.shape[2:]
+        spatial, index = c.output.shape[2:], c.select(c.inputs[1]).flatten(2)
         zeros = t.new_zeros(*t.shape[:3], spatial.numel())
-        index = _of_each(t, self._flat_indices(c))
-        return zeros.scatter(3, index, t.flatten(3)).reshape(*t.shape[:3], *spatial)
+        return zeros.scatter(3, _of_each(t, index), t.flatten(3)).unflatten(3, spatial)
 
     def vjp(self, c: Context, v: Tensor) -> tuple[Tensor | None, ...]:
         """Gather."""
-        gathered = v.flatten(3).gather(3, _of_each(v, self._flat_indices(c)))
-        others = [None] * (len(c.inputs) - 1)
-        return gathered.reshape(*v.shape[:3], *c.input.shape[2:]), *others
+        index, others = c.select(c.inputs[1]).flatten(2), [None] * (len(c.inputs) - 1)
+        return _gathered(v, index, c.input), *others

@@ -56,26 +56,21 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
 
     def _spread(self, c: Context, t: Tensor) -> Tensor:
         """Give ``[V, *p]`` (or ``[*p]``) the axes of ``[V, N, *]`` (or ``[N, *]``)."""
-        dims = c.input.dim()
-        one = c.module.num_parameters == 1
-        shape = (1,) * dims if one else (1, -1, *(1,) * (dims - 2))
+        dims, channels = c.input.dim(), c.module.num_parameters
+        shape = (1,) * dims if channels == 1 else (1, channels, *(1,) * (dims - 2))
         return t.reshape(*t.shape[:-1], *shape)
 
     def _sum_positions(self, c: Context, v: Tensor) -> Tensor:
         """Sum over what shares a slope: ``[V, N, *] -> [V, N, *p]``."""
         return v.reshape(*v.shape[:2], c.module.num_parameters, -1).sum(3)
 
-    def _d_weight(self, c: Context) -> Tensor:
-        """Derivative with respect to the slope, ``min(x, 0)``."""
-        return c.x.clamp(max=0)
-
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Multiply with ``min(x, 0)``."""
-        return self._spread(c, t) * self._d_weight(c)
+        """Multiply with ``∂y/∂a = min(x, 0)``."""
+        return self._spread(c, t) * c.x.clamp(max=0)
 
     def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Multiply with ``min(x, 0)``, and sum over what shares a slope."""
-        return self._sum_positions(c, v * self._d_weight(c))
+        return self._sum_positions(c, v * c.x.clamp(max=0))
 
     @fast.body("The second derivative is a formula.", "df", *FIRST_DERIVATIVES)
     def mixed_hvp(
@@ -91,8 +86,6 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
         mixed = c.select(g) * (x <= 0)
         like = next(mat for mat in [*params.values(), t] if mat is not None)
         zeros = like.new_zeros(len(like), *x.shape)
-        d_x = zeros
-        if "weight" in params:
-            d_x = mixed * self._spread(c, params["weight"])
+        d_x = mixed * self._spread(c, params["weight"]) if "weight" in params else zeros
         d_weight = self._sum_positions(c, mixed * (zeros if t is None else t))
         return [d_x], dict.fromkeys(params, d_weight.sum(1) if sum_batch else d_weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +50,11 @@ class UpsampleDerivatives(LinearMapDerivatives):
             return super().vjp(c, v)
         shape_in, shape_out = c.input.shape[1:], list(c.output.shape[2:])
         align = [] if module.mode.startswith("nearest") else [bool(module.align_corners)]
-        factors = self._factors(module, dims)
+        # the factors of the axes where torch uses them, instead of the sizes' ratios
+        given = None if module.recompute_scale_factor else module.scale_factor
+        factors = list(given) if isinstance(given, tuple | list) else [given] * dims
 
         def pull(s: Tensor) -> Tensor:
             return transposed(s, shape_out, [len(s), *shape_in], *align, *factors)
 
         return map_vectors(lambda v: map_rows(pull, v), v)
-
-    @staticmethod
-    def _factors(module: Any, dims: int) -> list[float | None]:
-        """Return the factors of the axes where torch uses them, instead of the sizes' ratios."""
-        factor = module.scale_factor
-        if factor is None or module.recompute_scale_factor:
-            return [None] * dims
-        return list(factor) if isinstance(factor, tuple | list) else [factor] * dims
