@@ -36,15 +36,7 @@ def jvp_of_output(t: Tensor, x: Tensor | None, y: Tensor) -> Tensor:
 
 
 def vjp(s: Tensor, x: Tensor | None) -> Tensor:
-    """Apply the transposed Jacobian for each sample, ``sum_t s_t x_tᵀ`` or ``sum_t s_t``.
-
-    Args:
-        s: ``[V, N, T, O]``.
-        x: ``[N, T, I]``, or None.
-
-    Returns:
-        ``[V, N, *p]``.
-    """
+    """Return ``sum_t s_t x_tᵀ`` (or ``sum_t s_t``) for each sample: ``[V, N, *p]``."""
     if s.dim() == 3:
         return s if x is None else _outer(s, x)
     if x is None:
@@ -89,9 +81,8 @@ def reduced(
         known = {} if shared is None else shared
         known["sums"] = known["sums"].clone() if "sums" in known else s.sum(2)
         return reductions.of_products(known["sums"], wanted, weights)
-    num_i = x.shape[2]
     s = reductions.fewer_columns(s.mT, wanted, weights).mT
-    num_v = len(s)
+    num_v, num_i = len(s), x.shape[2]
     values = {}
     if wanted <= {"gradient", "square_norm"} and gram_is_cheaper(num_v, num_o, num_t, num_i):
         if "gradient" in wanted:
@@ -117,12 +108,7 @@ def of_rows(
 ) -> dict[str, Tensor]:
     """Reduce products ``s xᵀ`` of one position: their squares are ``s² x²ᵀ``.
 
-    Args:
-        s: ``[V, N, O]``.
-        x: ``[N, I]``; None for the bias.
-        wanted: Names of what is wanted.
-        weights: Weights of squares, ``[V, N]``.
-        shared: What was computed of s for another parameter, to which more is added.
+    Arguments are those of :func:`reduced`, without the axis T.
     """
     known = {} if shared is None else shared
     values = {}
@@ -178,17 +164,9 @@ def gram_is_cheaper(num_v: int, num_o: int, num_t: int, num_i: int) -> bool:
 
 
 def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> Tensor:
-    """Squared norm of each sample's product, summed over V, by Gram matrices.
+    """Squared norm of each sample's product, summed over V, by Gram matrices: ``[N]``.
 
-    ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``.
-
-    Args:
-        s: ``[V, N, T, O]``.
-        x: ``[N, T, I]``.
-        shared: What was computed of s for another parameter, to which more is added.
-
-    Returns:
-        ``[N]``.
+    ``|sum_t s_t x_tᵀ|² = sum_{t,u} (s_t·s_u) (x_t·x_u)``. For ``shared`` see :func:`reduced`.
     """
     known = {} if shared is None else shared
     if "products of positions" not in known:
@@ -201,19 +179,10 @@ def square_norm(s: Tensor, x: Tensor, shared: dict[str, Any] | None = None) -> T
 def square_in_bases(
     s: Tensor, x: Tensor | None, bases: Sequence[Tensor], weights: Tensor | None
 ) -> Tensor:
-    """Sum ``(U_1ᵀ (sum_t s_t x_tᵀ) U_2)²`` over columns and samples.
+    """Sum ``(U_1ᵀ (sum_t s_t x_tᵀ) U_2)²`` over columns and samples: ``[O, I]``, or ``[O]``.
 
     Turned are the factors, or, if there are more positions than a sample has products' rows, the
-    products.
-
-    Args:
-        s: ``[V, N, T, O]``, or ``[V, N, O]``.
-        x: ``[N, T, I]`` or ``[N, I]``, or None.
-        bases: U_1 ``[O, O]`` and, unless x is None, U_2 ``[I, I]``.
-        weights: Weights of squares, ``[V, N]``.
-
-    Returns:
-        ``[O, I]``, or ``[O]``.
+    products. There is no U_2 if x is None.
     """
     left, *others = (basis.to(s.dtype) for basis in bases)
     if x is None:
@@ -261,7 +230,12 @@ def input_factor(x: Tensor, approximation: str | None, max_size: float = inf) ->
     with x̄ the sum over the positions. Source: as :func:`position_rows`. Of one larger than
     ``max_size`` the diagonal ``[I]`` alone.
     """
-    rows, count = _input_rows(x, approximation)
+    x = x.unsqueeze(1) if x.dim() == 2 else x
+    num_n, num_t = x.shape[:2]
+    if approximation == "reduce":
+        x = x.mean(1, keepdim=True)
+    count = num_n * num_t if approximation == "expand" else num_n
+    rows = (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1)
     if rows.shape[1] <= max_size:
         return reductions.gram(rows, count)
     return mean_square(rows, [0], count)
@@ -271,14 +245,3 @@ def mean_square(values: Tensor, axes: Sequence[int], count: float) -> Tensor:
     """Sum squares along some axes, divided by a count, at least in single precision."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     return (wide.square().sum(list(axes)) / count).to(values.dtype)
-
-
-def _input_rows(x: Tensor, approximation: str | None) -> tuple[Tensor, int]:
-    """Return rows ``[R, I]`` and the number that the sum of their outer products is divided by."""
-    if x.dim() == 2:
-        x = x.unsqueeze(1)
-    num_n, num_t = x.shape[:2]
-    if approximation == "reduce":
-        x = x.mean(1, keepdim=True)
-    count = num_n * num_t if approximation == "expand" else num_n
-    return (x if x.is_contiguous() else x.transpose(0, 1)).flatten(0, 1), count

@@ -41,32 +41,19 @@ def patches(
 
 
 class Kernel(NamedTuple):
-    """How a kernel moves over its input; all with an entry for each spatial axis.
+    """How a kernel moves over its input; all with an entry for each spatial axis."""
 
-    Attributes:
-        size: Number of taps.
-        stride: Entries from one position to the next.
-        dilation: Entries from one tap to the next.
-        positions: Number of positions.
-        before: Number of zeros in front of the input.
-    """
-
-    size: Sequence[int]
-    stride: Sequence[int]
-    dilation: Sequence[int]
-    positions: Sequence[int]
-    before: Sequence[int]
+    size: Sequence[int]  # number of taps
+    stride: Sequence[int]  # entries from one position to the next
+    dilation: Sequence[int]  # entries from one tap to the next
+    positions: Sequence[int]  # number of positions
+    before: Sequence[int]  # number of zeros in front of the input
 
 
 def patch_gram(x: Tensor, kernel: Kernel) -> Tensor:
-    """Sum the outer products of all patches of an input without padding.
+    """Sum the outer products of all patches, of k taps, of an input without padding.
 
-    Args:
-        x: ``[N, C, *in]``.
-        kernel: What makes the patches, of k taps.
-
-    Returns:
-        ``[C·k, C·k]``.
+    ``[N, C, *in] -> [C·k, C·k]``.
     """
     channels, taps = x.shape[1], prod(kernel.size)
     count = len(x) * prod(kernel.positions)

@@ -56,10 +56,7 @@ Product = Callable[[slice], Multiply]
 def in_bases(products: Tensor, bases: Sequence[Tensor], swaps: bool = False) -> Tensor:
     """Multiply products ``[V, N, *p]`` with ``(U_1 ⊗ U_2 ⊗ …)ᵀ``: ``[V, N, d_1, d_2, …]``.
 
-    Args:
-        products: The products.
-        bases: Orthogonal matrices, ``[d_1, d_1], [d_2, d_2], …``.
-        swaps: Whether the first of them belongs to the second axis of the parameter.
+    With ``swaps``, U_1 belongs to the second axis of the parameter.
     """
     if swaps:
         products = products.transpose(2, 3)
@@ -150,15 +147,8 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
     """Replace V columns at T positions by T with the same sums of squares, if that is cheaper.
 
     The products of row o with the inputs ``x_t`` are ``sum_t s_vt x_t``. Their sum of squares over
-    v depends on ``S = [s_vt]`` only through ``SᵀS = RᵀR``, with R from a QR decomposition.
-
-    Args:
-        s: ``[V, B, O, T]``.
-        wanted: Names of what is wanted.
-        weights: Weights of squares.
-
-    Returns:
-        ``[T, B, O, T]``, or s.
+    v depends on ``S = [s_vt]`` only through ``SᵀS = RᵀR``, with R from a QR decomposition:
+    ``[V, B, O, T] -> [T, B, O, T]``.
     """
     sees_columns = not wanted <= {"batch_square", "square", "square_norm"} or weights is not None
     is_dearer = torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]
