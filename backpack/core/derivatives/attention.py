@@ -134,18 +134,16 @@ def causal(like: Tensor, num_q: int, num_k: int) -> Tensor:
     return additive(~ones.tril(), like)
 
 
-def or_automatic(automatic: type[BaseDerivatives]) -> Callable[[Method], Method]:
-    """Method decorator: where the rule has no formula for a call, another class answers."""
+def or_automatic(method: Method) -> Method:
+    """Method decorator: where the rule has no formula for a call, autograd answers."""
 
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def chosen(self: Any, c: Context, *args: Any, **keywords: Any) -> Any:
-            rule = method if self.has_formula(c) else getattr(automatic, method.__name__)
-            return rule(self, c, *args, **keywords)
+    @wraps(method)
+    def chosen(self: Any, c: Context, *args: Any, **keywords: Any) -> Any:
+        if self.has_formula(c):
+            return method(self, c, *args, **keywords)
+        return getattr(super(AttentionDerivatives, self), method.__name__)(c, *args, **keywords)
 
-        return chosen
-
-    return decorate
+    return chosen
 
 
 def _or_zeros(mat: Tensor | None, num_v: int, like: Tensor) -> Tensor:
@@ -282,19 +280,19 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
 
     # ------------------------------------------------------------------ products
 
-    @or_automatic(FunctionDerivatives)
+    @or_automatic
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian."""
         return self._attention(c).push(*self._tangents(c, t))[1]
 
-    @or_automatic(FunctionDerivatives)
+    @or_automatic
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian."""
         (y,) = [v] if isinstance(v, Tensor) else v
         return tuple(self._at_inputs(c, self._attention(c).pull(y, None)))
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
-    @or_automatic(FunctionDerivatives)
+    @or_automatic
     def mixed_hvp(
         self,
         c: Context,
@@ -586,7 +584,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         read = [*vs, whole.heads, c.params["out_proj.weight"]]
         return y, memoise(c.saved, "cotangents", read, (selected,), compute)
 
-    @or_automatic(AutomaticDerivatives)
+    @or_automatic
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian."""
         _, cotangents = self._at_projections(c, v)
@@ -596,12 +594,12 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             found[i] = self._inside(c, cotangents[i][..., trace.own(i), :] @ maps.weights[i], 1)
         return tuple(found)
 
-    @or_automatic(AutomaticDerivatives)
+    @or_automatic
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian."""
         return self._pushed(c, [None if x is None else self._inside(c, x, 1) for x in t[:3]], {})
 
-    @or_automatic(AutomaticDerivatives)
+    @or_automatic
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
         """Apply the Jacobian with respect to a parameter."""
         return self._pushed(c, [None] * 3, {name: t})
@@ -623,7 +621,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     # ------------------------------------------------------------------ second derivative
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
-    @or_automatic(AutomaticDerivatives)
+    @or_automatic
     def mixed_hvp(
         self,
         c: Context,
@@ -738,8 +736,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         lead = whole.shape[: -2 if name.endswith("weight") else -1]
         return whole.reshape(*lead, *c.params[name].shape)
 
-    param_vjp = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp)
-    param_vjp_sum = or_automatic(AutomaticDerivatives)(BaseDerivatives.param_vjp_sum)
+    param_vjp = or_automatic(BaseDerivatives.param_vjp)
+    param_vjp_sum = or_automatic(BaseDerivatives.param_vjp_sum)
 
     def _is_one_product(self, c: Context, name: str) -> bool:
         """Whether all of a parameter is multiplied with the same input."""
