@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, SyncBatchNorm
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
-from backpack.core.derivatives.convnd import sum_positions
+from backpack.core.derivatives.normalization import ScaleAndShiftDerivatives
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Owners
@@ -18,7 +17,7 @@ from backpack.core.record.registry import register
 
 
 @register(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-class BatchNormNdDerivatives(BaseDerivatives):
+class BatchNormNdDerivatives(ScaleAndShiftDerivatives):
     """Derivatives of ``torch.nn.BatchNorm1d``, ``BatchNorm2d`` and ``BatchNorm3d``.
 
     With running statistics (evaluation mode) the module is a linear map of each sample. With the
@@ -26,9 +25,6 @@ class BatchNormNdDerivatives(BaseDerivatives):
     acts on the batch as a whole, ``J = (γ/s) (I - 1 1ᵀ/m - x̂ x̂ᵀ/m)``, m entries in a channel.
     ``SyncBatchNorm`` is the same in one process, and refused where it mixes those of several.
     """
-
-    params = ("weight", "bias")
-    is_linear_in_params = always
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Refuse statistics of samples that are not here."""
@@ -64,9 +60,13 @@ class BatchNormNdDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ the pieces: x̂, s, γ
 
+    def inner_axes(self, c: Context) -> int:
+        """Return the number of spatial axes."""
+        return c.input.dim() - 2
+
     def _per_channel(self, c: Context, values: Tensor) -> Tensor:
-        """Shape ``[*, C]`` such that it multiplies ``[*, N, C, *]``."""
-        return values.reshape(*values.shape[:-1], 1, -1, *(1,) * (c.input.dim() - 2))
+        """Shape ``[C]`` such that it multiplies ``[N, C, *]``."""
+        return values.reshape(1, -1, *(1,) * self.inner_axes(c))
 
     def _mean(self, c: Context, mat: Tensor) -> Tensor:
         """Average over the entries of each channel: ``[..., N, C, *] -> [..., 1, C, 1…]``.
@@ -150,23 +150,3 @@ class BatchNormNdDerivatives(BaseDerivatives):
         change = change + d_x_hat * self._mean(c, g * x_hat)
         change = change + x_hat * self._mean(c, g * d_x_hat)
         return -self._gain(c, s) * change
-
-    # ------------------------------------------------------------------ parameters
-
-    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Multiply with x̂."""
-        x_hat, _ = self._normalized(c)
-        return self._per_channel(c, t) * x_hat
-
-    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Repeat for each entry of a channel."""
-        return self._per_channel(c, t).expand(-1, *c.y.shape)
-
-    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply with x̂, and sum over a channel."""
-        x_hat, _ = self._normalized(c)
-        return self.bias_vjp(c, v * x_hat)
-
-    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Sum over a channel."""
-        return sum_positions(v.unsqueeze(-1))

@@ -113,11 +113,6 @@ def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -
     return is_view or patch_entries < 2**16 + product_entries // 2
 
 
-def sum_positions(mat: Tensor) -> Tensor:
-    """Sum ``[V, N, O, *positions]`` over the positions."""
-    return mat.flatten(3).sum(3)
-
-
 class ConvolutionDerivatives(BaseDerivatives):
     """What both kinds of convolution share, such as a bias for each channel."""
 
@@ -188,7 +183,7 @@ class ConvolutionDerivatives(BaseDerivatives):
 
     def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Sum over the positions."""
-        return sum_positions(v)
+        return v.flatten(3).sum(3)
 
     @fast.body("A bias has fewer entries than what arrives.", "bias_vjp")
     def reduced(
@@ -196,7 +191,7 @@ class ConvolutionDerivatives(BaseDerivatives):
     ) -> dict[str, Tensor]:
         """Reduce the individual products, see the base class."""
         if name == "bias":
-            return reductions.of_products(sum_positions(v), wanted, weights)
+            return reductions.of_products(self.bias_vjp(c, v), wanted, weights)
         return super().reduced(c, name, v, wanted, weights)
 
 

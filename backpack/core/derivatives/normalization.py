@@ -22,7 +22,67 @@ from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
 
-class NormalizationDerivatives(BaseDerivatives):
+class ScaleAndShiftDerivatives(BaseDerivatives):
+    """What all normalisation, ``y = γ x̂ + β``, is to γ and β."""
+
+    params: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    is_linear_in_params = always
+
+    def inner_axes(self, c: Context) -> int:
+        """Return the number of axes behind those of γ."""
+        return 0
+
+    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
+        """Return x̂, of any shape, and s."""
+        raise NotImplementedError
+
+    def _x_hat(self, c: Context) -> Tensor:
+        """Return x̂: ``[N, *in]``."""
+        x_hat, _ = self._normalized(c)
+        return x_hat.reshape(-1, *c.input.shape[1:])
+
+    def _spread(self, c: Context, t: Tensor) -> Tensor:
+        """Give ``[V, *p]`` the axes of ``[V, N, *out]``."""
+        shape, inner = t.shape[1:], self.inner_axes(c)
+        outer = c.input.dim() - len(shape) - inner
+        return t.reshape(len(t), *(1,) * outer, *shape, *(1,) * inner)
+
+    def _sum(self, c: Context, name: str, v: Tensor, sum_batch: bool = False) -> Tensor:
+        """Sum over what shares a parameter: ``[V, N, *out]`` to ``[V, N, *p]`` or ``[V, *p]``."""
+        inner = prod(v.shape[v.dim() - self.inner_axes(c) :])
+        product = v.reshape(*v.shape[:2], -1, *c.params[name].shape, inner)
+        return product.sum((1, 2, -1) if sum_batch else (2, -1))
+
+    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Multiply with x̂."""
+        return self._spread(c, t) * self._x_hat(c)
+
+    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
+        """Repeat for all that share a β."""
+        return self._spread(c, t).expand(-1, *c.y.shape)
+
+    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with x̂, and sum over what shares a γ."""
+        x_hat = self._x_hat(c)
+        return map_vectors(lambda v: self._sum(c, "weight", v * x_hat), v)
+
+    @fast.body("All that shares a γ is summed at once.", "param_vjp")
+    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Multiply with x̂, and sum over the samples and what shares a γ."""
+        x_hat = self._x_hat(c)
+        return map_vectors(lambda v: self._sum(c, "weight", v * x_hat, sum_batch=True), v)
+
+    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over what shares a β."""
+        return self._sum(c, "bias", v)
+
+    @fast.body("All that shares a β is summed at once.", "param_vjp")
+    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
+        """Sum over the samples and what shares a β."""
+        return self._sum(c, "bias", v, sum_batch=True)
+
+
+class NormalizationDerivatives(ScaleAndShiftDerivatives):
     """Derivatives of ``y = γ x̂ + β``. A subclass says what a group is, and where γ belongs.
 
     The entries of a group are neighbours in memory: a tensor is ``[R, m]``, R groups in all.
@@ -31,17 +91,11 @@ class NormalizationDerivatives(BaseDerivatives):
         subtracts_mean: Whether there is a μ.
     """
 
-    params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     subtracts_mean: ClassVar[bool] = True
-    is_linear_in_params = always
 
     def group_size(self, c: Context) -> int:
         """Return m, the number of entries of a group."""
         raise NotImplementedError
-
-    def inner_axes(self, c: Context) -> int:
-        """Return the number of axes behind those of γ."""
-        return 0
 
     def epsilon(self, c: Context) -> float:
         """Return ε, which is added to the variance."""
@@ -74,12 +128,6 @@ class NormalizationDerivatives(BaseDerivatives):
         x_hat, s = self._normalized(c)
         return (self._project(c, x_hat, self._groups(c, mat)) / s).reshape(mat.shape)
 
-    def _spread(self, c: Context, t: Tensor) -> Tensor:
-        """Give ``[V, *p]`` the axes of ``[V, N, *out]``."""
-        shape, inner = c.params["weight"].shape, self.inner_axes(c)
-        outer = c.input.dim() - len(shape) - inner
-        return t.reshape(len(t), *(1,) * outer, *shape, *(1,) * inner)
-
     def _gain(self, c: Context, s: Tensor) -> Tensor:
         """Return γ/s at each entry: ``[R, m]``."""
         s = s.expand(-1, self.group_size(c)).reshape(1, -1, *c.input.shape[1:])
@@ -100,47 +148,6 @@ class NormalizationDerivatives(BaseDerivatives):
         x_hat, s = self._normalized(c)
         gain, each = self._gain(c, s), self._groups(c, v)
         return map_vectors(lambda v: self._project(c, x_hat, gain * v), each).reshape(v.shape)
-
-    # ------------------------------------------------------------------ parameters
-
-    def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Multiply with x̂."""
-        return self._spread(c, t) * self._x_hat(c)
-
-    def bias_jvp(self, c: Context, t: Tensor) -> Tensor:
-        """Repeat for all that share a β."""
-        return self._spread(c, t).expand(-1, *c.y.shape)
-
-    def _x_hat(self, c: Context) -> Tensor:
-        """Return x̂: ``[N, *in]``."""
-        x_hat, _ = self._normalized(c)
-        return x_hat.reshape(-1, *c.input.shape[1:])
-
-    def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply with x̂, and sum over what shares a γ."""
-        x_hat = self._x_hat(c)
-        return map_vectors(lambda v: self._sum(c, v * x_hat), v)
-
-    @fast.body("All that shares a γ is summed at once.", "param_vjp")
-    def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Multiply with x̂, and sum over the samples and what shares a γ."""
-        x_hat = self._x_hat(c)
-        return map_vectors(lambda v: self._sum(c, v * x_hat, sum_batch=True), v)
-
-    def bias_vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Sum over what shares a β."""
-        return self._sum(c, v)
-
-    @fast.body("All that shares a β is summed at once.", "param_vjp")
-    def bias_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
-        """Sum over the samples and what shares a β."""
-        return self._sum(c, v, sum_batch=True)
-
-    def _sum(self, c: Context, v: Tensor, sum_batch: bool = False) -> Tensor:
-        """Sum over what shares a γ: ``[V, N, *out]`` to ``[V, N, *p]`` or ``[V, *p]``."""
-        inner = prod(v.shape[v.dim() - self.inner_axes(c) :])
-        product = v.reshape(*v.shape[:2], -1, *c.params["weight"].shape, inner)
-        return product.sum((1, 2, -1) if sum_batch else (2, -1))
 
     # ------------------------------------------------------------------ second derivative
 
@@ -178,7 +185,7 @@ class NormalizationDerivatives(BaseDerivatives):
         if "weight" in params:
             d_x = d_x + self._slope(c, g * self._spread(c, params["weight"]))
         changes = {"weight": g * self._slope(c, t), "bias": torch.zeros_like(t)}
-        return [d_x], {name: self._sum(c, changes[name], sum_batch) for name in params}
+        return [d_x], {name: self._sum(c, name, changes[name], sum_batch) for name in params}
 
 
 def _gradient(c: Context) -> Tensor:
