@@ -512,12 +512,10 @@ def push_forward(
     finals: list[list[Tensor | None]] = []
     for layer in network.layers:
         outputs: list[Tensor | None] = []
-        for k, reverse in network.of_layer(layer):
+        for k, _ in network.of_layer(layer):
             first = [None if s is None else s[:, k] for s in start]
             own = moved if moved is not None and moved.k == k else None
-            output, last = _push_direction(
-                network.step, network.weights[k], traces[k], x, first, own, reverse
-            )
+            output, last = _push_direction(network, k, traces[k], x, first, own)
             outputs.append(output)
             finals.append(last)
         known = [y for y in outputs if y is not None]
@@ -527,22 +525,21 @@ def push_forward(
 
 
 def _push_direction(
-    step: Step,
-    w: Weights,
+    network: Network,
+    k: int,
     values: Trace,
     x: Tensor | None,
     first: Sequence[Tensor | None],
     moved: Moved | None,
-    reverse: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
+    step, w, reverse = network.step, network.weights[k], k % network.directions == 1
     tangents = [m for m in (x, *first, None if moved is None else moved.mat) if m is not None]
     if not tangents:
         return None, [None] * step.num_states
     num_v, (num_t, num_n, num_p) = tangents[0].shape[0], values.before.shape
-    num_gates_h = w.weight_hh.shape[0]
     zero = values.before.new_zeros(())
     # what does not depend on the steps before: [V, T, N, *]
-    p = q = zero.expand(num_v, num_t, num_n, num_gates_h)
+    p = q = zero.expand(num_v, num_t, num_n, len(w.weight_hh))
     projected = zero.expand(num_v, num_t, num_n, num_p)
     if x is not None:
         p = x @ w.weight_ih.T
@@ -555,10 +552,9 @@ def _push_direction(
             p = p + from_moved
         else:
             q = from_moved
-    sizes = [num_p, num_gates_h // step.num_gates][: step.num_states]
     state: State = tuple(
         zero.expand(num_v, num_n, size) if m is None else m
-        for m, size in zip(first, sizes, strict=True)
+        for m, size in zip(first, network.state_sizes, strict=True)
     )
     outputs = []
     for t in in_order(range(num_t), reverse):
