@@ -18,6 +18,7 @@ from torch.fx.node import Node, map_arg
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.dropout import _DropoutNd
 
+from backpack.context import disable
 from backpack.convert.tracing import (
     ADVICE,
     TRACING,
@@ -55,6 +56,7 @@ from backpack.custom_module.function_module import (
     FunctionModule,
     Slot,
     describe_function,
+    leaves_in,
     map_leaves,
 )
 from backpack.custom_module.parameter_module import ParameterModule
@@ -90,13 +92,12 @@ def convert_module_to_backpack(module: Module, debug: bool) -> Module:
     """Rewrite a module such that its forward pass consists of calls of modules only.
 
     Args:
-        module: Any module. It is not changed; the result shares its parameters, buffers and leaf
-            modules.
+        module: Any module. It is not changed.
         debug: Print what was converted to what.
 
     Returns:
-        A ``GraphModule`` with the same forward pass and state dict. A module that needs no
-        conversion, such as ``torch.nn.Linear`` or a loss, is returned itself.
+        A ``GraphModule`` with the same forward pass, state dict, parameters, buffers and leaf
+        modules. What needs no conversion, such as ``torch.nn.Linear``, is returned itself.
 
     Raises:
         ConversionError: If the forward pass cannot be converted.
@@ -142,8 +143,6 @@ def _record(module: Module) -> _Recording:
 
 
 def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording:
-    from backpack.context import disable  # not at the top: the package imports the custom modules
-
     tracer, before = BackpackTracer(), set(vars(module))
     try:
         with disable():
@@ -285,11 +284,7 @@ class _Converter:
         inputs = tuple(
             self._apply(node, x, name, source) if isinstance(x, Apply) else x for x in what.inputs
         )
-        flags: list[TrainingFlag] = []
-        map_leaves(
-            lambda leaf: flags.append(leaf) if isinstance(leaf, TrainingFlag) else None,
-            (node.args, dict(node.kwargs)),
-        )
+        flags = leaves_in((node.args, dict(node.kwargs)), TrainingFlag)
         what.module.train(int(flags[0]) != 0 if flags else self.module.training)
         target = self._fresh(NODE_NAMES.get(type(what.module), name), self.root)
         self.root.add_module(target, what.module)
@@ -323,14 +318,8 @@ class _Converter:
                 module, source = ParameterModule.of_constant(self.constants[target]), "constant"
             elif isinstance(getattr(owner, name), Tensor):
                 module = ParameterModule(owner, name)
-                source = next(
-                    (
-                        kind_of_state
-                        for kind_of_state in ("parameter", "buffer")
-                        if name in getattr(owner, f"_{kind_of_state}s")
-                    ),
-                    "tensor",
-                )
+                kinds: dict[str, Any] = {"parameter": owner._parameters, "buffer": owner._buffers}
+                source = next((what for what, own in kinds.items() if name in own), "tensor")
             else:
                 raise self._error(node, f"gives {target!r} to a function.\n{ADVICE}")
             label = name if not name.isdigit() else target.replace(".", "_")
@@ -366,9 +355,6 @@ class _Converter:
         parent.add_module(alias, module)
         return f"{path}.{alias}" if path else alias
 
-    def _convert_call_method(self, node: Node) -> None:
-        self._convert_call_function(node)
-
     def _convert_call_function(self, node: Node) -> None:
         function = look_up(node)
         if isinstance(node.kwargs.get("out"), Node):
@@ -385,6 +371,8 @@ class _Converter:
             if changed is not None and not _is_item_assignment(node, changed):
                 self._change_in_place(changed, result, node)
         self._replace(node, result)
+
+    _convert_call_method = _convert_call_function
 
     def _out_of_place(self, node: Node, function: Function) -> Node:
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
@@ -436,12 +424,7 @@ class _Converter:
         return self._apply(node, Apply(module, tuple(inputs)), label, source)
 
     def _change_in_place(self, changed: Node, result: Node, node: Node) -> None:
-        """Let whoever uses a tensor after its change use the result of the change.
-
-        Args:
-            changed: The tensor as it was.
-            result: The tensor as it is.
-            node: The call that changes it.
+        """Let whoever uses a tensor after ``node`` has changed it use the result of the change.
 
         Raises:
             ConversionError: If the tensor shares its memory with another one that is used later.
@@ -492,9 +475,8 @@ def _kind_of_output(module: Module, node: Node) -> Kind:
         return (output, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
     if isinstance(module, ReduceTuple):
         return first[module.index] if isinstance(first, tuple) else UNKNOWN
-    if isinstance(module, (nn.MultiheadAttention, nn.LSTMCell)):
-        return (TENSOR, TENSOR)
-    if getattr(module, "return_indices", False):
+    is_pair = isinstance(module, (nn.MultiheadAttention, nn.LSTMCell))
+    if is_pair or getattr(module, "return_indices", False):
         return (TENSOR, TENSOR)
     is_known = type(module).__module__.startswith("torch.nn.modules")
     return TENSOR if is_known and not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else UNKNOWN

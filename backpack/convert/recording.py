@@ -11,7 +11,7 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -71,8 +71,6 @@ from backpack.core.record.tape import has_rules, record
 from backpack.core.record.weights import TENSORS
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
-
-Prepare = Callable[[Module, str], None]
 
 # Options that are equal if they look alike, and those of them that are equal if they compare so.
 PLAIN = (
@@ -147,11 +145,7 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(self, root: Module):
-        """Take note of what does not depend on the data.
-
-        Args:
-            root: The model.
-        """
+        """Take note of what does not depend on the data of the model."""
         super().__init__()
         self.root = root
         self.functions: Functions = vars(root)["_backpack_functions"]
@@ -375,11 +369,7 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[Apply, list[Any]]:
         """Return the module for a call (the same if all options are), and its tensors.
 
-        Args:
-            function: What is called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            at_once: Whether it has to be one module: what it returns is computed already.
+        With ``at_once`` it has to be one module: what it returns is computed already.
         """
         tensors: list[Tensor] = []
         try:
@@ -464,14 +454,9 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """Describe arguments of a function but for their tensors, which are collected.
+    """Describe arguments of a function by what is equal for equal ones, and can be hashed.
 
-    Args:
-        value: Anything.
-        tensors: Those that were found before, and now.
-
-    Returns:
-        What is equal for equal arguments, and can be hashed.
+    Tensors are added to those that were found before.
 
     Raises:
         TypeError: If there is something else than numbers and the like among them.
@@ -498,11 +483,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
 
 @cache
 def gives_value(func: Any) -> bool:
-    """Whether a function returns no tensor, but a number, a shape or the like.
-
-    Args:
-        func: What ``__torch_function__`` is given.
-    """
+    """Whether a function returns no tensor, but a number, a shape or the like."""
     if getattr(func, "__name__", "") == "__get__":
         return getattr(func.__self__, "__name__", "") in ATTRIBUTES_VALUE
     function = resolve(func)
@@ -511,14 +492,9 @@ def gives_value(func: Any) -> bool:
 
 @cache
 def resolve(func: Any) -> Function | None:
-    """Find out what a function is, for the table of conversions.
+    """Return the function without a side effect on its arguments, and its row in the table.
 
-    Args:
-        func: What ``__torch_function__`` is given.
-
-    Returns:
-        The function without a side effect on its arguments, and its row; None for what no gradient
-        flows through.
+    None for what no gradient flows through; ``func`` is what ``__torch_function__`` is given.
     """
     if func in INDEX.functions:
         return INDEX.functions[func]
@@ -629,12 +605,8 @@ OPEN = (
 def is_open(module: Module) -> bool:
     """Return whether the functions of a module have to be recorded for its derivatives to be known.
 
-    Args:
-        module: Any module.
-
-    Returns:
-        True for transformers of torch, and for modules that compute one of their parameters
-        (parametrisations, weight normalisation, pruning).
+    That is so for transformers of torch, and for modules that compute one of their parameters
+    (parametrisations, weight normalisation, pruning).
     """
     rule = derivatives_of(module)
     if rule is None:
@@ -649,11 +621,7 @@ def is_recorded(root: Module) -> bool:
 
 
 def record_functions(root: Module) -> None:
-    """Let every forward pass of a model record its functions.
-
-    Args:
-        root: The model. Its ``forward`` is left alone; hooks are added to it and its leaves.
-    """
+    """Let forward passes of a model record their functions: it and its leaves get hooks."""
     for module in root.modules():
         if module is root or is_open(module) or not _is_leaf(module):
             vars(module)["_backpack_open"] = True
@@ -718,9 +686,6 @@ class Guard:
     """Calls a recorded model, and ends the recording after an interrupt: torch calls no hooks then.
 
     An attribute of the model, where torch looks for what calls it. A shallow copy has it, too.
-
-    Args:
-        root: The model.
     """
 
     def __init__(self, root: Any) -> None:

@@ -28,6 +28,7 @@ from torch.fx.proxy import TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from backpack.core.derivatives import derivatives_of
 from backpack.core.record.functions import (
     TENSORS,
     VALUE,
@@ -36,9 +37,10 @@ from backpack.core.record.functions import (
     kind_of_call,
 )
 from backpack.core.record.generators import generator_states, have_changed, set_generators
+from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch
-from backpack.custom_module.function_module import map_leaves
+from backpack.custom_module.function_module import leaves_in
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.custom_module.rnn_layers import RNNLayers
 
@@ -111,15 +113,7 @@ def _last_line(error: Exception) -> str:
 
 
 def place_of(node: Node, short: bool = True) -> str:
-    """Return the file and the line of a node, if they are known.
-
-    Args:
-        node: What the tracer has recorded.
-        short: Leave out the folder of the file.
-
-    Returns:
-        Such as ``"net.py:12"``.
-    """
+    """Return file and line of a node if they are known, such as ``"net.py:12"`` in short."""
     place = node.meta.get("backpack_place")
     if place is None:
         return ""
@@ -210,14 +204,7 @@ class _State:
         self.containers = [(one, copy(one), _entries(one)) for one in values if type(one) in FILLED]
 
     def put_back(self, before: dict[str, Any]) -> list[str]:
-        """Put all back but the constants of a graph.
-
-        Args:
-            before: The attributes as the forward pass found them.
-
-        Returns:
-            The names of those that have changed since.
-        """
+        """Put all back but the constants of a graph; return what has changed since ``before``."""
         after = dict(self.own)
         changed = [name for name in before if after.get(name, self) is not before[name]]
         changed += [name for name in after if name not in before and not _is_constant(name)]
@@ -263,19 +250,7 @@ class BackpackTracer(Tracer):
         self._modes: tuple[bool, ...] = ()
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
-        """Return whether calls of a module are recorded as such.
-
-        Args:
-            m: The module.
-            module_qualified_name: Its name; not used.
-
-        Returns:
-            False if the tracer records what the module's forward pass does.
-        """
-        # not at the top of the file: the derivatives import the custom modules
-        from backpack.core.derivatives import derivatives_of
-        from backpack.core.record.tape import has_rules
-
+        """Return whether calls of a module are recorded as such; else what its forward does."""
         if isinstance(m, CONTAINERS):
             return has_rules(m)
         return (
@@ -286,15 +261,7 @@ class BackpackTracer(Tracer):
         )
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> Graph:
-        """Record the forward pass of a module.
-
-        Args:
-            root: The module. It is left as it was, but for the constants of the graph, which
-                become attributes (``_tensor_constant0``, ...).
-            concrete_args: Arguments that are constants.
-
-        Returns:
-            The graph.
+        """Record the forward pass of a module, which gets the constants of the graph as attributes.
 
         Raises:
             ConversionError: If the forward pass cannot be recorded.
@@ -432,7 +399,7 @@ class BackpackTracer(Tracer):
 
         def wrap(original: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                if is_random or _has_proxy(args, kwargs):
+                if is_random or leaves_in((args, kwargs), Proxy):
                     return self.create_proxy("call_function", original, args, kwargs)
                 return original(*args, **kwargs)
 
@@ -476,21 +443,8 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *autocast
 
 
-def _has_proxy(*arguments: Any) -> bool:
-    found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Proxy) else None, arguments)
-    return bool(found)
-
-
 def optional_arguments(module: Module) -> dict[str, Any]:
-    """Return the arguments of a module's forward pass whose default is None, a bool or a string.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Their defaults, by name.
-    """
+    """Return arguments of a forward pass whose default is None, a bool or a string, with that."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     kinds = (type(None), bool, str)
     return {p.name: p.default for p in parameters if isinstance(p.default, kinds)}

@@ -8,14 +8,7 @@ from torch.nn import functional as F
 
 
 class ScaledDotProductAttention(Module):
-    """``softmax(scale q kᵀ + mask) v``, see ``torch.nn.functional.scaled_dot_product_attention``.
-
-    Attributes:
-        dropout_p: Probability to drop an attention weight, in training mode.
-        is_causal: Whether position l attends to positions up to l only.
-        scale: Factor of the scores. Default: one over the square root of the number of features.
-        enable_gqa: Whether groups of query heads share a head of keys and values.
-    """
+    """``softmax(scale q kᵀ + mask) v``: ``torch.nn.functional.scaled_dot_product_attention``."""
 
     def __init__(
         self,
@@ -41,17 +34,10 @@ class ScaledDotProductAttention(Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """Attend.
+        """Average ``[*, L, E], [*, S, E], [*, S, Ev] -> [*, L, Ev]``.
 
-        Args:
-            query: What asks. ``[*, L, E]``
-            key: What is compared with it. ``[*, S, E]``
-            value: What is averaged. ``[*, S, Ev]``
-            attn_mask: Added to the scores; or which positions take part (True). Expands to
-                ``[*, L, S]``
-
-        Returns:
-            Weighted averages of the values. ``[*, L, Ev]``
+        The mask, which expands to ``[*, L, S]``, is added to the scores, or True where a position
+        takes part.
         """
         options = {"enable_gqa": True} if self.enable_gqa else {}
         return F.scaled_dot_product_attention(

@@ -13,13 +13,7 @@ class SumModule(Module):
     """Sum of any number of tensors."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Add the inputs up.
-
-        Args:
-            *inputs: Tensors, at least one. ``[N, *]`` each
-
-        Returns:
-            Their sum. ``[N, *]``
+        """Add the inputs up, ``[N, *]`` each.
 
         Raises:
             ValueError: If there is no input.
@@ -55,12 +49,5 @@ class Parallel(Module):
         self.merge = SumModule() if merge_module is None else merge_module
 
     def forward(self, input: Tensor) -> Tensor:
-        """Evaluate all branches at the input, and merge the results.
-
-        Args:
-            input: Input of every branch. ``[N, *]``
-
-        Returns:
-            Output of the merge module. ``[N, *]``
-        """
+        """Evaluate all branches at the input ``[N, *]``, and merge the results."""
         return self.merge(*(getattr(self, name)(input) for name in self._branch_names))

@@ -71,15 +71,7 @@ class ConvertedModule(GraphModule):
         conversions: tuple[Conversion, ...] = (),
         branches: tuple[Branch, ...] = (),
     ):
-        """Take over the state of a module.
-
-        Args:
-            root: Holds all that the graph calls.
-            graph: Placeholders, calls of modules and an output.
-            class_name: Name of the original's class.
-            conversions: What was converted to what.
-            branches: Where the forward pass depended on the training mode.
-        """
+        """Take over the state of a module with all that the graph calls."""
         super().__init__(root, graph, class_name)
         for name, value in vars(root).items():
             if name in MODULE_STATE or not hasattr(self, name):
@@ -94,14 +86,7 @@ class ConvertedModule(GraphModule):
                 module.own_layers()
 
     def train(self, mode: bool = True) -> ConvertedModule:
-        """Set the training mode, with a warning if the graph belongs to the other one.
-
-        Args:
-            mode: Training or evaluation.
-
-        Returns:
-            The module itself.
-        """
+        """Set the training mode, with a warning if the graph belongs to the other one."""
         if self.branches and mode != self._traced_in_training:
             places = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(self.branches))
             warn(

@@ -37,15 +37,7 @@ TRAINING = Training()
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to whatever is in nested tuples, lists, dictionaries and slices.
-
-    Args:
-        function: Called with each leaf.
-        value: Anything; its containers are copied.
-
-    Returns:
-        The same nesting with the results.
-    """
+    """Apply a function to whatever is in nested tuples, lists, dictionaries and slices: copied."""
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -58,17 +50,19 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+def leaves_in(value: Any, *kinds: Any) -> list[Any]:
+    """List what is of some types in nested tuples, lists, dictionaries and slices."""
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kinds) else None, value)
+    return found
+
+
 class FunctionModule(Module):
     """Calls a function, or a method of its first argument.
 
     Attributes:
-        function: The function, or the name of the method.
-        args: Positional arguments. :class:`Slot` stands for an input of the module,
-            :class:`Training` for its training flag.
-        kwargs: Keyword arguments, likewise.
         name: Short name of the function, the same for its variants: ``"matmul"`` for
             ``torch.matmul``, ``torch.Tensor.matmul`` and ``@``.
-        known: Whether the function is in the converter's table.
     """
 
     def __init__(
@@ -83,7 +77,8 @@ class FunctionModule(Module):
 
         Args:
             function: A function that can be imported by its name, or the name of a method.
-            args: Positional arguments, with :class:`Slot` and :class:`Training` in them.
+            args: Positional arguments. :class:`Slot` stands for an input of the module,
+                :class:`Training` for its training flag.
             kwargs: Keyword arguments, likewise.
             name: Short name of the function. Default: its own name.
             known: Whether the function is in the converter's table.
@@ -96,14 +91,7 @@ class FunctionModule(Module):
         self.known = known
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the function.
-
-        Args:
-            *inputs: What the slots stand for: tensors, numbers, shapes, or tuples of them.
-
-        Returns:
-            What the function returns.
-        """
+        """Call the function; inputs are what the slots stand for: tensors, numbers, shapes, ..."""
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Slot):
@@ -112,10 +100,8 @@ class FunctionModule(Module):
 
         args, kwargs = map_leaves(fill, self.args), map_leaves(fill, self.kwargs)
         if isinstance(self.function, str):
-            result = getattr(args[0], self.function)(*args[1:], **kwargs)
-        else:
-            result = self.function(*args, **kwargs)
-        return result
+            return getattr(args[0], self.function)(*args[1:], **kwargs)
+        return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Return the call."""

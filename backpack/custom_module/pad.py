@@ -27,14 +27,7 @@ class Pad(Module):
         self.value = value
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pad the input.
-
-        Args:
-            input: Tensor to pad. ``[N, *]``
-
-        Returns:
-            The padded tensor. ``[N, *]``
-        """
+        """Pad the input, ``[N, *]``."""
         return pad_function(input, self.pad, mode=self.mode, value=self.value)
 
     def extra_repr(self) -> str:

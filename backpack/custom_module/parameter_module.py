@@ -28,11 +28,7 @@ class ParameterModule(Module):
 
     @classmethod
     def of_constant(cls, value: Tensor) -> ParameterModule:
-        """Create a module that owns a constant.
-
-        Args:
-            value: The constant. It moves with the module, but is not in the state dict.
-        """
+        """Create a module that owns a constant: it moves along, but is not in the state dict."""
         holder = Module()
         module = cls(holder, "value")
         module.register_buffer("value", value, persistent=False)
@@ -40,12 +36,7 @@ class ParameterModule(Module):
         return module
 
     def move_to(self, old: Module, new: Module) -> None:
-        """Change the owner, if it is a certain one.
-
-        Args:
-            old: Owner to replace.
-            new: Its successor, with the same tensor under the same name.
-        """
+        """Change the owner, if it is the old one, to a successor with the same tensor."""
         if self.owner is old:
             self._owner = (new,)
 

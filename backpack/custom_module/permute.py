@@ -28,13 +28,7 @@ class Permute(Module):
         self.init_transpose = init_transpose
 
     def permutation(self, ndim: int) -> tuple[int, ...]:
-        """Return the non-negative order of the axes for an input with ``ndim`` axes.
-
-        Args:
-            ndim: Number of axes of the input.
-
-        Returns:
-            The axes of the input in the order in which the output has them.
+        """Return the axes of an input with so many, in the order in which the output has them.
 
         Raises:
             ValueError: If ``dims`` do not fit the number of axes.
@@ -50,13 +44,7 @@ class Permute(Module):
         return tuple(order)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Reorder the axes.
-
-        Args:
-            input: Tensor to permute.
-
-        Returns:
-            View of the input with its axes reordered.
+        """Return a view of the input with its axes reordered.
 
         Raises:
             ValueError: If the order does not fit the input's number of axes.

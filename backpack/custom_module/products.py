@@ -14,13 +14,7 @@ class MulModule(Module):
     """Elementwise product of any number of tensors (with broadcasting) and numbers."""
 
     def forward(self, *inputs: Any) -> Tensor:
-        """Multiply the inputs.
-
-        Args:
-            *inputs: Tensors or numbers, at least one. ``[N, *]``, or what broadcasts to it
-
-        Returns:
-            Their product. ``[N, *]``
+        """Multiply the inputs: ``[N, *]``, or what broadcasts to it.
 
         Raises:
             ValueError: If there is no input.

@@ -18,11 +18,8 @@ def split_recurrent_layers(graph: Graph, root: Module) -> None:
     """Replace recurrent modules with several layers by one module for each layer.
 
     Those with hooks, with parameters that the forward pass uses directly, and those that get a
-    packed sequence or perhaps None as a state stay as they are.
-
-    Args:
-        graph: Recorded calls, changed.
-        root: The module with all modules that are called. They are replaced.
+    packed sequence or perhaps None as a state stay as they are. Others are replaced in the graph,
+    and in the module with all modules that are called.
     """
     read = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
     calls: dict[str, list[Node]] = {}

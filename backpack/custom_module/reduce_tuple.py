@@ -13,23 +13,12 @@ class ReduceTuple(Module):
     """Pick one element of a tuple, such as the output of a recurrent layer."""
 
     def __init__(self, index: int = 0):
-        """Store the index.
-
-        Args:
-            index: Index of the element to pick.
-        """
+        """Store the index of the element to pick."""
         super().__init__()
         self.index = index
 
     def forward(self, input: tuple[T, ...]) -> T:
-        """Pick the element.
-
-        Args:
-            input: Tuple of tensors, possibly nested.
-
-        Returns:
-            The element at the index.
-        """
+        """Pick the element of a tuple of tensors, possibly nested."""
         return input[self.index]
 
     def extra_repr(self) -> str:

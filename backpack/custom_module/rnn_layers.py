@@ -26,14 +26,7 @@ class RNNLayers(RNNBase):
 
     @staticmethod
     def of(rnn: RNNBase) -> RNNLayers:
-        """Create the module and its children.
-
-        Args:
-            rnn: ``torch.nn.RNN``, ``LSTM`` or ``GRU`` with any number of layers. It is not changed.
-
-        Returns:
-            A module with its parameters and its other attributes.
-        """
+        """Create the module and its children from ``torch.nn.RNN``, ``LSTM`` or ``GRU``."""
         cls = LAYERS[type(rnn)]
         self: RNNLayers = cls.__new__(cls)
         for name, value in vars(rnn).items():
@@ -54,14 +47,7 @@ class RNNLayers(RNNBase):
         return self
 
     def path(self, k: int) -> list[str]:
-        """Return the names of the modules that lead from layer k to the input of the next.
-
-        Args:
-            k: Number of the layer.
-
-        Returns:
-            Names of children, the layer first.
-        """
+        """Return the names of the children that lead from layer k to the input of the next."""
         names = [f"{self.prefix}_{k}", f"reduce_tuple_{k}", f"dropout_{k}"]
         return [name for name in names if name in self._modules]
 

@@ -24,14 +24,7 @@ class ScaleModule(Module):
         self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Scale the input.
-
-        Args:
-            input: Tensor of any shape. ``[N, *]``
-
-        Returns:
-            The scaled input. ``[N, *]``
-        """
+        """Scale the input, of any shape."""
         return input * self.weight
 
     def extra_repr(self) -> str:

@@ -21,14 +21,7 @@ class Slicing(Module):
         self.slice_info = slice_info
 
     def forward(self, input: Tensor) -> Tensor:
-        """Index the input.
-
-        Args:
-            input: Tensor to slice.
-
-        Returns:
-            View of the input.
-        """
+        """Return a view of the input."""
         return input[self.slice_info]
 
     def extra_repr(self) -> str:

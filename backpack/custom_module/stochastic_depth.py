@@ -32,14 +32,7 @@ class StochasticDepth(Module):
         self.mode = mode
 
     def forward(self, input: Tensor) -> Tensor:
-        """Draw a factor of zero or ``1 / (1 - p)`` for each sample, and multiply.
-
-        Args:
-            input: ``[N, *]``
-
-        Returns:
-            ``[N, *]``
-        """
+        """Multiply ``[N, *]`` with a factor of zero or ``1 / (1 - p)``, drawn for each sample."""
         if not self.training or self.p == 0:
             return input
         ones = [1] * (input.dim() - 1)

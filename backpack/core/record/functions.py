@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from backpack.custom_module import permanent_dropout as permanent
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
-from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.function_module import FunctionModule, Slot, leaves_in
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.products import MulModule
@@ -111,14 +111,7 @@ def is_number(argument: Any) -> bool:
 
 def is_static(*arguments: Any) -> bool:
     """Return whether arguments are known already: neither nodes, nor slots, nor tensors."""
-    unknown: list[Any] = []
-
-    def look(leaf: Any) -> None:
-        if isinstance(leaf, (Node, Slot, torch.Tensor)):
-            unknown.append(leaf)
-
-    map_leaves(look, arguments)
-    return not unknown
+    return not leaves_in(arguments, Node, Slot, torch.Tensor)
 
 
 # --- Conversions: from the arguments of a function to an application, None for "as a function" ----
@@ -500,6 +493,11 @@ class Row:
     treatment: str | None = None
 
 
+def _rows(*functions: str, **common: Any) -> list[Row]:
+    """Return rows that have all in common but the names of their functions."""
+    return [Row(names, **common) for names in functions]
+
+
 TABLE: tuple[Row, ...] = (
     # arithmetic
     Row("operator.add torch.add .add", add, treatment=ENTRIES),
@@ -512,8 +510,6 @@ TABLE: tuple[Row, ...] = (
         treatment=ENTRIES,
     ),
     Row("operator.neg torch.neg torch.negative .neg .negative", negate, treatment=ENTRIES),
-    Row("operator.pos torch.positive .positive", is_view=True, treatment=ENTRIES),
-    Row("torch.pow operator.pow .pow torch.float_power .float_power", treatment=ENTRIES),
     Row("torch.matmul operator.matmul .matmul"),
     Row("torch.mm .mm"),
     Row("torch.bmm .bmm"),
@@ -527,12 +523,19 @@ TABLE: tuple[Row, ...] = (
     Row("torch.addbmm .addbmm"),
     Row("torch.baddbmm .baddbmm"),
     Row("torch.addmv .addmv"),
-    Row("torch.addcmul .addcmul", treatment=ENTRIES),
-    Row("torch.addcdiv .addcdiv", treatment=ENTRIES),
-    Row("torch.lerp .lerp", treatment=ENTRIES),
     # axes, shapes and selections
     Row("torch.flatten .flatten", layer(flatten), is_view=True, treatment=RESHAPES),
     Row("torch.unflatten .unflatten", layer(unflatten), is_view=True, treatment=RESHAPES),
+    *_rows(
+        ".view",
+        ".view_as .reshape_as",
+        "torch.reshape .reshape",
+        "torch.ravel .ravel",
+        "torch.squeeze .squeeze",
+        "torch.unsqueeze .unsqueeze",
+        is_view=True,
+        treatment=RESHAPES,
+    ),
     Row("torch.permute .permute", permute, is_view=True, treatment=MOVES),
     Row(
         "torch.transpose torch.swapdims .transpose .swapdims",
@@ -541,134 +544,101 @@ TABLE: tuple[Row, ...] = (
         treatment=MOVES,
     ),
     Row("torch.swapaxes .swapaxes", swapaxes, is_view=True, treatment=MOVES),
-    Row("torch.adjoint .adjoint", is_view=True, treatment=MOVES),
-    Row("torch.t .t", is_view=True, treatment=MOVES),
-    Row("torch.movedim torch.moveaxis .movedim .moveaxis", is_view=True, treatment=MOVES),
     Row("operator.getitem", getitem, item_kind, is_view=True, treatment=MOVES),
-    Row("builtins.getattr", attribute, attribute_kind, is_view=True),
-    Row(".view", is_view=True, treatment=RESHAPES),
-    Row(".view_as .reshape_as", is_view=True, treatment=RESHAPES),
-    Row("torch.reshape .reshape", is_view=True, treatment=RESHAPES),
-    Row("torch.ravel .ravel", is_view=True, treatment=RESHAPES),
-    Row("torch.squeeze .squeeze", is_view=True, treatment=RESHAPES),
-    Row("torch.unsqueeze .unsqueeze", is_view=True, treatment=RESHAPES),
-    Row("torch.narrow .narrow", is_view=True, treatment=MOVES),
-    Row("torch.select .select", is_view=True, treatment=MOVES),
-    Row(".expand", is_view=True, treatment=MOVES),
-    Row(".expand_as", is_view=True, treatment=MOVES),
-    Row("torch.broadcast_to .broadcast_to", is_view=True, treatment=MOVES),
-    Row("torch.diagonal .diagonal", is_view=True, treatment=MOVES),
-    Row("torch.as_strided .as_strided", is_view=True),
-    Row(".unfold", is_view=True, treatment=MOVES),
-    Row(
+    *_rows(
+        "torch.adjoint .adjoint",
+        "torch.t .t",
+        "torch.movedim torch.moveaxis .movedim .moveaxis",
+        "torch.narrow .narrow",
+        "torch.select .select",
+        ".expand",
+        ".expand_as",
+        "torch.broadcast_to .broadcast_to",
+        "torch.diagonal .diagonal",
+        ".unfold",
+        is_view=True,
+        treatment=MOVES,
+    ),
+    *_rows(
         "torch.split .split torch.split_with_sizes .split_with_sizes",
-        None,
-        TENSORS,
-        is_view=True,
-        treatment=MOVES,
-    ),
-    Row(
         "torch.chunk .chunk torch.tensor_split .tensor_split",
-        None,
-        TENSORS,
-        is_view=True,
-        treatment=MOVES,
-    ),
-    Row(
         "torch.hsplit .hsplit torch.vsplit .vsplit torch.dsplit",
-        None,
-        TENSORS,
+        "torch.unbind .unbind",
+        result=TENSORS,
         is_view=True,
         treatment=MOVES,
     ),
-    Row("torch.unbind .unbind", None, TENSORS, is_view=True, treatment=MOVES),
+    Row("builtins.getattr", attribute, attribute_kind, is_view=True),
+    Row("torch.as_strided .as_strided", is_view=True),
     Row("torch.broadcast_tensors torch.meshgrid", None, TENSORS, is_view=True),
-    Row("torch.cat torch.concat torch.concatenate", treatment=MOVES),
-    Row(
+    *_rows(
+        "torch.cat torch.concat torch.concatenate",
         "torch.stack torch.hstack torch.vstack torch.dstack torch.column_stack torch.row_stack",
-        treatment=MOVES,
-    ),
-    Row(".repeat torch.tile .tile", treatment=MOVES),
-    Row("torch.repeat_interleave .repeat_interleave", treatment=MOVES),
-    Row("torch.roll .roll", treatment=MOVES),
-    Row(
+        ".repeat torch.tile .tile",
+        "torch.repeat_interleave .repeat_interleave",
+        "torch.roll .roll",
         "torch.flip .flip torch.fliplr .fliplr torch.flipud .flipud torch.rot90 .rot90",
-        treatment=MOVES,
-    ),
-    Row("torch.tril .tril torch.triu .triu", treatment=ENTRIES),
-    Row("torch.diag .diag torch.diag_embed .diag_embed torch.diagflat .diagflat"),
-    Row("torch.index_select .index_select", treatment=MOVES),
-    Row(
+        "torch.index_select .index_select",
         "torch.gather .gather torch.take .take torch.take_along_dim .take_along_dim",
         treatment=MOVES,
     ),
+    Row("torch.diag .diag torch.diag_embed .diag_embed torch.diagflat .diagflat"),
     Row(
         "torch.scatter .scatter torch.scatter_add .scatter_add .scatter_reduce "
         "torch.masked_scatter .masked_scatter"
     ),
     Row("torch.index_add .index_add .index_copy .index_fill torch.index_put .index_put"),
     Row("torch.slice_scatter .slice_scatter torch.select_scatter .select_scatter"),
-    Row("torch.masked_fill .masked_fill", treatment=ENTRIES),
     Row("torch.masked_select .masked_select torch.nonzero .nonzero torch.argwhere .argwhere"),
     Row("torch.where .where", None, where_kind, treatment=ENTRIES),
     Row("F.pad torch._C._nn.pad", layer(pad)),
     # the same values, elsewhere or as another type
-    Row(".contiguous", is_view=True, treatment=ENTRIES),
-    Row("torch.clone .clone", treatment=ENTRIES),
-    Row(
+    *_rows(
+        "operator.pos torch.positive .positive",
+        ".contiguous",
         ".to .type .type_as .float .double .half .bfloat16 .long .int .bool",
+        ".cpu .cuda",
+        "torch.detach .detach",
         is_view=True,
         treatment=ENTRIES,
     ),
-    Row(".cpu .cuda", is_view=True, treatment=ENTRIES),
-    Row("torch.detach .detach", is_view=True, treatment=ENTRIES),
     # functions of each entry
-    Row("torch.abs torch.absolute operator.abs .abs .absolute", treatment=ENTRIES),
-    Row("torch.sign .sign torch.sgn .sgn", treatment=ENTRIES),
-    Row("torch.reciprocal .reciprocal", treatment=ENTRIES),
-    Row("torch.square .square", treatment=ENTRIES),
-    Row("torch.sqrt .sqrt", treatment=ENTRIES),
-    Row("torch.rsqrt .rsqrt", treatment=ENTRIES),
-    Row("torch.exp .exp torch.exp2 .exp2 torch.expm1 .expm1", treatment=ENTRIES),
-    Row("torch.log .log torch.log2 .log2 torch.log10 .log10 torch.log1p .log1p", treatment=ENTRIES),
-    Row(
+    *_rows(
+        "torch.clone .clone",
+        "torch.pow operator.pow .pow torch.float_power .float_power",
+        "torch.addcmul .addcmul",
+        "torch.addcdiv .addcdiv",
+        "torch.lerp .lerp",
+        "torch.tril .tril torch.triu .triu",
+        "torch.masked_fill .masked_fill",
+        "torch.abs torch.absolute operator.abs .abs .absolute",
+        "torch.sign .sign torch.sgn .sgn",
+        "torch.reciprocal .reciprocal",
+        "torch.square .square",
+        "torch.sqrt .sqrt",
+        "torch.rsqrt .rsqrt",
+        "torch.exp .exp torch.exp2 .exp2 torch.expm1 .expm1",
+        "torch.log .log torch.log2 .log2 torch.log10 .log10 torch.log1p .log1p",
         "torch.sin .sin torch.cos .cos torch.tan .tan torch.sinh .sinh torch.cosh .cosh",
-        treatment=ENTRIES,
-    ),
-    Row("torch.asin .asin torch.acos .acos torch.atan .atan torch.atan2 .atan2", treatment=ENTRIES),
-    Row("torch.erf .erf torch.erfc .erfc torch.sinc .sinc torch.logit .logit", treatment=ENTRIES),
-    Row("torch.xlogy .xlogy torch.logaddexp .logaddexp torch.hypot .hypot", treatment=ENTRIES),
-    Row("torch.clamp torch.clip .clamp .clip", treatment=ENTRIES),
-    Row("torch.clamp_min .clamp_min", treatment=ENTRIES),
-    Row("torch.clamp_max .clamp_max", treatment=ENTRIES),
-    Row("torch.maximum .maximum torch.fmax .fmax", treatment=ENTRIES),
-    Row("torch.minimum .minimum torch.fmin .fmin", treatment=ENTRIES),
-    Row(
+        "torch.asin .asin torch.acos .acos torch.atan .atan torch.atan2 .atan2",
+        "torch.erf .erf torch.erfc .erfc torch.sinc .sinc torch.logit .logit",
+        "torch.xlogy .xlogy torch.logaddexp .logaddexp torch.hypot .hypot",
+        "torch.clamp torch.clip .clamp .clip",
+        "torch.clamp_min .clamp_min",
+        "torch.clamp_max .clamp_max",
+        "torch.maximum .maximum torch.fmax .fmax",
+        "torch.minimum .minimum torch.fmin .fmin",
         "torch.round .round torch.floor .floor torch.ceil .ceil torch.trunc .trunc torch.frac",
-        treatment=ENTRIES,
-    ),
-    Row("torch.floor_divide operator.floordiv .floor_divide", treatment=ENTRIES),
-    Row("torch.remainder operator.mod .remainder torch.fmod .fmod", treatment=ENTRIES),
-    Row("torch.nan_to_num .nan_to_num", treatment=ENTRIES),
-    Row(
+        "torch.floor_divide operator.floordiv .floor_divide",
+        "torch.remainder operator.mod .remainder torch.fmod .fmod",
+        "torch.nan_to_num .nan_to_num",
         "operator.eq torch.eq .eq operator.ne torch.ne .ne torch.isclose .isclose",
-        treatment=ENTRIES,
-    ),
-    Row("operator.lt torch.lt .lt operator.le torch.le .le", treatment=ENTRIES),
-    Row("operator.gt torch.gt .gt operator.ge torch.ge .ge", treatment=ENTRIES),
-    Row("torch.isnan .isnan torch.isinf .isinf torch.isfinite .isfinite", treatment=ENTRIES),
-    Row(
+        "operator.lt torch.lt .lt operator.le torch.le .le",
+        "operator.gt torch.gt .gt operator.ge torch.ge .ge",
+        "torch.isnan .isnan torch.isinf .isinf torch.isfinite .isfinite",
         "torch.logical_and .logical_and operator.and_ torch.bitwise_and .bitwise_and",
-        treatment=ENTRIES,
-    ),
-    Row(
-        "torch.logical_or .logical_or operator.or_ torch.bitwise_or .bitwise_or", treatment=ENTRIES
-    ),
-    Row(
+        "torch.logical_or .logical_or operator.or_ torch.bitwise_or .bitwise_or",
         "torch.logical_not .logical_not operator.invert torch.bitwise_not .bitwise_not",
-        treatment=ENTRIES,
-    ),
-    Row(
         "torch.logical_xor .logical_xor operator.xor torch.bitwise_xor .bitwise_xor",
         treatment=ENTRIES,
     ),
@@ -677,16 +647,17 @@ TABLE: tuple[Row, ...] = (
     Row("torch.mean .mean torch.nanmean .nanmean"),
     Row("torch.prod .prod"),
     Row("torch.var .var torch.std .std"),
-    Row("torch.var_mean torch.std_mean torch.aminmax .aminmax", None, TENSORS),
     Row("torch.norm .norm torch.linalg.norm torch.linalg.vector_norm torch.linalg.matrix_norm"),
     Row("torch.logsumexp .logsumexp"),
     Row("torch.cumsum .cumsum torch.cumprod .cumprod torch.logcumsumexp .logcumsumexp"),
     Row("torch.amax .amax torch.amin .amin"),
     Row("torch.max .max torch.min .min torch.median .median", None, reduction_kind),
-    Row(
-        "torch.sort .sort torch.topk .topk torch.kthvalue .kthvalue torch.mode .mode", None, TENSORS
+    *_rows(
+        "torch.var_mean torch.std_mean torch.aminmax .aminmax",
+        "torch.sort .sort torch.topk .topk torch.kthvalue .kthvalue torch.mode .mode",
+        "torch.cummax .cummax torch.cummin .cummin",
+        result=TENSORS,
     ),
-    Row("torch.cummax .cummax torch.cummin .cummin", None, TENSORS),
     Row("torch.argmax .argmax torch.argmin .argmin torch.argsort .argsort"),
     Row("torch.any .any torch.all .all torch.count_nonzero .count_nonzero"),
     Row("torch.trace .trace"),
@@ -974,14 +945,7 @@ FILL = Row(" ".join(f".{name}" for name in FILLS))
 
 
 def look_up(node: Node) -> Function:
-    """Find out what a node calls.
-
-    Args:
-        node: A ``call_function`` or a ``call_method``.
-
-    Returns:
-        The function without a side effect on its arguments, and its row.
-    """
+    """Return the function that a node calls, without a side effect on its arguments."""
     target: Any = node.target
     if isinstance(target, str):
         return _look_up_method(target)
@@ -992,8 +956,7 @@ def look_up(node: Node) -> Function:
     else:
         qualified = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
         found = Function(target, INDEX.elsewhere.get(qualified))
-        is_structure = isinstance(target, type) and hasattr(target, "_fields")
-        if is_structure:  # a named tuple
+        if isinstance(target, type) and hasattr(target, "_fields"):  # a named tuple
             found = Function(target, Row("", result=UNKNOWN))
     if node.kwargs.get("inplace"):
         return Function(found.target, found.row, in_place=True)
@@ -1010,11 +973,7 @@ def _look_up_method(name: str) -> Function:
 
 
 def kind_of_call(node: Node) -> Kind:
-    """Return what is known about the result of a function.
-
-    Args:
-        node: A ``call_function`` or a ``call_method``.
-    """
+    """Return what is known about the result of a function that a node calls."""
     function = look_up(node)
     if on_values(node):
         return VALUE
