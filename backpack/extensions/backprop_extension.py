@@ -203,6 +203,18 @@ class BackpropExtension(ShowsOptions):
             warn(message)
 
 
+class ChoosesSamples(BackpropExtension):
+    """An extension whose one option are the samples to look at: a subclass has a ``savefield``."""
+
+    def __init__(self, subsampling: Sequence[int] | None = None):
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
+        super().__init__(self.savefield, subsampling=subsampling)
+
+
 def _is_model(value: Any) -> bool:
     """Whether something is what an optimiser takes: a model, its parameters, or groups of them."""
     if isinstance(value, Sequence) and value:

@@ -18,12 +18,7 @@ class MatToJacMat(ModuleExtension):
     """Passes columns on with the transposed Jacobian, ``Jᵀ mat``."""
 
     def __init__(self, derivatives: BaseDerivatives, params: Sequence[str] | None = None):
-        """Store the derivatives of the module class.
-
-        Args:
-            derivatives: Derivatives of the module class.
-            params: Names of the parameters.
-        """
+        """Store the derivatives of the module class, and the names of parameters."""
         super().__init__(params)
         self.derivatives = derivatives
         alone = type(self).backpropagate is MatToJacMat.backpropagate
@@ -37,17 +32,9 @@ class MatToJacMat(ModuleExtension):
         g_out: Sequence[Any],
         bpQuantities: Any,
     ) -> Any:
-        """Apply the transposed Jacobian: ``[V, N, *out] -> [V, N, *in]``.
+        """Apply the transposed Jacobian: ``[V, N, *out] -> [V, N, *in]``, to each of a list.
 
-        Args:
-            ext: The extension.
-            module: The module.
-            g_inp: Gradients with respect to the inputs.
-            g_out: Gradients with respect to the outputs.
-            bpQuantities: ``[V, N, *out]``, or a list of such tensors; None stays None.
-
-        Returns:
-            The same with ``*in``; for several inputs a tuple.
+        For several inputs, the result is a tuple; None stays None.
         """
         if bpQuantities is None:
             return None

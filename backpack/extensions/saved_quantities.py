@@ -20,23 +20,12 @@ class SavedQuantities:
     def save_quantity(
         self, key: Hashable, quantity: Any, accumulate: Callable[[Any, Any], Any]
     ) -> None:
-        """Save a quantity, or merge it with what is already there.
-
-        Args:
-            key: Identity of the tensor.
-            quantity: What has arrived.
-            accumulate: Merges what is there with what has arrived.
-        """
+        """Save a quantity of a tensor, or ``accumulate(old, new)`` if something is there."""
         there = key in self._saved
         self._saved[key] = accumulate(self._saved[key], quantity) if there else quantity
 
     def retrieve_quantity(self, key: Hashable, delete_old: bool = True) -> Any:
-        """Return what has arrived, None if nothing has.
-
-        Args:
-            key: Identity of the tensor.
-            delete_old: Forget it.
-        """
+        """Return what has arrived at a tensor, None if nothing has; by default, forget it."""
         return self._saved.pop(key, None) if delete_old else self._saved.get(key)
 
     def clear(self) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
-class BatchL2Grad(FirstOrderBackpropExtension):
+class BatchL2Grad(ChoosesSamples, FirstOrderBackpropExtension):
     r"""Squared L2 norm of each individual gradient, saved in ``batch_l2``.
 
     .. math:: \left\lVert g_n \right\rVert^2 \qquad n = 1, \ldots, N
@@ -22,14 +21,7 @@ class BatchL2Grad(FirstOrderBackpropExtension):
     :Source: Goodfellow, Efficient per-example gradient computations (arXiv 1510.01799, 2015).
     """
 
+    savefield = "batch_l2"
     needs = ("square_norm",)
     shape = ("N",)
     belongs_to_gradient = True
-
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("batch_l2", subsampling=subsampling)

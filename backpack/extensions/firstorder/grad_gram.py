@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from backpack.core.engine.products import Products
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
-class GradGram(FirstOrderBackpropExtension):
+class GradGram(ChoosesSamples, FirstOrderBackpropExtension):
     r"""Inner products of all pairs of individual gradients, saved in ``grad_gram``.
 
     .. math:: G_{nm} = g_n^\top g_m \qquad n, m = 1, \ldots, N
@@ -27,16 +26,9 @@ class GradGram(FirstOrderBackpropExtension):
         low-rank structure (TMLR 2022), for the Gram matrix in place of the second moment.
     """
 
+    savefield = "grad_gram"
     needs = ("factored",)
     shape = ("N", "N")
-
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("grad_gram", subsampling=subsampling)
 
     def extract(self, products: Products) -> Tensor:
         """Return ``[N, N]``."""

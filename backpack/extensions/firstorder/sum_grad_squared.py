@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
-class SumGradSquared(FirstOrderBackpropExtension):
+class SumGradSquared(ChoosesSamples, FirstOrderBackpropExtension):
     r"""Sum of the squared individual gradients, saved in ``sum_grad_squared``.
 
     .. math:: \sum_{n=1}^N g_n \odot g_n
@@ -19,13 +18,6 @@ class SumGradSquared(FirstOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "sum_grad_squared"
     needs = ("square",)
     shape = ("*p",)
-
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("sum_grad_squared", subsampling=subsampling)

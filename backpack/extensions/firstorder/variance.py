@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from backpack.core.engine.products import Products
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 
 
-class Variance(FirstOrderBackpropExtension):
+class Variance(ChoosesSamples, FirstOrderBackpropExtension):
     r"""Variance of the individual gradients, saved in ``variance``.
 
     .. math::
@@ -28,16 +27,9 @@ class Variance(FirstOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "variance"
     needs = ("square", "gradient")
     shape = ("*p",)
-
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("variance", subsampling=subsampling)
 
     def extract(self, products: Products) -> Tensor:
         """Return ``[*p]``."""

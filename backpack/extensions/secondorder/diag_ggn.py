@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backpack.core.engine.propagations import ExactFactor, SampledFactor
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
-class DiagGGNExact(SecondOrderBackpropExtension):
+class _Sampled(SecondOrderBackpropExtension):
+    """An extension that propagates sampled gradients: a subclass has a ``savefield``."""
+
+    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
+        """Choose the samples.
+
+        Args:
+            mc_samples: Number M of Monte-Carlo samples.
+            subsampling: Indices of the samples of the batch to look at. Default: all.
+        """
+        self.propagation = SampledFactor(mc_samples)
+        super().__init__(self.savefield, subsampling=subsampling)
+
+
+class DiagGGNExact(ChoosesSamples, SecondOrderBackpropExtension):
     r"""Diagonal of the GGN, saved in ``diag_ggn_exact``.
 
     .. math::
@@ -25,22 +40,15 @@ class DiagGGNExact(SecondOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "diag_ggn_exact"
     propagation = ExactFactor()
     needs = ("square",)
     shape = ("*p",)
 
     _optimiser = "DiagGGN"
 
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
 
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("diag_ggn_exact", subsampling=subsampling)
-
-
-class DiagGGNMC(SecondOrderBackpropExtension):
+class DiagGGNMC(_Sampled):
     r"""Monte-Carlo estimate of the GGN's diagonal, saved in ``diag_ggn_mc``.
 
     .. math::
@@ -58,23 +66,14 @@ class DiagGGNMC(SecondOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "diag_ggn_mc"
     needs = ("square",)
     shape = ("*p",)
 
     _optimiser = "DiagGGN"
 
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
 
-        Args:
-            mc_samples: Number M of Monte-Carlo samples.
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        self.propagation = SampledFactor(mc_samples)
-        super().__init__("diag_ggn_mc", subsampling=subsampling)
-
-
-class BatchDiagGGNExact(SecondOrderBackpropExtension):
+class BatchDiagGGNExact(ChoosesSamples, SecondOrderBackpropExtension):
     r"""Diagonal of each sample's GGN, saved in ``diag_ggn_exact_batch``.
 
     .. math:: \mathrm{diag}\left(J_n^\top H_n J_n\right) \qquad n = 1, \ldots, N
@@ -85,20 +84,13 @@ class BatchDiagGGNExact(SecondOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "diag_ggn_exact_batch"
     propagation = ExactFactor()
     needs = ("batch_square",)
     shape = ("N", "*p")
 
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
 
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("diag_ggn_exact_batch", subsampling=subsampling)
-
-
-class BatchDiagGGNMC(SecondOrderBackpropExtension):
+class BatchDiagGGNMC(_Sampled):
     r"""Monte-Carlo estimate of each sample's GGN diagonal, saved in ``diag_ggn_mc_batch``.
 
     .. math:: \sum_{m=1}^M \left(J_n^\top \tilde s_{nm}\right)^2 \qquad n = 1, \ldots, N
@@ -109,15 +101,6 @@ class BatchDiagGGNMC(SecondOrderBackpropExtension):
     :Source: Dangel, Kunstner, Hennig, BackPACK: packing more into backprop (ICLR 2020).
     """
 
+    savefield = "diag_ggn_mc_batch"
     needs = ("batch_square",)
     shape = ("N", "*p")
-
-    def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            mc_samples: Number M of Monte-Carlo samples.
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        self.propagation = SampledFactor(mc_samples)
-        super().__init__("diag_ggn_mc_batch", subsampling=subsampling)

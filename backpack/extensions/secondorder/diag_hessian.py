@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from backpack.core.engine.propagations import HessianFactors
+from backpack.extensions.backprop_extension import ChoosesSamples
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
 
-class DiagHessian(SecondOrderBackpropExtension):
+class DiagHessian(ChoosesSamples, SecondOrderBackpropExtension):
     r"""Diagonal of the Hessian, saved in ``diag_h``.
 
     .. math:: \mathrm{diag}\left(\nabla_p^2 \mathcal{L}\right)
@@ -24,20 +23,13 @@ class DiagHessian(SecondOrderBackpropExtension):
         and investigation of negative curvature (Neural Networks 2008).
     """
 
+    savefield = "diag_h"
     propagation = HessianFactors()
     needs = ("square",)
     shape = ("*p",)
 
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
 
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("diag_h", subsampling=subsampling)
-
-
-class BatchDiagHessian(SecondOrderBackpropExtension):
+class BatchDiagHessian(ChoosesSamples, SecondOrderBackpropExtension):
     r"""Diagonal of each sample's Hessian, saved in ``diag_h_batch``.
 
     .. math:: \mathrm{diag}\left(\nabla_p^2 \ell_n\right) \qquad n = 1, \ldots, N
@@ -48,14 +40,7 @@ class BatchDiagHessian(SecondOrderBackpropExtension):
     :Source: That of :class:`DiagHessian`.
     """
 
+    savefield = "diag_h_batch"
     propagation = HessianFactors()
     needs = ("batch_square",)
     shape = ("N", "*p")
-
-    def __init__(self, subsampling: Sequence[int] | None = None):
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples of the batch to look at. Default: all.
-        """
-        super().__init__("diag_h_batch", subsampling=subsampling)

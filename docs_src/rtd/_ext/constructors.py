@@ -18,8 +18,6 @@ def leave_out_first_line(
         return
     if issubclass(obj, tuple):  # a line that Python has written
         lines[:] = [line for line in lines if not line.startswith("Create new instance of ")]
-    if "__init__" not in vars(obj):
-        return
     first = (getdoc(obj.__init__) or "").partition("\n")[0]
     if first and first in lines[1:]:
         lines.remove(first)

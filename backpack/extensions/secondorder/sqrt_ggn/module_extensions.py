@@ -41,12 +41,7 @@ class SqrtGGNBaseModule(MatToJacMat):
     """
 
     def __init__(self, derivatives: BaseDerivatives, params: Sequence[str] | None = None):
-        """Store the derivatives of the module class.
-
-        Args:
-            derivatives: Derivatives of the module class.
-            params: Names of the parameters.
-        """
+        """Store the derivatives of the module class, and the names of parameters."""
         for name in params or ():
             if not hasattr(self, name):
                 setattr(self, name, partial(self._products, name))
@@ -91,12 +86,7 @@ class SqrtGGNBaseLoss(SqrtGGNBaseModule):
     ) -> Any:
         """Return the factor: ``[C, N, *in]`` if it is exact, ``[M, N, *in]`` if it is sampled.
 
-        Args:
-            ext: The extension.
-            module: The loss.
-            g_inp: Gradients with respect to the inputs.
-            g_out: The constant that the loss was multiplied with; its root is part of the factor.
-            bpQuantities: None.
+        The root of the constant that the loss was multiplied with, ``g_out``, is part of it.
 
         Raises:
             ValueError: If the strategy is no other, or the constant is negative.
