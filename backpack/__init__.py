@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from operator import methodcaller
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -220,12 +219,7 @@ class backpack(ShowsOptions):
         self._entered[scope] = configuration
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, *exception: Any) -> None:
         """Restore the outer state. Contexts that others have entered inside stay active.
 
         Raises:
@@ -246,7 +240,7 @@ class backpack(ShowsOptions):
         self._entered.pop(scope)
         scope.was_left = True
         if scope.interceptor is not None:
-            scope.interceptor.__exit__(kind, value, trace)
+            scope.interceptor.__exit__(kind, *exception)
         configure(CTX.configuration)
         checks.note_passes(inner, active(scope.outer))
         checks.note_latest(inner)

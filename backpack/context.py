@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -101,18 +100,11 @@ class State(NamedTuple):
     recorders: tuple[Any, ...] = ()
 
 
+@dataclass
 class Outside:
-    """What is known of backward passes that no context was open for.
+    """What is known of backward passes that no context was open for."""
 
-    Attributes:
-        task: Autograd's number of the latest one that has come to recorded calls.
-    """
-
-    __slots__ = ("task",)
-
-    def __init__(self) -> None:
-        """Know of none."""
-        self.task = -1
+    task: int = -1  # autograd's number of the latest one that has come to recorded calls
 
 
 DEFAULT = State()
@@ -271,12 +263,7 @@ class disable:
         configuration, disabled, *others = STATE.get()
         set_variable(STATE, State(configuration, disabled + 1, *others))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Store again, unless an outer ``disable`` is active."""
         configuration, disabled, *others = STATE.get()
         set_variable(STATE, State(configuration, disabled - 1, *others))

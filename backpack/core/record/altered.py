@@ -22,17 +22,7 @@ RANDOM = f"is random, and a forward hook runs before backpack's, which may chang
 def alteration(
     module: Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> str | None:
-    """Run a module again to see whether hooks have changed what it returned.
-
-    Args:
-        module: The module that was called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        output: What the hooks have made of what it returned.
-
-    Returns:
-        What to tell about the module, or None.
-    """
+    """Run a module again; return what to tell of it if hooks have changed what it returned."""
     seen = flatten_outputs(output)
     if not torch.is_grad_enabled() or derivatives_of_call(module, seen) is None:
         return None

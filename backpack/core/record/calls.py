@@ -519,11 +519,9 @@ class Call(ModuleState):
     def snapshot(self, create_graph: bool) -> Call:
         """Return a copy that outlives the release, for products evaluated after the backward pass.
 
-        Args:
-            create_graph: Keep the inputs attached to the autograd graph.
+        They read what our derivatives read or, with ``create_graph``, everything, with its graph.
         """
         clone = self._copy()
-        # products read what our derivatives read, or (create_graph) everything
         clone.producers = {}
         if create_graph:
             clone.inputs = self.whole_inputs()
@@ -557,9 +555,7 @@ class Call(ModuleState):
     def reads_parameters(self, travels: bool, is_shown: bool) -> bool:
         """Return whether derivatives depend on entries of a parameter that the call has read.
 
-        Args:
-            travels: Whether something travels through calls, besides gradients.
-            is_shown: Whether code of users sees inputs and outputs.
+        See :func:`reading_parameters`.
         """
         rule = self.derivatives
         if is_shown and self.computed_with is not None:
@@ -570,11 +566,7 @@ class Call(ModuleState):
         return not is_linear or self.is_unbatched or bool(self.unbatched_inputs)
 
     def keep_views(self, storages: Set[int]) -> None:
-        """Copy inputs and outputs that have no samples, if they are parameters or views of some.
-
-        Args:
-            storages: Where the entries of parameters are.
-        """
+        """Copy inputs and outputs without samples that are in the memory of parameters."""
         if not (self.is_unbatched or self.unbatched_inputs):
             return
         stored = [*self.inputs, *self.outputs]
@@ -597,11 +589,8 @@ class Call(ModuleState):
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Precisions of what the call has read and returned."""
-        found = set()
-        for t in (*self.inputs, *self.outputs, *self.params.values()):
-            if isinstance(t, Tensor) and t.is_floating_point():
-                found.add(t.dtype)
-        return found
+        tensors = (*self.inputs, *self.outputs, *self.params.values())
+        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
 
     @property
     def rounding(self) -> float:
@@ -752,9 +741,7 @@ class Call(ModuleState):
     def seen(self, whole: bool, folded: bool) -> tuple[Sequence[Any], Sequence[Tensor]]:
         """Return inputs and outputs as the derivatives see them: samples where they expect them.
 
-        Args:
-            whole: With those that were not kept.
-            folded: With an axis for the rows of each sample.
+        ``whole``: with those that were not kept; ``folded``: with an axis for each sample's rows.
         """
         differentiable = torch.is_grad_enabled()
         inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
@@ -774,11 +761,7 @@ class Call(ModuleState):
         return inputs, outputs
 
     def gradients(self, folded: bool = False) -> Sequence[Tensor | None]:
-        """Return the gradients with respect to the outputs in canonical form.
-
-        Args:
-            folded: With an axis for the rows of each sample.
-        """
+        """Return gradients with respect to the outputs in canonical form; see :meth:`seen`."""
         if self.g_samples is not None:
             return self.g_samples
         if self.is_direct and not folded:
@@ -797,10 +780,7 @@ class Call(ModuleState):
         return rule.seen_gradients(self, folded)
 
     def check(self, trained_only: bool) -> None:
-        """Refuse a call that can have no quantities.
-
-        Args:
-            trained_only: Frozen parameters do not matter.
+        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
 
         Raises:
             RuntimeError: If its tensors are gone.
@@ -814,11 +794,7 @@ class Call(ModuleState):
             self._check_parameters(trained_only)
 
     def _check_batched(self) -> None:
-        """Refuse input without a batch axis.
-
-        Raises:
-            ValueError: If the output has too few axes.
-        """
+        """Refuse input without a batch axis, or whose samples are not known."""
         shape, rule = self.shape_out[0], self.derivatives
         if shape and not shape[0] and not self.num_rows:
             raise ValueError(f"{self!r} was called with an empty batch.")
@@ -877,11 +853,7 @@ class Call(ModuleState):
         relevant, rule = self.inputs, self.derivatives
         if rule is not None and (rule.needs_output or rule.reads_output):
             relevant += self.outputs
-        try:
-            versions = tuple(map(VERSION, relevant))
-        except (AttributeError, RuntimeError):
-            versions = tuple(map(version_of, relevant))
-        if versions != self.versions[: len(versions)]:
+        if tuple(map(version_of, relevant)) != self.versions[: len(relevant)]:
             raise RuntimeError(
                 f"A tensor that {self!r} has read or returned was changed in place afterwards, so "
                 "its derivatives are no longer known. Replace the in-place operation (x += y, "
@@ -992,8 +964,7 @@ def is_used(tensor: Tensor) -> bool:
 
 def latest() -> Module | None:
     """Return the module of the latest call, if that waits for its first context."""
-    entry = _live.get(_newest) if _newest != _newest_before else None
-    call = None if entry is None else entry()
+    call = last_call() if _newest != _newest_before else None
     return None if call is None else call.module
 
 
@@ -1030,9 +1001,7 @@ def live_calls(module: Module) -> list[Call]:
 def preserve(tensor: Tensor, copy: Tensor) -> None:
     """Let recorded calls keep the entries of a tensor that is about to change in place.
 
-    Args:
-        tensor: What will change.
-        copy: The same entries elsewhere, with the same place in the graph.
+    The copy has the same entries elsewhere, and the same place in the graph.
     """
     storage = tensor.untyped_storage().data_ptr()
     copies: dict[int, Tensor] = {}

@@ -291,10 +291,8 @@ def _copied(module: Module) -> Module:
 def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -> Context:
     """Return the call that a module shows, else its latest recorded one.
 
-    Args:
-        module: The module.
-        grads: Gradients of the loss with respect to its outputs, if they are known.
-        rows: Rows of the batch that cotangents and tangents hold.
+    With the gradients of the loss with respect to its outputs, if they are known, and rows of the
+    batch.
 
     Raises:
         RuntimeError: If no forward pass of the module is recorded.

@@ -31,9 +31,7 @@ from backpack.core.record.data_notes import (
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
-from backpack.core.record.registry import (
-    derivatives_of,
-)
+from backpack.core.record.registry import derivatives_of
 from backpack.core.record.weights import TENSORS, next_number
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
@@ -60,13 +58,8 @@ def note_inputs(
 
     Of tensors whose first axes differ, some have the samples, others none. A module that knows
     better corrects that. All of it holds for this call (:func:`clear_inputs`): what another model
-    has found out of the same data says nothing here.
-
-    Args:
-        module: The model.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        is_part: Whether a model that is followed runs: what is known of its tensors holds.
+    has found out of the same data says nothing here. In a part of a model that is followed
+    (``is_part``), what is known of its tensors holds.
     """
     if is_traced() or not (torch.is_grad_enabled() and disable.should_store_io()):
         return
@@ -113,12 +106,7 @@ def _number_of_samples(tensors: Sequence[Tensor]) -> int:
 
 
 def clear_inputs(module: Module, output: Any) -> None:
-    """Note that a call of a model has ended; check where the samples were taken to be.
-
-    Args:
-        module: The model.
-        output: What it returned; None if it was stopped.
-    """
+    """Note that a call of a model has ended (no output: it was stopped); check its samples."""
     inputs = end_call(module)
     if inputs is None:
         return
@@ -186,11 +174,9 @@ _mixing: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
 
 
 def take_mixing(modules: Iterable[Module] | None = None, before: int | None = None) -> list[str]:
-    """Tell once which modules have mixed the samples of a batch where no gradient passes.
+    """Tell once which modules (default: all) have mixed samples where no gradient passes.
 
-    Args:
-        modules: Those to look at; None for all.
-        before: Number of the call from which on none counts.
+    None counts from the call of the number ``before`` on.
     """
     if not _mixing:
         return []
@@ -219,14 +205,7 @@ def _follow_mixing(module: Module, tensors: Sequence[Any], outputs: Sequence[Ten
 
 
 def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note where the samples are in tensors that no gradient flows through.
-
-    Args:
-        module: The module that has computed them.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        output: What it returned.
-    """
+    """Note where the samples are in what a module has computed that no gradient flows through."""
     outputs, tensors = tensors_in(output), tensors_in((args, kwargs) if kwargs else args)
     if not all(map(is_dense, outputs)):
         return
@@ -284,15 +263,9 @@ def pass_by(
     result: Any,
     missed: OnMiss,
 ) -> None:
-    """Note what is not known of what a function of nested or sparse tensors has computed.
+    """Note what is not known of the result of a function of nested or sparse tensors.
 
-    Args:
-        root: The model.
-        names: Its parameters that the function has read.
-        function: Its name.
-        tensors: Its arguments.
-        result: What it returned.
-        missed: See :func:`record`.
+    ``names`` are the parameters of the model that it has read.
     """
     not_dense = next(x for x in tensors if not is_dense(x))
     for y in tree_leaves(result):
@@ -304,13 +277,7 @@ def pass_by(
 
 
 def follow_not_dense(function: str, x: Tensor, y: Tensor) -> None:
-    """Note where the samples are in a tensor that was computed from a nested or sparse one.
-
-    Args:
-        function: Name of the function that has computed it.
-        x: The nested or sparse tensor.
-        y: What was computed.
-    """
+    """Note where the samples are in a tensor y that a function has made of a nested or sparse x."""
     mark = origin(y)
     if not is_dense(y) or (mark is not None and mark.is_output):
         return
@@ -339,7 +306,9 @@ def note_miss(
     names = names or [name for name, p in module.named_parameters() if p.requires_grad]
     if not names:
         return
-    shapes = ", ".join(_shape(x) for x in args if isinstance(x, Tensor))
+    shapes = ", ".join(
+        "nested" if x.is_nested else str(list(x.shape)) for x in args if isinstance(x, Tensor)
+    )
     message = (
         f"the parameters {', '.join(names)} of {describe(module)} (inputs {shapes}) have no "
         f"quantities of this use: the module {why}"
@@ -351,7 +320,3 @@ def note_miss(
         if node is not None:
             node.metadata[MISSED] = True
             node.register_prehook(lambda grads: missed(message))
-
-
-def _shape(x: Tensor) -> str:
-    return "nested" if x.is_nested else str(list(x.shape))

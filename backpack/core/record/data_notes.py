@@ -64,11 +64,7 @@ _calls = _Calls()
 
 
 def begin_call(module: Module) -> tuple[Inputs, bool]:
-    """Note that a model is called.
-
-    Returns:
-        The notes of this call, and whether it is one of a part of a model that runs.
-    """
+    """Return the notes of a call that begins, and whether it is of a part of a model that runs."""
     if _calls.running:
         _clear_interrupted(module)
     owners = filter(None, (inputs.module() for inputs in _calls.running))
@@ -81,8 +77,7 @@ def begin_call(module: Module) -> tuple[Inputs, bool]:
 def _clear_interrupted(module: Module) -> None:
     """Forget calls that an interrupt has ended: torch calls no hooks then.
 
-    Args:
-        module: The model that is called now: a call of it before is over.
+    A call before of the module that is called now is over.
     """
     called: list[Module] = []
     frame: FrameType | None = sys._getframe()
@@ -157,8 +152,9 @@ def noted(tensor: Tensor) -> Layout | None:
     for inputs in reversed(_calls.running):
         found = inputs.notes.get(key)
         if found is not None and found[2]() is tensor:
-            return found[1] if found[0] == _form(tensor) else None
-    found = _of_data.get(key)
+            break
+    else:
+        found = _of_data.get(key)
     if found is None or found[2]() is not tensor or found[0] != _form(tensor):
         return None
     return found[1]

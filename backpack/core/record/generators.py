@@ -26,13 +26,11 @@ _swapping: Final = RLock()
 
 
 def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
-    """Evaluate a function without drawing numbers from the generators of torch, Python and NumPy.
+    """Return the value of a function, and whether it draws random numbers: other ones each time.
 
-    All threads share them. If a function draws nothing, they are left alone: to put back a state
-    would give another thread its numbers twice. What a function draws is put back.
-
-    Returns:
-        Its value, and whether it draws random numbers: each evaluation draws other ones.
+    Nothing is drawn from the generators of torch, Python and NumPy, which all threads share: what
+    it draws is put back. If it draws nothing, they are left alone: to put back a state would give
+    another thread its numbers twice.
     """
     first = before = generator_states()
     try:

@@ -92,10 +92,8 @@ class Given:
 
         Functions of single entries keep the order of the axes in memory, as views do.
 
-        Args:
-            x: What a layer reads that no other has computed.
-            axis: Where the layer takes the samples to be. The model may have them there, too.
-            is_computed: Whether it may have been computed from what the model was called with.
+        A layer reads it there, and no other has computed it. The model may have its samples along
+        that axis, too. ``is_computed``: it may be made of what the model was called with.
         """
         if axis == 0:
             for known in self.tensors:
@@ -133,14 +131,9 @@ def note_given(
     output: Any,
     entered: Callable[[Given, Any], None],
 ) -> None:
-    """Let backward passes through a model know what the model was called with.
+    """Let backward passes through a model know what it was called with.
 
-    Args:
-        module: The model.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        output: What it returned.
-        entered: Called when a backward pass has the gradient of an output, with that.
+    ``entered`` is called when one has the gradient of an output, with that.
     """
     if not (torch.is_grad_enabled() and disable.should_store_io()):
         return

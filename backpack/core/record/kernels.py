@@ -73,12 +73,9 @@ class KernelOverride(TorchDispatchMode):
 def in_use(
     overrides: Sequence[KernelOverride], roots: Sequence[Tensor], completed: Callable[[Call], None]
 ) -> Iterator[None]:
-    """Let the next backward pass use overrides.
+    """Let the next backward pass, from some roots, use overrides.
 
-    Args:
-        overrides: All that it uses.
-        roots: Where it starts.
-        completed: Called when all nodes of a call that have one have run.
+    ``completed`` is called when all nodes of a call that have one have run.
     """
     unfinished = Counter(override.call for override in overrides)
 

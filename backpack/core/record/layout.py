@@ -15,6 +15,7 @@ of rows, those with fewer have rows of zeros behind theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -26,30 +27,17 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
 class Owners:
     """The sample that each entry of an axis belongs to.
 
-    Args:
+    Attributes:
         numbers: Number of the sample, for each entry.
         samples: Number of samples.
     """
 
-    def __init__(self, numbers: tuple[int, ...], samples: int):
-        """Store the numbers."""
-        self.numbers = numbers
-        self.samples = samples
-
-    def __eq__(self, other: object) -> bool:
-        """Whether all entries belong to the same samples, of as many."""
-        return isinstance(other, Owners) and self._facts == other._facts
-
-    def __hash__(self) -> int:
-        """Hash the numbers."""
-        return hash(self._facts)
-
-    @property
-    def _facts(self) -> tuple[tuple[int, ...], int]:
-        return self.numbers, self.samples
+    numbers: tuple[int, ...]
+    samples: int
 
     @cached_property
     def rows(self) -> int:
@@ -130,12 +118,7 @@ class Place(NamedTuple):
         return tensor.movedim(axis, skip) if self.axis else tensor
 
     def from_canonical(self, mat: Tensor, rows_per_sample: int = 1) -> Tensor:
-        """Bring the rows of ``[V, R, *rest]`` back to where they belong: ``[V, *shape]``.
-
-        Args:
-            mat: Columns of all samples or of some of them.
-            rows_per_sample: What the axis holds of each sample.
-        """
+        """Bring the rows of ``[V, R, *rest]``, of some samples, back to where they belong."""
         if self.owners is not None:
             mat = mat.index_select(1, self.owners.places.to(mat.device))
         elif self.is_split:
@@ -446,11 +429,7 @@ def by_certainty(layouts: Iterable[Layout]) -> list[Layout]:
 
 
 def unbatched(lost: str | None = None) -> Layout:
-    """Describe a tensor without samples: a parameter, or what is computed from parameters alone.
-
-    Args:
-        lost: Why that is not certain.
-    """
+    """Describe a tensor without samples: of parameters alone, or of what is ``lost`` and why."""
     layout = Layout(1, 0)
     layout.lost = lost
     return layout

@@ -65,12 +65,7 @@ class ModuleState:
     )
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
-        """Note what the module has now.
-
-        Args:
-            module: The module that was called.
-            own: The parameters, by name, that its derivatives are about.
-        """
+        """Note what a module has now, and its own parameters that derivatives are about."""
         self.module, self.training = module, module.training
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
@@ -129,10 +124,7 @@ class ModuleState:
         return found
 
     def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
-        """Let the derivatives see parameters as they were.
-
-        Args:
-            changed: What those were that have changed since.
+        """Let the derivatives see parameters as they were, given what changed ones were.
 
         Raises:
             RuntimeError: If one has changed that was not copied.
@@ -153,10 +145,8 @@ class ModuleState:
     def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
         """Return the parameters and buffers that the call has read, as the derivatives see them.
 
-        Those of children have qualified names.
-
-        Args:
-            reads_entries: Gather what is sharded; else there are tensors of the same shapes.
+        Those of children have qualified names. What is sharded is gathered if entries are read;
+        else there are tensors of the same shapes.
         """
         if self.shards and reads_entries:
             shards.need(self.shards)
@@ -182,11 +172,7 @@ class ModuleState:
 
     @contextmanager
     def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let the module have the parameters, the buffers and the mode of the call.
-
-        Args:
-            precision: What to compute in. Default: that of the call.
-        """
+        """Let the module have parameters, buffers and mode of the call, perhaps in a precision."""
         mode = self.module.training
         if mode != self.training:
             self.module.training = self.training

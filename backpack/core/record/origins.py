@@ -132,14 +132,10 @@ def origin_at(node: Any, slot: int) -> Origin:
 
 
 def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origin], list[Tensor]]:
-    """Search the autograd graph above a tensor.
-
-    Args:
-        tensor: Where to start.
-        stop: Whether to look no further than a marked tensor.
+    """Search the autograd graph above a tensor, no further than marks at which to stop.
 
     Returns:
-        The closest marks at which the search has stopped, and the leaves (parameters) on the way.
+        The closest of these marks, and the leaves (parameters) on the way.
     """
     found, leaves, seen, stack = [], [], set(), [tensor.grad_fn]
     while stack:

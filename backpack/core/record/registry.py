@@ -48,7 +48,8 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
             by a name that it had before.
     """
     for module_class in module_classes:
-        if not (isinstance(module_class, str) or _is_class(module_class)):
+        is_class = isinstance(module_class, type) and issubclass(module_class, Module)
+        if not (is_class or isinstance(module_class, str)):
             raise TypeError(
                 f"register takes classes of modules, got {module_class!r}. It is a decorator: "
                 "write @register(MyModule) above the class of its derivatives."
@@ -70,19 +71,8 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
     return decorate
 
 
-def _is_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Module)
-
-
 def register_fallback(kind: Literal["module", "loss"]) -> Callable[[RuleClass], RuleClass]:
-    """Class decorator: the decorated derivatives serve every leaf that has none of its own.
-
-    Args:
-        kind: Whether that is for modules, or for losses (which return nothing but scalars).
-
-    Returns:
-        The decorator.
-    """
+    """Class decorator: the derivatives serve every leaf that has none; losses return scalars."""
 
     def decorate(rule: RuleClass) -> RuleClass:
         FALLBACKS[kind] = rule()
@@ -117,7 +107,8 @@ def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
     for base in module_class.__mro__:
         rule = REGISTRY.get(base) or ELSEWHERE.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
-            inherited = {name for cls in _below_module(base) for name in vars(cls)}
+            below = [c for c in base.__mro__ if issubclass(c, Module) and c is not Module]
+            inherited = {name for cls in below for name in vars(cls)}
             changed = overridden & (inherited | {"forward", "__call__"}) - HARMLESS
             return None if changed else rule, _FORWARDS.get(base, base.forward)
         if not _is_of_fsdp(base):
@@ -126,11 +117,7 @@ def _look_up(module_class: type[Module]) -> tuple[Rule | None, Any]:
 
 
 def kind_of(module: Module) -> type[Module]:
-    """Return the class of a module: that of the program, if ``fully_shard`` has put one in front.
-
-    Args:
-        module: Any module.
-    """
+    """Return the class of a module, as it was before ``fully_shard`` has put one in front."""
     kind = type(module)
     if _is_of_fsdp(kind):
         kind = next(cls for cls in kind.__mro__ if not _is_of_fsdp(cls))
@@ -157,12 +144,7 @@ def derivatives_of(module: Module) -> Rule | None:
 def derivatives_of_call(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
     """Return the derivatives registered for ``module``, for any other leaf the automatic ones.
 
-    Args:
-        module: Module that was called.
-        outputs: What it returned, flattened.
-
-    Returns:
-        None for a container without a registration: its children are what matters.
+    None for a container without a registration: its children are what matters.
     """
     registered = derivatives_of(module)
     return registered if registered is not None else fallback(module, outputs)
@@ -190,7 +172,3 @@ def own_parameters(module: Module) -> dict[str, Parameter | None]:
         if isinstance(child, LISTS):
             own |= {f"{name}.{key}": p for key, p in child._parameters.items()}
     return own
-
-
-def _below_module(cls: type[Module]) -> list[type]:
-    return [base for base in cls.__mro__ if issubclass(base, Module) and base is not Module]

@@ -67,9 +67,6 @@ class Shard:
     Args:
         of: Its ``FSDPParam``.
         group: Its ``FSDPParamGroup``: those that are gathered together.
-
-    Attributes:
-        group: The same.
     """
 
     __slots__ = ("__weakref__", "_of", "group")
@@ -139,18 +136,14 @@ class Shard:
             return None
         info = getattr(self._of, "mesh_info", group.mesh_info)
         replicas = getattr(info, "replicate_process_group", None)
-        for is_so, what in (
-            (
-                getattr(info, "shard_process_group", None) is None,
-                "a mesh that does not shard",
-            ),
-            (not group.all_reduce_grads and replicas is not None, "set_requires_all_reduce(False)"),
-            (getattr(group, "_all_reduce_hook", None) is not None, "set_all_reduce_hook()"),
-            (
-                getattr(group, "reduce_scatter_reduce_op", None) is not None,
-                "set_reduce_scatter_divide_factor()",
-            ),
-        ):
+        operation = getattr(group, "reduce_scatter_reduce_op", None)
+        chosen = {
+            "a mesh that does not shard": getattr(info, "shard_process_group", None) is None,
+            "set_requires_all_reduce(False)": not group.all_reduce_grads and replicas is not None,
+            "set_all_reduce_hook()": getattr(group, "_all_reduce_hook", None) is not None,
+            "set_reduce_scatter_divide_factor()": operation is not None,
+        }
+        for what, is_so in chosen.items():
             if is_so:
                 raise NotImplementedError(OTHER_REDUCTION.format(what))
         return self.processes
@@ -199,13 +192,10 @@ def is_there(tensor: Any) -> bool:
 
 
 def note(module: Module) -> bool:
-    """Note the whole parameters that modules compute with, if these are among them.
-
-    Args:
-        module: A module that runs.
+    """Note the whole parameters that a module which runs computes with, if they are sharded.
 
     Returns:
-        Whether it is known whose shards those of the module are.
+        Whether it is known whose shards they are.
     """
     owner = module.owner if isinstance(module, ParameterModule) else module
     if MANAGED not in vars(owner):

@@ -219,10 +219,9 @@ def record(
             respect to output number ``i``.
         missed: Called with the reason when a backward pass comes through a call with parameters
             that cannot be recorded.
-        altered: Which hooks have changed what it returned, if any have: the call is none of its.
-        was_first: Whether no hook has seen what it returned.
-        is_function: Whether the module stands for a function, outside of transforms, and calls are
-            recorded here: the caller has seen to that.
+        altered: What hooks have done to the output, if anything: the call is none of the module.
+        was_first: Whether no hook has seen the output.
+        is_function: The module stands for a function, and the caller has seen that it is recorded.
 
     Returns:
         The output that users are to see; None for the one given.

@@ -44,14 +44,10 @@ class Kept(NamedTuple):
 
 
 class KeptParameters:
-    """What parameters were when a backward pass began.
-
-    Args:
-        copies: Whether to copy those that require a gradient: hooks may well change them.
-    """
+    """What parameters were when a backward pass began."""
 
     def __init__(self, copies: bool):
-        """Nothing is kept."""
+        """Keep nothing yet; copies of those with a gradient, if hooks may well change them."""
         self.copies = copies
         self._tensors: dict[int, Tensor] = {}  # by id
         self._kept: dict[int, Kept] = {}
