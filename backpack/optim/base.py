@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -32,6 +32,32 @@ def refuse_model(optimizer: Optimizer, params: Any) -> None:
             f"{name} takes parameters, but got a model ({type(params).__name__}): "
             f"{name}(model.parameters(), ...)."
         )
+
+
+def check_options(
+    group: Group, at_least: Mapping[str, float], more_than: Mapping[str, float] = {}
+) -> None:
+    """Refuse options of a group of parameters that are out of range.
+
+    Raises:
+        ValueError: If one is.
+    """
+    for name, least in at_least.items():
+        if not group[name] >= least:
+            raise ValueError(f"{name} has to be at least {least}, got {group[name]}.")
+    for name, least in more_than.items():
+        if not group[name] > least:
+            raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
+
+
+def check_betas(group: Group) -> None:
+    """Refuse forgetting factors that are none.
+
+    Raises:
+        ValueError: If one is.
+    """
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
 
 
 class ExtensionOptimizer(Optimizer):
@@ -97,13 +123,7 @@ class ExtensionOptimizer(Optimizer):
         Raises:
             ValueError: If an option is out of range.
         """
-        group = {**self.defaults, **param_group}
-        for name, least in self.at_least.items():
-            if not group[name] >= least:
-                raise ValueError(f"{name} has to be at least {least}, got {group[name]}.")
-        for name, least in self.more_than.items():
-            if not group[name] > least:
-                raise ValueError(f"{name} has to be larger than {least}, got {group[name]}.")
+        check_options({**self.defaults, **param_group}, self.at_least, self.more_than)
         super().add_param_group(param_group)
 
     def step(self, closure: Closure | None = None) -> Any:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from backpack.distributed.checkpoints import like_entry, read_state
 from backpack.distributed.shards import is_sharded
+from backpack.optim.base import ExtensionOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
@@ -57,12 +58,7 @@ def _place(
 ) -> tuple[Any] | None:
     """Return where an entry of the state is read to; None if this process does not need it.
 
-    Args:
-        optimizer: The optimiser.
-        params: All of its parameters.
-        name: The entry, for an error.
-        way: The keys that lead to it, such as ``("state", "0", "gradient")``.
-        entry: What the checkpoint says about it.
+    ``way`` are the keys that lead to it, such as ``("state", "0", "gradient")``.
 
     Raises:
         ValueError: If it is that of another parameter.
@@ -75,7 +71,7 @@ def _place(
             f"The checkpoint has {name}, but the optimiser has {len(params)} parameters."
         )
     p = params[number]
-    if not getattr(optimizer, "needs_state", _needs_all)(p, attribute):
+    if isinstance(optimizer, ExtensionOptimizer) and not optimizer.needs_state(p, attribute):
         return None
     is_like = attribute in (*getattr(optimizer, "like_parameters", ()), *LIKE_PARAMETERS)
     size = getattr(entry, "size", ())
@@ -88,7 +84,3 @@ def _place(
         if is_sharded(p):
             return (torch.empty_like(p, dtype=entry.properties.dtype),)
     return (like_entry(entry, p.device),)
-
-
-def _needs_all(p: Tensor, attribute: str) -> bool:
-    return True

@@ -17,7 +17,7 @@ from backpack.core.engine.loss_terms import LossReduction
 from backpack.distributed import check_group
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.extensions import ClippedGrad
-from backpack.optim.base import Closure, ExtensionOptimizer, refuse_model
+from backpack.optim.base import Closure, ExtensionOptimizer, check_options, refuse_model
 
 
 class AdaptiveClipping:
@@ -393,9 +393,7 @@ class DPSGD(DPOptimizer):
             ValueError: If an option is out of range.
         """
         given: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        for name, least in self.at_least.items():
-            if not given[name] >= least:
-                raise ValueError(f"{name} has to be at least {least}, got {given[name]}.")
+        check_options(given, self.at_least)
         refuse_model(self, params)
         super().__init__(
             SGD(params, **given),

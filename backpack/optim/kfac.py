@@ -297,20 +297,20 @@ class KFAC(PreconditionedOptimizer):
                     others.pop(one, None)
         return found
 
-    def _factors(self, one: Trained) -> list[Tensor]:
+    def _factors(self, state: dict[str, Any]) -> list[Tensor]:
         """Return the averages of the Kronecker factors of a parameter."""
-        curvature: list[Tensor] = one.state["curvature"]
+        curvature: list[Tensor] = state["curvature"]
         return curvature[:-1] if self.ekfac else curvature
 
     def _is_alone(self, one: Trained) -> bool:
         """Whether a parameter has its Kronecker factors without another one."""
-        factors = self._factors(one)
+        factors = self._factors(one.state)
         return bool(factors) and prod(map(len, factors)) == one.p.numel()
 
     def _check_alone(self, one: Trained) -> None:
         """Refuse a weight without the bias that it has its Kronecker factors with."""
         if not self._is_alone(one):
-            sizes = [len(factor) for factor in self._factors(one)]
+            sizes = [len(factor) for factor in self._factors(one.state)]
             raise ValueError(
                 f"{self._describe(one.p)}, {list(one.p.shape)}, has Kronecker factors of sizes "
                 f"{sizes} together with a bias (joint_bias=True) that has no gradient, or is not "
@@ -342,8 +342,7 @@ class KFAC(PreconditionedOptimizer):
 
     def _decompose(self, state: dict[str, Any]) -> None:
         """Replace the eigenvectors of a parameter by those of its averaged factors."""
-        factors = state["curvature"][:-1] if self.ekfac else state["curvature"]
-        before = state.get("eigenvectors")
+        factors, before = self._factors(state), state.get("eigenvectors")
         decompositions = [eigh_semidefinite(factor) for factor in factors]
         state["eigenvalues"] = [values for values, _ in decompositions]
         state["eigenvectors"] = [vectors for _, vectors in decompositions]

@@ -12,7 +12,7 @@ from backpack.core.engine.checks import check_one_process
 from backpack.core.engine.results import averaged, is_added_to_used, note_step
 from backpack.distributed.shards import whole
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.optim.base import Closure, ExtensionOptimizer, Group
+from backpack.optim.base import Closure, ExtensionOptimizer, Group, check_betas
 from backpack.utils.warning import warn
 
 # How fast the damping changes, and within which ratios of gains it does not. Source: Martens,
@@ -110,9 +110,7 @@ class PreconditionedOptimizer(ExtensionOptimizer):
         Raises:
             ValueError: If an option is out of range.
         """
-        betas = param_group.get("betas", self.defaults["betas"])
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas have to be at least 0 and less than 1, got {betas}.")
+        check_betas({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property

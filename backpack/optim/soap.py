@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.optim.base import Closure, Group, refuse_model
+from backpack.optim.base import Closure, Group, check_betas, check_options, refuse_model
 from backpack.utils.kroneckers import eigh_semidefinite
 
 
@@ -89,13 +89,10 @@ class SOAP(Optimizer):
         Raises:
             ValueError: If an option is out of range.
         """
-        group = {**self.defaults, **param_group}
         least = {"lr": 0, "eps": 0, "weight_decay": 0, "bases_every": 1, "longest_axis": 0}
-        for name, bound in least.items():
-            if not group[name] >= bound:
-                raise ValueError(f"{name} has to be at least {bound}, got {group[name]}.")
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas have to be at least 0 and less than 1, got {group['betas']}.")
+        group = {**self.defaults, **param_group}
+        check_options(group, least)
+        check_betas(group)
         super().add_param_group(param_group)
 
     def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
@@ -139,7 +136,10 @@ class SOAP(Optimizer):
             ]
         state["step"] += 1
         axes, factors, count = state["axes"], state["factors"], state["step"]
-        gathered = whole if axes else _as_it_is  # every process turns the whole of it
+
+        def gathered(tensor: Tensor) -> Tensor:  # every process turns the whole of it
+            return whole(tensor) if axes else tensor
+
         complete = gathered(grad)
         for k, factor in zip(axes, factors, strict=True):
             unfolded = complete.movedim(k, 0).reshape(len(factor), -1)
@@ -162,11 +162,6 @@ class SOAP(Optimizer):
         step = _turned(mean / root, axes, [basis.T for basis in bases])
         step = own_part(step.contiguous(), average) if axes else step
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * step)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    """Return a tensor, of which this process may have a part."""
-    return tensor
 
 
 def _turned(tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor]) -> Tensor:

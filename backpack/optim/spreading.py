@@ -87,13 +87,7 @@ class Spread:
     def share(
         self, p: Tensor, own: Sequence[Tensor] | None, like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send what belongs to the decomposition of a parameter to its workers.
-
-        Args:
-            p: The parameter, for which this process is a worker.
-            own: Tensors, on the process that decomposes.
-            like: Tensors of their shapes.
-        """
+        """Send what belongs to the decomposition of a parameter (None elsewhere) to its workers."""
         if own is not None:
             flat = torch.cat([tensor.reshape(-1) for tensor in own])
         else:
@@ -105,13 +99,7 @@ class Spread:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
     def spread(self, p: Tensor, direction: Tensor | None, like: Tensor) -> Tensor:
-        """Send the result of the workers of a parameter to all.
-
-        Args:
-            p: The parameter.
-            direction: The result, on workers.
-            like: A tensor of its shape.
-        """
+        """Send the result of the workers of a parameter (None elsewhere) to all."""
         found = torch.empty_like(like) if direction is None else direction.contiguous()
         if self._peers is not None:
             source = self._owners[p] // self._workers
