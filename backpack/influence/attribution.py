@@ -18,6 +18,7 @@ from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
+from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, call, check_read_again, output_of
 from backpack.linalg.order import SameInEachPass, check_not_shuffled
@@ -147,12 +148,13 @@ class Attribution:
             return None if folder is None else Path(folder)
         return Path(folder) / f"process{self._objective.rank:03d}"
 
-    def _check_queries(self, flat: Tensor) -> None:
-        """Refuse queries ``[Q, P]`` that are others on other processes."""
+    def _checked(self, flat: Tensor) -> Tensor:
+        """Return ``[Q, P]`` of queries, which has to be the same on all processes."""
         group = self._objective.group
         if group is not None:
             what = f"lengths of {len(flat)} queries of {type(self).__name__}"
             check_same(group, what, flat.norm(dim=1))
+        return flat
 
     def _norm(self, weights: float) -> float:
         """Return what sums over terms are divided by, given the weights of this process."""
@@ -206,12 +208,36 @@ class Attribution:
         weight, values = self._values(BatchGrad(factored=True), X, targets, is_query)
         return weight, [FactoredGrad.of(value) for value in values]
 
-    def _of_queries(self, queries: Any) -> list[Tensor]:
-        """Return the gradients of all queries, for each parameter ``[Q, *p]``."""
-        found = [
-            [gradient.dense() for gradient in self._gradients(X, targets, is_query=True)[1]]
-            for X, targets in self._read(queries)
-        ]
+    def _products(
+        self, along: Sequence[Directions], X: Any, targets: Sequence[Any]
+    ) -> tuple[float, list[Tensor]]:
+        """Return a batch's weight, and for each parameter products ``[Q, n]`` with ``∇ℓ_n``."""
+        weight, gradients = self._gradients(X, targets)
+        return weight, [d.products(g).T for d, g in zip(along, gradients, strict=True)]
+
+    def _kept(
+        self, shards: Shards, products: Callable[[Any, Sequence[Any]], tuple[float, list[Any]]]
+    ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        """Yield what is found of each batch, by parameter: from files, where it is there."""
+        for X, targets in self._objective:
+            found = shards.read(X, targets)
+            if found is None:
+                weight, each = products(X, targets)
+                found = weight, dict(zip(self.names, each, strict=True))
+                shards.write((X, targets), *found)
+            yield found
+
+    def _of_queries(
+        self, queries: Any, ext: FirstOrderBackpropExtension | None = None
+    ) -> list[Tensor]:
+        """Return for each parameter the gradients of all queries, or what is made of them."""
+        found: list[list[Tensor]] = []
+        for X, targets in self._read(queries):
+            if ext is None:
+                gradients = self._gradients(X, targets, is_query=True)[1]
+                found.append([gradient.dense() for gradient in gradients])
+            else:
+                found.append(self._values(ext, X, targets, is_query=True)[1])
         return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
 
     def _read(self, queries: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

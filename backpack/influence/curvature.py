@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from backpack.influence.positions import PositionProducts
 from backpack.influence.shards import Shards
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
+from backpack.linalg.objective import flattened
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.files import load_tensors, save_tensors
@@ -166,33 +168,19 @@ class Influence(Attribution):
     def _each_batch(
         self, queries: Any, folder: str | Path | None, by_token: bool = False
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
-        gradients = self._of_queries(queries)
-        flat = torch.cat([g.reshape(len(g), -1) for g in gradients], 1)
-        self._check_queries(flat)
-        directions = self.precondition(flat.T).T  # [Q, P]
-        self._check_queries(directions)  # which an operator of one process would make others
+        flat = self._checked(flattened(self._of_queries(queries)))  # [Q, P]
+        # with an operator of one process, these would be others on each
+        directions = self._checked(self.precondition(flat.T).T)
         options = f"damping {self.damping}, rank {self._query_rank}"
         own_folder = self._of_process(folder)
         shards = Shards(own_folder, directions, options + ", by token" * by_token)
-        own = self._objective.params
-        pieces = directions.split([p.numel() for p in own], 1)
-        along = [
-            Directions(piece.reshape(-1, *p.shape), self._query_rank)
-            for piece, p in zip(pieces, own, strict=True)
-        ]
+        own = self._objective
+        along = [Directions(each, self._query_rank) for each in own.vectors(directions.T)]
         if by_token:
-            ext = PositionProducts({p: d.whole() for p, d in zip(own, along, strict=True)})
-        for X, targets in self._objective:
-            found = shards.read(X, targets)
-            if found is None:
-                if by_token:
-                    weight, products = self._values(ext, X, targets, False)
-                else:
-                    weight, of_samples = self._gradients(X, targets)
-                    products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
-                found = weight, dict(zip(self.names, products, strict=True))
-                shards.write((X, targets), *found)
-            yield found
+            ext = PositionProducts({p: d.whole() for p, d in zip(own.params, along, strict=True)})
+            yield from self._kept(shards, partial(self._values, ext, is_query=False))
+        else:
+            yield from self._kept(shards, partial(self._products, along))
 
     def self_scores(self) -> Tensor:
         """Compute the influence of each training sample on its own loss, ``[N]``.
@@ -217,8 +205,7 @@ class Influence(Attribution):
                 weights += weight
                 for start in range(0, len(gradients[0]), step):
                     some = slice(start, start + step)
-                    dense = [gradient[some].dense() for gradient in gradients]
-                    g = torch.cat([part.reshape(len(part), -1) for part in dense], 1)
+                    g = flattened(gradient[some].dense() for gradient in gradients)
                     found.append((g * self.precondition(g.T).T).sum(1))
         norm = self._norm(weights)
         return self._gathered([torch.cat(found)])[0] / norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from backpack.extensions import ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure
 from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter
+from backpack.linalg.objective import flattened
 from backpack.linalg.order import check_not_shuffled
 
 
@@ -99,27 +101,22 @@ class TracIn(Attribution):
     def _at_checkpoint(
         self, queries: Any, folder: Path | None
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
-        of_queries = self._of_queries(queries)
-        flat = torch.cat([g.reshape(len(g), -1) for g in of_queries], 1)
-        self._check_queries(flat)
-        shards = Shards(folder, flat, f"projection {self._projection}")
-        along = [Directions(gradient, None) for gradient in of_queries]
-        if self._projection is not None:
-            batches = list(self._read(queries))
-            found = [self._values(self._projection, *batch, True)[1] for batch in batches]
-            projected = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
-        for X, targets in self._objective:
-            known = shards.read(X, targets)
-            if known is None:
-                if self._projection is None:
-                    weight, of_samples = self._gradients(X, targets)
-                    products = [d.products(g).T for d, g in zip(along, of_samples, strict=True)]
-                else:
-                    weight, rows = self._values(self._projection, X, targets, False)
-                    products = [q @ n.T for q, n in zip(projected, rows, strict=True)]
-                known = weight, dict(zip(self.names, products, strict=True))
-                shards.write((X, targets), *known)
-            yield known
+        of_queries, projection = self._of_queries(queries), self._projection
+        flat = self._checked(flattened(of_queries))
+        shards = Shards(folder, flat, f"projection {projection}")
+        if projection is None:
+            along = [Directions(gradient, None) for gradient in of_queries]
+            yield from self._kept(shards, partial(self._products, along))
+        else:
+            projected = self._of_queries(queries, projection)
+            products = partial(self._projected_products, projection, projected)
+            yield from self._kept(shards, products)
+
+    def _projected_products(
+        self, projection: ProjectedGrad, queries: Sequence[Tensor], X: Any, targets: Sequence[Any]
+    ) -> tuple[float, list[Tensor]]:
+        weight, rows = self._values(projection, X, targets, False)
+        return weight, [q @ n.T for q, n in zip(queries, rows, strict=True)]
 
     @contextmanager
     def _at(self, checkpoint: Mapping[str, Tensor] | str | Path) -> Iterator[None]:
@@ -208,10 +205,8 @@ class ProjectedInfluence(Attribution):
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         if folder is not None:
             raise ValueError("Features are kept: there is nothing to write to a folder.")
-        found = [self._values(self._projection, *batch, True)[1] for batch in self._read(queries)]
-        of_queries = torch.cat([torch.stack(values).sum(0) for values in found])
-        self._check_queries(of_queries)
-        yield self._weight, {"": of_queries @ self._solved(self.features).T}
+        of_queries = torch.stack(self._of_queries(queries, self._projection)).sum(0)
+        yield self._weight, {"": self._checked(of_queries) @ self._solved(self.features).T}
 
     def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
         """Compute ``[Q, N]`` as :meth:`~backpack.influence.Influence.scores`; not by parameters."""

@@ -35,11 +35,7 @@ class PositionProducts(FirstOrderBackpropExtension):
     needs = ("factored",)
 
     def __init__(self, directions: Mapping[Parameter, Tensor]):
-        """Store the directions.
-
-        Args:
-            directions: ``[Q, *p]`` for each parameter.
-        """
+        """Store the directions: ``[Q, *p]`` for each parameter."""
         super().__init__("position_products")
         self._directions = directions
 
@@ -80,12 +76,9 @@ def sum_of_positions(one: Tensor, other: Tensor) -> Tensor | None:
     positions are merged with the samples, they may be windows: merged, these would be in another
     order.
 
-    Args:
-        one: ``[Q, N, R, T1, T2, ...]``
-        other: The same of another layer.
-
     Returns:
-        The sum, with all axes there are; None if the order is another one, or not known.
+        ``[Q, N, R, T1, T2, ...]`` with all axes there are; None if the order is another one, or not
+        known.
     """
     split, merged = (one, other) if one.dim() >= other.dim() else (other, one)
     if len(axes_of(split)) < len(axes_of(merged)):

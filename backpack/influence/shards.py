@@ -17,10 +17,7 @@ from backpack.utils.files import load_tensors, save_tensors
 class Shards:
     """Results of each batch in a file of its own, if there is a folder.
 
-    Args:
-        folder: Where.
-        queries: ``[Q, P]``, what training samples are compared with.
-        options: What the results depend on, besides.
+    They depend on the queries ``[Q, P]`` that training samples are compared with, and on options.
     """
 
     def __init__(self, folder: str | Path | None, queries: Tensor, options: str):

@@ -37,6 +37,7 @@ from backpack.linalg.structured import (
     DiagonalOperator,
     EigenOperator,
     KroneckerOperator,
+    entries_of,
     order_of,
 )
 from backpack.utils.convert_parameters import parameter_list_to_vector
@@ -80,8 +81,8 @@ class DiagonalGGN(DiagonalOperator):
         Raises:
             ValueError: As for :class:`~backpack.linalg.GGN`.
         """
-        objective = _extended(
-            model, loss_function, data, params, use_converter, progress, process_group
+        objective = Objective(
+            model, loss_function, data, params, progress, process_group, use_converter
         )
         ext = DiagGGNExact() if mc_samples is None else DiagGGNMC(mc_samples)
         super().__init__(_diagonal(objective, ext))
@@ -107,8 +108,8 @@ class DiagonalHessian(DiagonalOperator):
         process_group: ProcessGroupChoice = "module",
     ):
         """Compute the diagonal; arguments and errors as for :class:`DiagonalGGN`."""
-        objective = _extended(
-            model, loss_function, data, params, use_converter, progress, process_group
+        objective = Objective(
+            model, loss_function, data, params, progress, process_group, use_converter
         )
         super().__init__(_diagonal(objective, DiagHessian()))
         self.of_loss = objective.of_loss
@@ -181,8 +182,8 @@ class KroneckerGGN(KroneckerOperator):
         if method not in _STRATEGIES:
             raise ValueError(f"method is one of {', '.join(_STRATEGIES)}, got {method!r}.")
         chosen = _STRATEGIES[method] if fisher is None else strategies(fisher, mc_samples)
-        objective = _extended(
-            model, loss_function, data, params, use_converter, progress, process_group
+        objective = Objective(
+            model, loss_function, data, params, progress, process_group, use_converter
         )
         if chosen == _STRATEGIES["KFRA"]:
             if joint_bias:
@@ -258,8 +259,8 @@ class EKFAC(EigenOperator):
         check_read_again("EKFAC", data)
         options: Any = {"approximation": approximation, "joint_bias": joint_bias}
         template = extensions.EKFAC(mc_samples, fisher=fisher, **options)
-        objective = _extended(
-            model, loss_function, data, params, use_converter, progress, process_group
+        objective = Objective(
+            model, loss_function, data, params, progress, process_group, use_converter
         )
         params = objective.params
         factors = _KroneckerSums(strategies(fisher, mc_samples), mc_samples, **options)
@@ -380,11 +381,7 @@ class _KroneckerSums(HBP):
         """Return the entries of parameters in the order of the blocks; None if it is the usual."""
         if not self.bias_of:
             return order_of([(p, self.swaps_axes[p]) for p in params])
-        entries, start, numbers = {}, 0, []
-        for p in params:
-            own = torch.arange(start, start + p.numel(), device=p.device)
-            entries[p] = own.reshape(p.shape)
-            start += p.numel()
+        entries, numbers = dict(zip(params, entries_of(params), strict=True)), []
         joined = set(self.bias_of.values())
         for p in params:
             own, bias = entries[p], self.bias_of.get(p)
@@ -404,21 +401,6 @@ class _KroneckerSums(HBP):
             return axis_factors([marginal / norm for marginal in sums])
         norms = [norm if i == self.scaled[p] else count for i in range(len(sums))]
         return [factor / n for factor, n in zip(sums, norms, strict=True)]
-
-
-def _extended(
-    model: Module,
-    loss_function: Module,
-    data: Iterable[Any],
-    params: Iterable[Parameter] | None,
-    use_converter: UseConverter,
-    progress: bool,
-    process_group: ProcessGroupChoice,
-) -> Objective:
-    """Return the objective of a model and loss that are extended for passes over the data."""
-    objective = Objective(model, loss_function, data, params, progress, process_group)
-    objective.use_converter = use_converter
-    return objective
 
 
 def _diagonal(objective: Objective, ext: BackpropExtension) -> Tensor:

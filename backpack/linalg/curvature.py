@@ -21,7 +21,7 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
-from backpack.linalg.objective import Objective, check_read_again, output_of
+from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SeenBatches
 
@@ -113,9 +113,7 @@ class MatrixFreeOperator(LinearOperator):
         """Run a batch forward, and return how to multiply with its matrix."""
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        params = self._objective.params
-        pieces = matrix.T.split([p.numel() for p in params], 1)
-        vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
+        vectors = self._objective.vectors(matrix)
         weights = loss = 0.0
         own = self._objective.telling()  # an error here is one of all processes
         with own, torch.inference_mode(False), torch.enable_grad(), backpack(), math_attention():
@@ -129,8 +127,7 @@ class MatrixFreeOperator(LinearOperator):
                 for start in range(0, len(product), self._vectors_at_once):
                     some = slice(start, start + self._vectors_at_once)
                     parts = batch.product([v[some] for v in vectors])
-                    flat = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
-                    product[some].add_(flat, alpha=batch.weight)
+                    product[some].add_(flattened(parts), alpha=batch.weight)
         if self._objective.group is not None:
             what = f"product of {type(self).__name__} with vectors of digest {digest(matrix)}"
             local = torch.tensor(loss, dtype=torch.float64, device=product.device)

@@ -30,9 +30,6 @@ from backpack.linalg.algebra import known_diagonal, known_spectrum
 from backpack.linalg.operators import LinearOperator
 from backpack.utils.progress import with_bar
 
-# Multiplies a matrix [P, K] with the operator, in chunks: [P, K].
-Product = Callable[[Tensor], Tensor]
-
 
 class Estimate(NamedTuple):
     """An estimate, and how far off it may be."""

@@ -31,15 +31,10 @@ OTHERS = ("_call_impl", "__prepare_scriptable__", "inplace")
 
 @contextmanager
 def extended(module: Module, use_converter: UseConverter = "record") -> Iterator[Module]:
-    """Extend a model or a loss, and undo that in the end.
+    """Yield what :func:`backpack.extend` makes of a model or a loss, and undo that in the end.
 
-    Args:
-        module: A model or a loss.
-        use_converter: As for :func:`backpack.extend`. A model that was extended with a converter
-            stays as it is, and one that has a rule itself needs none.
-
-    Yields:
-        What :func:`backpack.extend` returns.
+    A model that was extended with a converter stays as it is, and one that has a rule itself needs
+    none.
     """
     before = [(child, *_state(child)) for child in module.modules()]
     known = isinstance(module, ConvertedModule) or is_recorded(module)
@@ -63,17 +58,8 @@ def built(
 ) -> Any:
     """Build an operator of a class, or take one of a loss with the same reduction.
 
-    Classes that do not extend the model need no converter.
-
-    Args:
-        curvature: A class, or an operator, which is returned.
-        model: The model.
-        loss_function: The loss.
-        data: Batches ``(X, y)``.
-        params: Parameters.
-        use_converter: For the class, if it has that argument and something was chosen.
-        progress: For the class.
-        process_group: For the class, which has to have that argument if it is not None.
+    Classes that do not extend the model need no ``use_converter``; if there is a ``process_group``,
+    they have to take that.
 
     Raises:
         TypeError: If it is neither.

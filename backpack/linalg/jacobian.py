@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
-from backpack.linalg.objective import Objective, check_read_again, output_of
+from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SeenBatches
 
@@ -120,9 +120,7 @@ class Jacobian(LinearOperator):
         return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        params = self._objective.params
-        pieces = matrix.T.split([p.numel() for p in params], 1)
-        vectors = [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, params, strict=True)]
+        params, vectors = self._objective.params, self._objective.vectors(matrix)
         product = matrix.new_zeros(self.shape[0], matrix.shape[1])
         for rows, output in self._outputs():
             # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
@@ -140,6 +138,5 @@ class Jacobian(LinearOperator):
         for rows, output in self._outputs():
             for some in self._spans(matrix.shape[1]):
                 w = matrix[rows, some].T.reshape(-1, *output.shape)
-                parts = vjp((output,), params, (w,), several=True)
-                product[some] += torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+                product[some] += flattened(vjp((output,), params, (w,), several=True))
         return product.T

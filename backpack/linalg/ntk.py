@@ -13,8 +13,9 @@ from backpack import backpack, disable
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import output_of
+from backpack.linalg.objective import flattened, output_of
 from backpack.linalg.operators import LinearOperator
+from backpack.linalg.passes import values_of
 from backpack.utils.batches import samples_of
 
 BLOCK_ENTRIES = 2**25  # of Jacobians that are kept at once
@@ -117,7 +118,7 @@ def output_covariances(
             # all at once as they are: what has as many rows as samples may be something else
             rows = X if step >= count else samples_of(X, count, some)
             jacobian = factored_jacobian(ready, params, rows, some.stop - some.start)
-            each = [torch.cat([g.dense().reshape(len(g), -1) for g in f], 1) for f in jacobian]
+            each = [flattened(g.dense() for g in gradients) for gradients in jacobian]
             J = torch.stack(each, 1)  # [n, C, P]
             turned = (covariance @ J.flatten(0, 1).T).T.reshape(J.shape)
             found.append(J @ turned.mT)
@@ -127,20 +128,14 @@ def output_covariances(
 def factored_jacobian(
     model: Module, params: Sequence[Parameter], X: Any, count: int | None = None
 ) -> list[list[FactoredGrad]]:
-    """Return the gradients of each output, for each parameter; nothing is left at these.
+    """Return the gradients of each output of an extended model, for each parameter.
 
-    Args:
-        model: An extended model, ``[N, *in] -> [N, *out]``.
-        params: Parameters.
-        X: N samples.
-        count: How many there should be, if they were picked from more.
+    Nothing is left at these. ``count`` is how many samples there should be, if they were picked.
 
     Raises:
         ValueError: If the output does not depend on one of them, or has other samples.
     """
-    found = []
-    ext = BatchGrad(factored=True)
-    ext.savefield = "_backpack_linalg"
+    found, ext = [], BatchGrad(factored=True)
     with torch.inference_mode(False), torch.enable_grad():
         output = output_of("The Jacobian", model, X)
         outputs = output.reshape(len(output), -1).unbind(1)
@@ -155,13 +150,6 @@ def factored_jacobian(
             torch.enable_grad(),
             backpack(ext, retain_graph=True, gradients=False),
         ):
-            output.sum().backward(inputs=list(params), retain_graph=True)
-        values = [vars(p).pop(ext.savefield, None) for p in params]
-        unused = [list(p.shape) for p, v in zip(params, values, strict=True) if v is None]
-        if unused:
-            raise ValueError(
-                f"The output does not depend on the parameters of shapes {unused} through an "
-                "extended module. Leave them out (params=...)."
-            )
+            (values,) = values_of(params, [ext], output.sum(), "output", retain_graph=True)
         found.append([FactoredGrad.of(value) for value in values])
     return found

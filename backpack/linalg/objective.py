@@ -37,10 +37,7 @@ class Objective:
         model: The model.
         loss_function: The loss.
         params: The parameters that derivatives are taken with respect to.
-        use_converter: How the model is extended, by those who do.
     """
-
-    use_converter: Any = False
 
     def __init__(
         self,
@@ -50,6 +47,7 @@ class Objective:
         params: Iterable[Parameter] | None,
         progress: bool,
         process_group: Any = ONE_PROCESS,
+        use_converter: Any = False,
     ):
         """Check what is given.
 
@@ -61,6 +59,7 @@ class Objective:
             progress: Show a bar while iterating over the data.
             process_group: Who adds up sums over the data, see :class:`MatrixFreeOperator`.
                 Default: nobody can.
+            use_converter: How the model is extended, by those who do.
 
         Raises:
             ValueError: If there are no trainable parameters, they are not the model's, of several
@@ -80,6 +79,7 @@ class Objective:
         self.loss_function = loss_function
         self.data = data
         self.progress = progress
+        self.use_converter = use_converter
         own = list(model.parameters())
         given = [p for p in own if p.requires_grad] if params is None else list(params)
         self.params = tuple(given)
@@ -159,6 +159,11 @@ class Objective:
         """The number of this process among those."""
         return 0 if self.group is None else self.group.rank
 
+    def vectors(self, matrix: Tensor) -> list[Tensor]:
+        """Give columns the shapes of the parameters: ``[P, V]`` to ``[V, *p]`` for each."""
+        pieces = matrix.T.split([p.numel() for p in self.params], 1)
+        return [piece.reshape(-1, *p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Let an error of this process be one on all that sum with it."""
@@ -166,15 +171,9 @@ class Objective:
             yield
 
     def total(self, what: str, values: Sequence[Tensor], weight: float) -> list[Any]:
-        """Sum over the processes, if they are to.
+        """Sum values, and the weights behind them, over the processes, if they are to.
 
-        Args:
-            what: What is summed: the same on all.
-            values: Sums of this process.
-            weight: The sum of its weights.
-
-        Returns:
-            The sums, and that of the weights behind them.
+        ``what`` names the values: the same on all.
         """
         if self.group is None:
             return [*values, weight]
@@ -187,10 +186,6 @@ class Objective:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
 
         See :func:`backpack.core.derivatives.terms.num_terms`.
-
-        Args:
-            output: Output of the model. ``[N, *]``
-            targets: Further arguments of the loss.
         """
         return num_terms(self.loss_function, output, targets)
 
@@ -209,6 +204,11 @@ class Objective:
         return with_bar(self.data, "batches", self.progress, delay=1)
 
 
+def flattened(parts: Iterable[Tensor]) -> Tensor:
+    """Put ``[V, *p]`` for each parameter together: ``[V, P]``."""
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+
+
 def _named(given: object) -> str:
     """Name what was given in place of a loss module."""
     kind = "class" if isinstance(given, type) else type(given).__name__
@@ -217,12 +217,7 @@ def _named(given: object) -> str:
 
 
 def call(what: str, model: Module, X: Any) -> Any:
-    """Return ``model(X)``.
-
-    Args:
-        what: Who needs it, for messages.
-        model: The model.
-        X: Its input.
+    """Return ``model(X)``; ``what`` says who needs it, for messages.
 
     Raises:
         ValueError: If it does not take a tuple or a dictionary as its only argument.
@@ -241,13 +236,7 @@ def call(what: str, model: Module, X: Any) -> Any:
 
 
 def output_of(what: str, model: Module, X: Any, loss_function: Module | None = None) -> Any:
-    """Return the output ``model(X)``, which has to be a tensor.
-
-    Args:
-        what: Who needs it, for messages.
-        model: The model.
-        X: Its input.
-        loss_function: If it is one of your own, it may take another output.
+    """Return the output ``model(X)``, which has to be a tensor, unless a loss of your own takes it.
 
     Raises:
         ValueError: If the output is no tensor, or as for :func:`call`.
@@ -285,12 +274,9 @@ def check_read_again(what: str, data: Iterable[Any]) -> None:
 def chosen_parameters(
     model: Module, data: Iterable[Any], params: Iterable[Parameter] | str
 ) -> list[Parameter] | None:
-    """Return parameters by name: ``"all"`` that are trainable (None), or of the ``"last"`` layer.
+    """Return parameters; of names, ``"all"`` that are trainable (None) or of the ``"last"`` layer.
 
-    Args:
-        model: The model.
-        data: Batches ``(X, y)``; the first one shows which layer is called last.
-        params: One of these names, or parameters.
+    The first batch ``(X, y)`` shows which layer is called last.
 
     Raises:
         ValueError: If there is no such name.

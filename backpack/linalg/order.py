@@ -29,15 +29,7 @@ class SeenBatches:
         self._is_complete = False
 
     def is_same(self, number: int, sizes: object, values: Tensor, rtol: float, atol: float) -> bool:
-        """Say whether a batch is what it was; one that is seen first is kept.
-
-        Args:
-            number: The place of the batch.
-            sizes: What has to be equal.
-            values: What has to be close.
-            rtol: How close, relative to the values.
-            atol: How close, beside that.
-        """
+        """Say whether a batch is what it was: equal sizes, close values; what is new is kept."""
         if number == len(self._known) and not self._is_complete:
             self._known.append((sizes, values))
         if number >= len(self._known):
@@ -120,14 +112,7 @@ def _some_entries(x: Tensor) -> Tensor:
 
 
 def signature(rows: Tensor) -> Tensor:
-    """Return what tells rows from others: size, length, and a projection of what it is divided by.
-
-    Args:
-        rows: ``[R, P]``
-
-    Returns:
-        ``[R, 3]``
-    """
+    """Return what tells rows ``[R, P]`` from others: size, length, a projection of unit rows."""
     wide = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     wide = wide.cpu().double()
     generator = torch.Generator().manual_seed(0)
@@ -139,10 +124,6 @@ def signature(rows: Tensor) -> Tensor:
 
 def check_not_shuffled(what: str, data: Iterable[Any]) -> None:
     """Refuse a ``DataLoader`` that draws the order of the samples.
-
-    Args:
-        what: Who needs the order, and of what, for the message.
-        data: Batches.
 
     Raises:
         ValueError: If its sampler is random.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -185,9 +185,7 @@ class GGNSpectrum(LinearOperator):
             loss = loss_of(output_of("GGNSpectrum", ready, X, loss_function), *targets)
             roots, gradients = values_of(self.params, exts, loss)
         first, *_ = self.params
-        ends = [0]
-        for p in self.params:
-            ends.append(ends[-1] + p.numel())
+        ends = [0, *accumulate(p.numel() for p in self.params)]
         super().__init__(ends[-1], first.dtype, first.device)
         self.of_loss = objective.of_loss
         spans = [slice(*ab) for ab in pairwise(ends)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
+from math import prod
 
 import torch
 from torch import Generator, Tensor
 
 from backpack.linalg.operators import LinearOperator
+from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.kroneckers import (
     EigenKronecker,
     apply_kfac_mat_prod,
@@ -322,22 +324,21 @@ class EigenOperator(SpectralOperator):
 
 
 def order_of(parameters: Sequence[tuple[Tensor, bool]]) -> Tensor | None:
-    """Return the entries of parameters in the order of blocks; None if that is the usual one.
+    """Return the entries ``[P]`` of parameters in the order of blocks; None if it is the usual one.
 
-    Args:
-        parameters: Each with whether its block is that of ``p.transpose(0, 1)``.
-
-    Returns:
-        ``[P]``, or None.
+    Each parameter comes with whether its block is that of ``p.transpose(0, 1)``.
     """
     if not any(swaps for _, swaps in parameters):
         return None
-    numbers, start = [], 0
-    for p, swaps in parameters:
-        own = torch.arange(start, start + p.numel(), device=p.device).reshape(p.shape)
-        numbers.append((own.transpose(0, 1) if swaps else own).flatten())
-        start += p.numel()
-    return torch.cat(numbers)
+    each = zip(entries_of([p for p, _ in parameters]), parameters, strict=True)
+    turned = [own.transpose(0, 1) if swaps else own for own, (_, swaps) in each]
+    return torch.cat([own.flatten() for own in turned])
+
+
+def entries_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Number the entries of parameters, one after the other: ``[*p]`` each."""
+    count = sum(p.numel() for p in parameters)
+    return vector_to_parameter_list(torch.arange(count, device=parameters[0].device), parameters)
 
 
 _NOT_POSITIVE = "not positive definite. Use (more) damping, or the GGN instead of the Hessian."
@@ -353,10 +354,7 @@ def _multiply(blocks: Blocks, matrix: Tensor) -> Tensor:
 
 def _size(factors: Sequence[Tensor]) -> int:
     """Number of rows of a Kronecker product."""
-    size = 1
-    for factor in factors:
-        size *= len(factor)
-    return size
+    return prod(map(len, factors))
 
 
 def _outer(vectors: Sequence[Tensor]) -> Tensor:
