@@ -78,12 +78,7 @@ def agree(group: Any, plan: str, summary: str, may_differ: bool = False) -> bool
 
 
 def tell(group: Any, error: Exception) -> None:
-    """Tell the processes of a group of an error when they are to agree next; wait for none.
-
-    Args:
-        group: The processes.
-        error: What has stopped this one.
-    """
+    """Tell the processes of a group of an error when they are to agree next; wait for none."""
     store = distributed_c10d._get_process_group_store(group)
     number = _next.get(group, 0)
     _next[group] = number + 1

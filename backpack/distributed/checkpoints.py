@@ -23,13 +23,7 @@ def read_state(
     storage_reader: StorageReader | None,
     place: Place,
 ) -> dict[str, Any]:
-    """Read what was saved under a key.
-
-    Args:
-        key: The key.
-        checkpoint_id: The folder.
-        storage_reader: Reads from elsewhere, in the place of a folder.
-        place: Where entries are read to.
+    """Read what was saved under a key, in a folder or what a reader knows.
 
     Raises:
         ValueError: If nothing was saved under that key.

@@ -45,10 +45,7 @@ class DataGroup:
     def of(cls, choice: Any, model: Module | None, what: str) -> DataGroup | None:
         """Find the processes that a program has chosen; None for this one alone.
 
-        Args:
-            choice: A group, ``"module"`` or None, see :data:`ProcessGroupChoice`.
-            model: Whose ``DistributedDataParallel`` knows the group, if it is one.
-            what: What sums, for an error.
+        The ``DistributedDataParallel`` around the model may know them. ``what`` names what sums.
 
         Raises:
             ValueError: If that is no choice.
@@ -150,11 +147,7 @@ class DataGroup:
         return list(values)
 
     def compared(self, what: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Compare what all processes should have computed alike.
-
-        Args:
-            what: What it is: has to be the same on all processes.
-            numbers: Of this process. ``[K]``
+        """Compare numbers ``[K]`` that all processes should have computed alike.
 
         Returns:
             Those of all, ``[W, K]``, and which are others on some process. ``[K]``
@@ -193,15 +186,10 @@ class DataGroup:
 
 
 def check_same(group: DataGroup, what: str, numbers: Tensor) -> None:
-    """Refuse what should be the same on all processes, and is not.
-
-    Args:
-        group: The processes.
-        what: What it is.
-        numbers: ``[K]``, or one.
+    """Refuse numbers ``[K]`` that should be the same on all processes, and are not.
 
     Raises:
-        RuntimeError: If it is not.
+        RuntimeError: If they are not.
     """
     each, differ = group.compared(what, numbers.detach().reshape(-1))
     if differ.any():

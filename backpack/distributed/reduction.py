@@ -74,23 +74,13 @@ def reduce(processes: Processes, parts: Sequence[Statistics], error: Exception |
 
 
 def tell(processes: Processes, error: Exception) -> None:
-    """Tell processes of an error when they come to reduce, or agree on something; wait for none.
-
-    Args:
-        processes: The processes.
-        error: What has stopped this one.
-    """
+    """Tell processes of an error when they come to reduce, or agree on something; wait for none."""
     for group in processes.groups:
         agreement.tell(group, error)
 
 
 def agree(processes: Processes, text: str, may_differ: bool) -> bool:
-    """Wait for processes, and return whether all have the same text.
-
-    Args:
-        processes: The processes.
-        text: Anything.
-        may_differ: That they do not is no error.
+    """Wait for processes, and return whether all have the same text; if not, it may be an error.
 
     Raises:
         RuntimeError: If an error has stopped one (on all), or a process does not come.
@@ -157,12 +147,7 @@ def _plan(parts: Sequence[Statistics], error: Exception | None) -> tuple[str, st
 
 
 def totals(values: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Sum vectors over processes, those of one precision (and device) at once.
-
-    Args:
-        values: ``[n]`` each.
-        total: Sums one.
-    """
+    """Sum vectors ``[n]`` over processes, those of one precision (and device) at once."""
     found = list(values)
     for members in _by_kind(values).values():
         flat = total(torch.cat([values[i] for i in members]))

@@ -65,14 +65,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own_part(value: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has of another one of the same shape.
+    """Return the part ``[*p]`` that this process has, as a ``DTensor``, if ``like`` is sharded.
 
-    Args:
-        value: ``[*p]``, the same on all processes.
-        like: ``[*p]``, sharded or not.
-
-    Returns:
-        A ``DTensor`` placed like the other one, if that is sharded; else the tensor.
+    The value is the same on all processes.
     """
     if not is_sharded(like):
         return value
@@ -92,13 +87,7 @@ def _chunks(piece: Piece, count: int) -> list[Tensor]:
 
 
 def placed(size: int, flat: Tensor, like: Any) -> Tensor:
-    """Return the entries of a shard as a ``DTensor``, placed like a parameter.
-
-    Args:
-        size: Number of entries of the shard.
-        flat: The entries, and what fills them up.
-        like: The parameter, ``[*p]``.
-    """
+    """Return the first entries, those of a shard, as a ``DTensor`` placed like a parameter."""
     from torch.distributed.tensor import DTensor
 
     own = like.to_local()

@@ -50,12 +50,7 @@ def precision() -> str:
 
 
 def exact_total(value: Tensor, groups: Sequence[Any]) -> Tensor:
-    """Sum a tensor over processes, in its precision.
-
-    Args:
-        value: Of this process; the sum may be written over it.
-        groups: Groups that have all of the processes as their product.
-    """
+    """Sum a tensor over processes, in its precision: the sum may be written over it."""
     value = value.contiguous()
     for group in groups:
         distributed.all_reduce(value, group=group)

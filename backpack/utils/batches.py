@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_map
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply a function to all tensors of a batch, and keep the rest as it is.
 
-    Args:
-        function: What is applied.
-        batch: Tensors in tuples, lists and dictionaries, or a ``UserDict`` such as the
-            ``BatchEncoding`` of transformers.
+    They are in tuples, lists and dictionaries, or a ``UserDict`` such as the ``BatchEncoding`` of
+    transformers.
     """
 
     def mapped(x: Any) -> Any:
@@ -44,11 +42,5 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def samples_of(batch: Any, count: int, some: slice) -> Any:
-    """Return some samples of a batch: those rows of all tensors that have one for each.
-
-    Args:
-        batch: As for :func:`map_tensors`.
-        count: How many samples it has.
-        some: Which of them.
-    """
+    """Return some samples of a batch: those rows of all tensors that have ``count`` of them."""
     return map_tensors(lambda x: x[some] if x.dim() and len(x) == count else x, batch)

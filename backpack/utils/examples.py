@@ -126,17 +126,7 @@ def autograd_diag_ggn_exact(
 def _diag_ggn_by_columns(
     loss: Tensor, output: Tensor, params: Sequence[Tensor], entries: Tensor
 ) -> Tensor:
-    """Evaluate ``G_ii = (J e_i)ᵀ H (J e_i)`` for some unit vectors of the parameters.
-
-    Args:
-        loss: Scalar loss.
-        output: Output of the model. ``[*out]``
-        params: Parameters, with ``D`` entries in total.
-        entries: Indices ``i``. ``[K]``
-
-    Returns:
-        Entries of the diagonal. ``[K]``
-    """
+    """Evaluate ``G_ii = (J e_i)ᵀ H (J e_i)`` for some unit vectors of the parameters: ``[K]``."""
     diag = params[0].new_empty(len(entries))
     for k, i in enumerate(entries):
         unit = params[0].new_zeros(sum(p.numel() for p in params))
@@ -148,16 +138,7 @@ def _diag_ggn_by_columns(
 
 
 def _diag_ggn_by_rows(loss: Tensor, output: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Evaluate ``diag(G) = sum over a of (Jᵀ e_a) ⊙ (Jᵀ H e_a)`` for unit vectors of the output.
-
-    Args:
-        loss: Scalar loss.
-        output: Output of the model. ``[*out]``
-        params: Parameters, with ``D`` entries in total.
-
-    Returns:
-        The diagonal. ``[D]``
-    """
+    """Evaluate ``diag(G) = sum over a of (Jᵀ e_a) ⊙ (Jᵀ H e_a)`` for unit vectors of the output."""
     diags = [torch.zeros_like(p) for p in params]
     for a in range(output.numel()):
         unit = output.new_zeros(output.numel())

@@ -15,13 +15,7 @@ _METADATA = "metadata"
 def save_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors to a file, which is there as a whole or not at all.
-
-    Args:
-        path: Name of the file.
-        tensors: Tensors by name.
-        metadata: Further strings by name.
-    """
+    """Write tensors and strings by name to a file, which is there as a whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -36,13 +30,7 @@ def save_tensors(
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what :func:`save_tensors` has written, with either library.
-
-    Args:
-        path: Name of the file.
-
-    Returns:
-        Tensors, on the CPU, and further strings.
+    """Read what :func:`save_tensors` has written, with either library: tensors on the CPU, strings.
 
     Raises:
         ImportError: If the file is of ``safetensors``, which is not installed.

@@ -19,23 +19,10 @@ def functional_call(
     """Call a module with other parameters and buffers, which it does not keep.
 
     As ``torch.func.functional_call``, which replaces those of a child with two names twice, and
-    leaves the new ones there.
-
-    Args:
-        module: The module.
-        state: Values by the names of parameters and buffers. Those that are tied are given once.
-        args: Arguments of the call.
-        kwargs: Arguments with names.
-
-    Returns:
-        What the module returns.
+    leaves the new ones there. In the state, tensors that are tied are given once.
     """
-    own = dict(
-        (
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        )
-    )
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own |= module.named_buffers(remove_duplicate=False)
     values = {own[name]: value for name, value in state.items() if name in own}
     once = {name: value for name, value in state.items() if name not in own}  # other attributes
     for path, child in module.named_modules():

@@ -39,13 +39,7 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
 
 
 def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the function that multiplies with a Kronecker product.
-
-    Args:
-        factors: Kronecker factors, ``[O_1, I_1], [O_2, I_2], ...``
-
-    Returns:
-        Function of a matrix or vector, see :func:`apply_kfac_mat_prod`.
+    """Return :func:`apply_kfac_mat_prod` for these factors, ``[O_1, I_1], [O_2, I_2], ...``.
 
     Raises:
         ValueError: If there are no factors, or one is not a matrix.
@@ -89,34 +83,16 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
 def inv_kfac_mat_prod(factors: Sequence[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
     """Return the function that multiplies with an inverse Kronecker product.
 
-    The factors are inverted once, when this function is called.
-
-    Args:
-        factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
-        shift: Damping of the factors, see :func:`inv_kfacs`.
-
-    Returns:
-        Function of a matrix or vector, see :func:`apply_kfac_mat_prod`.
-
-    Raises:
-        ValueError: As :func:`inv_kfacs`.
+    The factors are inverted once, when this function is called. Arguments and errors as for
+    :func:`inv_kfacs`; the function is that of :func:`kfac_mat_prod`.
     """
     return kfac_mat_prod(inv_kfacs(factors, shift))
 
 
 def apply_inv_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor, shift: Shift = None) -> Tensor:
-    """Multiply an inverse Kronecker product with a matrix or vector.
+    """Return ``(A ⊗ B ⊗ ...)⁻¹ mat``, for ``[D_1·D_2·…, K]`` or ``[D_1·D_2·…]``.
 
-    Args:
-        factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
-        mat: Matrix or vector. ``[D_1·D_2·…, K]`` or ``[D_1·D_2·…]``
-        shift: Damping of the factors, see :func:`inv_kfacs`.
-
-    Returns:
-        The product ``(A ⊗ B ⊗ ...)⁻¹ mat``. Same shape as ``mat``.
-
-    Raises:
-        ValueError: As :func:`inv_kfacs` and :func:`apply_kfac_mat_prod`.
+    Arguments and errors as for :func:`inv_kfacs` and :func:`apply_kfac_mat_prod`.
     """
     return apply_kfac_mat_prod(inv_kfacs(factors, shift), mat)
 
@@ -245,13 +221,7 @@ class EigenKronecker:
     swaps_axes: bool = False
 
     def product(self, mat: Tensor) -> Tensor:
-        """Multiply with tensors.
-
-        Args:
-            mat: ``[*p]`` or ``[V, *p]``
-
-        Returns:
-            Same shape.
+        """Multiply with tensors, ``[*p]`` or ``[V, *p]``.
 
         Raises:
             ValueError: If the shape is another.
@@ -259,14 +229,7 @@ class EigenKronecker:
         return self._apply(self.eigenvalues, mat)
 
     def solve(self, mat: Tensor, damping: float = 0.0) -> Tensor:
-        """Multiply with the inverse of the matrix plus a multiple of the identity.
-
-        Args:
-            mat: ``[*p]`` or ``[V, *p]``
-            damping: The multiple.
-
-        Returns:
-            Same shape.
+        """Multiply ``[*p]`` or ``[V, *p]`` with the inverse of the matrix plus damping.
 
         Raises:
             ValueError: If the shape is another, or the damped matrix is singular.
@@ -307,17 +270,7 @@ class EigenKronecker:
 
 
 def _inverse(mat: Tensor) -> Tensor:
-    """Invert a matrix: by Cholesky if it is symmetric positive definite, by LU, or a diagonal.
-
-    Args:
-        mat: Matrix. ``[D, D]``
-
-    Returns:
-        The inverse. ``[D, D]``
-
-    Raises:
-        ValueError: If the matrix is singular up to round-off.
-    """
+    """Invert a matrix: by Cholesky if it is symmetric positive definite, by LU, or a diagonal."""
     eps = torch.finfo(mat.dtype).eps
     if mat.dim() == 1:
         sizes = mat.detach().abs()
@@ -347,14 +300,7 @@ _SINGULAR = (
 
 
 def _check_matrices(factors: Sequence[Tensor]) -> None:
-    """Check that there are factors, and that they are matrices, or diagonals of some.
-
-    Args:
-        factors: Kronecker factors.
-
-    Raises:
-        ValueError: If there are no factors, or one is neither.
-    """
+    """Check that there are factors, and that they are matrices, or diagonals of some."""
     if not factors or any(factor.dim() not in (1, 2) for factor in factors):
         raise ValueError(f"Expected a list of matrices, got shapes {_shapes(factors)}.")
 

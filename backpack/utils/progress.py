@@ -13,14 +13,7 @@ def with_bar(
 ) -> Iterable[T]:
     """Show a bar in a terminal while iterating, if that is asked for and ``tqdm`` is installed.
 
-    Args:
-        items: What is gone through. Two at least, if their number is known.
-        description: What they are.
-        progress: Whether a bar is asked for.
-        delay: Seconds until it is shown.
-
-    Returns:
-        The same items.
+    Of less than two items there is none, and of others after a delay in seconds.
     """
     if not progress or _is_short(items):
         return items

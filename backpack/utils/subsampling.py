@@ -41,19 +41,7 @@ def subsample(
 
 
 def _check_indices(subsampling: Sequence[int] | Tensor, dim: int, size: int) -> list[int]:
-    """Return the non-negative indices, or explain why they do not fit the axis.
-
-    Args:
-        subsampling: Indices as given by the user.
-        dim: Axis they refer to.
-        size: Length of that axis.
-
-    Returns:
-        Indices between ``0`` and ``size - 1``.
-
-    Raises:
-        ValueError: If the indices are empty, not integers, or out of range.
-    """
+    """Return indices between ``0`` and ``size - 1``, or explain why they do not fit the axis."""
     about = f"subsampling={subsampling!r} for axis {dim} of length {size}"
     try:
         values = subsampling.tolist() if isinstance(subsampling, Tensor) else list(subsampling)
