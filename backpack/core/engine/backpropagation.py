@@ -41,7 +41,7 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import Products, Use, extract_each, products_of
+from backpack.core.engine.products import Products, Use, extract_each
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
@@ -273,15 +273,10 @@ class State:
 
 
 class Gathered:
-    """A quantity of all samples and columns, put together from slices: each is written once.
-
-    Args:
-        reduction: How slices are put together.
-        before: The quantity of other sources of columns, None if there are none.
-    """
+    """A quantity of all samples and columns, put together from slices: each is written once."""
 
     def __init__(self, reduction: Reduction, before: Any = None):
-        """Start with what other sources have."""
+        """Start with what other sources of columns have; None if there are none."""
         self.reduction = reduction
         self.before = before
         self.continues = False
@@ -351,7 +346,6 @@ class Diagonal(NamedTuple):
 Receive = Callable[[Mapping[Parameter, list[Use]], "State"], None]
 _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
-_IS_UNBATCHED = attrgetter("is_unbatched")
 
 
 def loss_scale(call: Call) -> Tensor:
@@ -362,11 +356,7 @@ def loss_scale(call: Call) -> Tensor:
 
 
 def root_of_scale(call: Call, savefields: str) -> Tensor | None:
-    """Return the square root of the constant factor of a loss; None for 1.
-
-    Raises:
-        ValueError: If it is negative: there is no real square root of the curvature.
-    """
+    """Return :func:`root_of_factor` for the constant factor of a loss."""
     return root_of_factor(loss_scale(call), call.module, savefields)
 
 
@@ -458,10 +448,8 @@ class Backpropagation:
     def _counted(self) -> Tensor | None:
         """Return at which rows of the loss a target counts; None if it does everywhere.
 
-        Of several losses of one prediction, a target counts if it does for any of them.
-
-        Raises:
-            ValueError: If losses of several predictions ignore different targets.
+        Of several losses of one prediction, a target counts if it does for any of them. Those of
+        several predictions have to ignore the same ones.
         """
         losses, predictions = self.plan.losses, self.plan.predictions
         rows = [self.plan.rows(call, self.subsampling) for call in losses]
@@ -528,16 +516,16 @@ class Backpropagation:
             def gather(
                 uses_of: Mapping[Parameter, list[Use]], state: State, into: Any = of_source
             ) -> None:
-                part = state.part
-                wanted = self.wanted, state.terms, self.bases, *self.of_factors
+                part, terms = state.part, state.terms
+                wanted, bases, of_factors = self.wanted, self.bases, self.of_factors
                 if part.is_whole and is_alone:
-                    extract_each(uses_of, self.exts, self.save, *wanted)
+                    extract_each(uses_of, self.exts, self.save, wanted, terms, bases, *of_factors)
                     return
-                found = products_of(uses_of, *wanted)
-                while found:  # what they hold is freed one by one
-                    products = found.pop(0)
-                    if not is_second or products.parameter in self.bases:
+                for p, uses in uses_of.items():
+                    if not is_second or p in bases:
+                        products = Products(p, uses, wanted, terms, bases.get(p), *of_factors)
                         self._put_together(products, part, into, totals)
+                        del products  # what they hold is freed one by one
 
             self._backpropagation(source, gather)
             for p, whole in of_source.items():
@@ -556,7 +544,7 @@ class Backpropagation:
         """Add the products of a slice to those of a source, or of the sources before."""
         p = products.parameter
         if p not in into:
-            if p in totals and _are_per_sample(self.wanted_now):
+            if p in totals and any(REDUCTIONS[n].sample_axis is not None for n in self.wanted_now):
                 self.plan.check_one_batch(p)
             before = totals.get(p, {})
             into[p] = {
@@ -735,8 +723,7 @@ class Backpropagation:
         """Collect the squares of columns at a call's output; False if they do not suffice."""
         if not self._is_collectable(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
             return False
-        assert call.derivatives is not None
-        if not call.derivatives.reaches_one_output(call):
+        if not call.derivatives.reaches_one_output(call):  # type: ignore[union-attr]
             return False
         self._collect(call, reductions.sum_of_squares(factor.mat, factor.weights), part)
         return True
@@ -818,9 +805,8 @@ class Backpropagation:
         if self.may_reduce and len(mats) == 1 and not cotangents and not state.pending:
             factor = self._reduced(state, factor)
             mats = [factor.mat]
-        backs = self._transposed(c, mats)
         factors: list[Factor | None] = []
-        for mat in backs:
+        for mat in self._transposed(c, mats):
             factors.append(None if mat is None else factor.holding(mat))
         deliver(self.plan, call, factors, cotangents, state.samples)
 
@@ -884,24 +870,13 @@ class Backpropagation:
     def _run_user_rule(
         self, call: Call, factor: Factor, mats: Sequence[Tensor | None], state: State
     ) -> bool:
-        """Run the rule that a user registered for this module; False if there is none."""
+        """Let a user's rule for this module save, and carry on what it returns; False if none."""
         for ext in self.exts:
             rule = ext.rule_for(call.module)
             if rule is not None:
-                self._apply(ext, rule, call, factor, mats, state)
-                return True
-        return False
-
-    def _apply(
-        self,
-        ext: Extension,
-        rule: Any,
-        call: Call,
-        factor: Factor,
-        mats: Sequence[Tensor | None],
-        state: State,
-    ) -> None:
-        """Let a user's rule save its values, and carry on what it returns."""
+                break
+        else:
+            return False
         c = context_of(call, self.plan.rows(call, state.samples), whole=True)
         shown = [None if m is None else call_products.shown(c, i, m) for i, m in enumerate(mats)]
         arrived = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
@@ -910,7 +885,7 @@ class Backpropagation:
         with c.shown() as module:
             back = rule.run(ext, module, *gradients, arrived, save, call.goes_on, counts)
         if call not in self.plan.going_on:
-            return
+            return True
         parts = back if isinstance(back, tuple) else (back,)
         check_passed_on(ext, rule, call, parts, c.rows)
         try:
@@ -921,6 +896,7 @@ class Backpropagation:
             deliver(self.plan, call, factors, state.cotangents, state.samples)
         except (ValueError, RuntimeError, IndexError) as error:
             raise ValueError(f"{what_is_passed_on(ext, rule, call, parts)} ({error})") from error
+        return True
 
     def _add_rule_value(self, p: Parameter, ext: Extension, value: Any) -> None:
         """Sum what a user's rule returns over the losses and over the uses of a parameter."""
@@ -969,7 +945,7 @@ def separate_samples(plan: Plan) -> None:
     Only calls that combine such a tensor with one that has samples, and calls above them, take
     part.
     """
-    if not any(map(_IS_UNBATCHED, plan.calls)):
+    if not any(map(attrgetter("is_unbatched"), plan.calls)):
         return
     plan.check_one_batch_for_all()
     cotangents: dict[Origin, Factor] = {}
@@ -979,7 +955,8 @@ def separate_samples(plan: Plan) -> None:
             continue
         if call.is_unbatched:
             found = fetch(call, cotangents)
-            call.g_samples = [None] * len(call.outputs) if found is None else _only(found[1])
+            mats = [None] * len(call.outputs) if found is None else found[1]
+            call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
             for total, each in zip(call.g_out, call.g_samples, strict=True):
                 if total is not None and (
                     each is None
@@ -1022,10 +999,6 @@ def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
     return float(difference.abs().max()) <= 10 * call.rounding * size
 
 
-def _only(mats: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if mat is None else mat.squeeze(0) for mat in mats]
-
-
 def fetch(
     call: Call, cotangents: dict[Origin, Factor]
 ) -> tuple[Factor, list[Tensor | None]] | None:
@@ -1048,7 +1021,3 @@ def fetch(
     aligned = [None if f is None else f.coarsened(groups) for f in found]
     first = next(f for f in aligned if f is not None)
     return first, [None if f is None else f.mat for f in aligned]
-
-
-def _are_per_sample(names: Iterable[str]) -> bool:
-    return any(REDUCTIONS[name].sample_axis is not None for name in names)

@@ -91,30 +91,26 @@ OF_COLUMNS = frozenset(name for name, of in REDUCTIONS.items() if of.degree == 1
 ARRIVED = "arrived"
 REDUCTIONS[ARRIVED] = Reduction(sample_axis=0, degree=0)
 GRAMS = {None: "gram", "expand": "gram_expand", "reduce": "gram"}
+
+
+def _by_approximation(name: str) -> dict[str | None, str]:
+    return {None: name, "expand": f"{name}_expand", "reduce": f"{name}_reduce"}
+
+
 # What comes with a Gram matrix: the Kronecker factors of the inputs, by approximation.
-INPUT_FACTORS = {
-    None: "input_factors",
-    "expand": "input_factors_expand",
-    "reduce": "input_factors_reduce",
-}
+INPUT_FACTORS = _by_approximation("input_factors")
 # The same of weights that are joined with their bias.
-JOINT_FACTORS = {
-    None: "joint_factors",
-    "expand": "joint_factors_expand",
-    "reduce": "joint_factors_reduce",
+JOINT_FACTORS = _by_approximation("joint_factors")
+# What these are factors of: the approximation, and whether weight and bias are joined.
+OF_INPUTS = {
+    name: (approximation, joint)
+    for joint, names in [(False, INPUT_FACTORS), (True, JOINT_FACTORS)]
+    for approximation, name in names.items()
 }
 # Sums of squares in the eigenbasis of these factors.
-EIGEN_SQUARES = {
-    None: "eigen_square",
-    "expand": "eigen_square_expand",
-    "reduce": "eigen_square_reduce",
-}
+EIGEN_SQUARES = _by_approximation("eigen_square")
 # The same of weights that are joined with their bias.
-JOINT_EIGEN_SQUARES = {
-    None: "joint_eigen_square",
-    "expand": "joint_eigen_square_expand",
-    "reduce": "joint_eigen_square_reduce",
-}
+JOINT_EIGEN_SQUARES = _by_approximation("joint_eigen_square")
 # What factors the eigenbases are of.
 IN_BASES = {
     names[approximation]: (gram, inputs[approximation])
@@ -128,10 +124,10 @@ REDUCTIONS |= dict.fromkeys(IN_BASES, Reduction())  # [d_1, d_2, …]  sum_vn (Q
 IDENTITY = "identity"
 # How values are put together for parts of a batch.
 OVER_PARTS = REDUCTIONS | dict.fromkeys(
-    [*INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY],
+    [*OF_INPUTS, IDENTITY],
     Reduction(degree=0, is_average=True, is_symmetric=True),
 )
 # What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
 UNSLICED = frozenset({"factored"})
 # What Kronecker factors are made of.
-KRONECKER = frozenset({*GRAMS.values(), *INPUT_FACTORS.values(), *JOINT_FACTORS.values(), IDENTITY})
+KRONECKER = frozenset({*GRAMS.values(), *OF_INPUTS, IDENTITY})

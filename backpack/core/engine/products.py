@@ -24,6 +24,7 @@ from backpack.core.engine.extracted import (
     INPUT_FACTORS,
     JOINT_EIGEN_SQUARES,
     JOINT_FACTORS,
+    OF_INPUTS,
     Bases,
     add,
     merge_groups,
@@ -109,13 +110,10 @@ class Use:
     def input_factors(
         self, num_n: int, approximation: str | None, joint: bool = False, max_size: float = inf
     ) -> list[Tensor]:
-        """Kronecker factors of the call's input, averages over independent samples.
+        """Kronecker factors of the call's input (``joint``: and its bias), averages over N samples.
 
-        Args:
-            num_n: Number of these, each with one or several rows of the call.
-            approximation: How positions are treated.
-            joint: Those of weight and bias together.
-            max_size: Of factors that are larger, there is the diagonal ``[I]`` alone.
+        Each has one or several rows of the call. Of factors that are larger than ``max_size``,
+        there is the diagonal ``[I]`` alone.
         """
         rule: Any = self.call.derivatives
         rows_per_sample = self.factor.mat.shape[1] / max(num_n, 1)
@@ -157,16 +155,9 @@ def axis_factors(marginals: Sequence[Tensor]) -> list[Tensor]:
     ``M_k = sum over v, n of G_(k) G_(k)ᵀ`` (the unfolding of individual products G along axis k) is
     the partial trace of the block. If the block is a Kronecker product, it is
     ``M_1 ⊗ … ⊗ M_m / tr^(m-1)``, with ``tr`` the trace of the block; in any case, that has its
-    trace.
-
-    Args:
-        marginals: ``[d_k, d_k]`` (or its diagonal) for each axis that is longer than 1.
-
-    Returns:
-        The factors in the order of the axes.
+    trace. Both are ``[d_k, d_k]`` (or its diagonal) for each axis that is longer than 1.
     """
-    count = len(marginals)
-    first = marginals[0]
+    count, first = len(marginals), marginals[0]
     trace = first.sum() if first.dim() == 1 else first.trace()
     scale = torch.where(trace > 0, trace.clamp(min=torch.finfo(trace.dtype).tiny), 1)
     return [m / scale ** ((count - 1) / count) for m in marginals]
@@ -247,7 +238,7 @@ class Products:
         elif "individual" not in self.wanted:
             self._sources = known
 
-    def _source(self, use: Use) -> factored.Pairs | factored.Cotangents | None:
+    def _source(self, use: Use) -> factored.Source | None:
         """Return what individual gradients of a use are made of; None if they are made at once."""
         mats = use.mats or [use.factor.mat]
         return factored.source(use.c, use.name, mats, self.num_samples)
@@ -267,10 +258,13 @@ class Products:
             wanted = {name} | reductions.NAMES.intersection(self.wanted) - values.keys()
             (use,) = self.uses
             values |= use.apply("reduced", wanted, use.factor.weights)
-        if name in IN_BASES and name not in values:
-            values[name] = self._square_in_bases(name)
         if name not in values:
-            values[name] = getattr(self, f"_{name}")()
+            if name in IN_BASES:
+                values[name] = self._square_in_bases(name)
+            elif name in OF_INPUTS:
+                values[name] = self._of_inputs(*OF_INPUTS[name])
+            else:
+                values[name] = getattr(self, f"_{name}")()
         return values[name]
 
     @property
@@ -290,10 +284,6 @@ class Products:
         """Save what extensions make of the quantities, which are dropped before.
 
         So a value that is no view of something else is saved without a copy.
-
-        Args:
-            exts: The extensions.
-            save: Called with the parameter, each extension and its value.
         """
         if save.is_waiting and save.defers(self, exts):
             return
@@ -313,7 +303,7 @@ class Products:
         """Return quantities, and forget where they come from."""
         values = {name: self[name] for name in names}
         if not set(JOINT_FACTORS.values()).isdisjoint(names):
-            _ = self.partner, self._is_joined_bias
+            _ = self.partner, self._is_joined_bias  # before the uses are gone
         self._values.clear()
         self.uses = []
         return values
@@ -325,8 +315,8 @@ class Products:
 
     def count_of(self, name: str) -> int:
         """Return how many samples (or positions of them) a quantity is the average of."""
-        is_expand = name in (INPUT_FACTORS["expand"], JOINT_FACTORS["expand"])
-        return self.weight_of_inputs("expand" if is_expand else None)
+        approximation, _ = OF_INPUTS.get(name, (None, False))
+        return self.weight_of_inputs(approximation)
 
     def weight_of_inputs(self, approximation: str | None) -> int:
         """Return of how many samples (positions) the factor of the inputs is the average."""
@@ -442,10 +432,9 @@ class Products:
         return [*inputs, gram] if self.input_first else [gram, *inputs]
 
     def eigenbases(self, name: str) -> Sequence[Tensor]:
-        """Return the eigenvectors of the Kronecker factors; results do not vary with them.
+        """Return the eigenvectors of the Kronecker factors that squares are along.
 
-        Args:
-            name: Of the squares along them. For joined ones, a bias has none.
+        Results do not vary with them. A bias that is joined with its weight has none.
         """
         if name not in self.bases:
             with torch.no_grad():
@@ -586,23 +575,19 @@ class Products:
         return unfolded @ unfolded.mT
 
     def _gram_expand(self) -> Any:
-        """Sum the outer products of the Kronecker rows, every position and use on its own."""
-        if self._without_factors is not None:
-            return getattr(self, self._without_factors)()
         return self._shared("gram_expand", self._sum_of_grams)
 
     def _sum_of_grams(self) -> Tensor:
+        """Sum the outer products of the Kronecker rows, every position and use on its own."""
         each = [use.apply("kron_rows", "expand") for use in self.uses]
         grams = [self._gram_of_rows(rows.flatten(0, 2), rows.shape[2]) for rows in each]
         return reduce(add, grams)
 
     def _gram(self) -> Any:
-        """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
-        if self._without_factors is not None:
-            return getattr(self, self._without_factors)()
         return self._shared("gram", self._gram_of_sums)
 
     def _gram_of_sums(self) -> Tensor:
+        """Sum the outer products of the Kronecker rows; positions and uses are summed before."""
         values = []
         for use in self.uses:
             value = use.apply("kron_rows")
@@ -616,8 +601,13 @@ class Products:
         rows = values[0][0] if len(values) == 1 else self._align(values)  # [V, N, G, O]
         return self._gram_of_rows(rows.flatten(0, 2), rows.shape[2])
 
-    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a quantity that all parameters of a call have in common, unless it is there."""
+    def _shared(self, name: str, compute: Callable[[], Tensor]) -> Any:
+        """Compute a Gram matrix, unless all parameters of a call have it in common and it is there.
+
+        Without Kronecker factors, return what stands for them.
+        """
+        if self._without_factors is not None:
+            return getattr(self, self._without_factors)()
         use, *others = self.uses
         rule: Any = use.call.derivatives
         in_common = rule.kronecker_rows_are_shared and self.terms is None
@@ -632,23 +622,6 @@ class Products:
         if value.nbytes < memory.LARGE or torch.is_grad_enabled():
             return value.clone()
         return memory.empty(value.shape, value).copy_(value)
-
-    def _joint_factors(self, approximation: str | None = None) -> list[Tensor]:
-        return self._input_factors(approximation, self.is_joined)
-
-    def _joint_factors_expand(self) -> list[Tensor]:
-        return self._input_factors_expand(self.is_joined)
-
-    def _joint_factors_reduce(self) -> list[Tensor]:
-        return self._joint_factors("reduce")
-
-    def _input_factors_expand(self, joint: bool = False) -> list[Tensor]:
-        if not self._has_positions_apart:
-            return self._input_factors("expand", joint)
-        rows = self._rows_that_count()
-        rows = list(map(with_one, rows)) if joint else rows
-        count = sum(map(len, rows))
-        return [reduce(add, [self._gram_of_rows(x, max(1, count)) for x in rows])] if rows else []
 
     @lazy
     def _has_positions_apart(self) -> bool:
@@ -713,10 +686,7 @@ class Products:
             each.append(arrived.unflatten(0, (self.num_samples, -1)))
         return torch.cat(each, 1)
 
-    def _input_factors_reduce(self) -> list[Tensor]:
-        return self._input_factors("reduce")
-
-    def _input_factors(self, approximation: str | None = None, joint: bool = False) -> list[Tensor]:
+    def _of_inputs(self, approximation: str | None, joint: bool) -> list[Tensor]:
         """Sum the Kronecker factors of the inputs over the uses (expand: average over positions).
 
         Of a network that mixes samples, the rows of a column are the samples.
@@ -724,6 +694,12 @@ class Products:
         Raises:
             NotImplementedError: If the inputs of several uses are to be summed before the product.
         """
+        joint = joint and self.is_joined
+        if approximation == "expand" and self._has_positions_apart:
+            rows = self._rows_that_count()
+            rows = list(map(with_one, rows)) if joint else rows
+            count = max(1, sum(map(len, rows)))
+            return [reduce(add, [self._gram_of_rows(x, count) for x in rows])] if rows else []
         if self._without_factors is not None:
             return []
         first, *others = self.uses
@@ -756,13 +732,7 @@ def extract(
 ) -> None:
     """Save what extensions make of the columns at uses of parameters.
 
-    Args:
-        uses_of: The uses of each parameter.
-        exts: The extensions.
-        wanted: What they want of the parameters.
-        save: Called with each parameter, extension and value.
-        gradients: Where the gradients go of parameters in ``owed``.
-        owed: Parameters whose gradients somebody else wants.
+    The gradients of those in ``owed``, which somebody else wants, go to ``gradients``.
     """
     for p, uses in uses_of.items():
         if p in owed:
@@ -773,30 +743,15 @@ def extract(
         products.extract(exts, save)
 
 
-def products_of(
+def extract_each(
     uses_of: Mapping[Parameter, list[Use]],
+    exts: Sequence[Extension],
+    save: Save,
     wanted: Collection[str],
     terms: int | None,
     bases: Mapping[Parameter, Bases],
     *of_factors: Any,
-) -> list[Products]:
-    """Return the products of each parameter with the columns at its uses."""
-    found = []
-    for p, uses in uses_of.items():
-        found.append(Products(p, uses, wanted, terms, bases.get(p), *of_factors))
-    return found
-
-
-def extract_each(
-    uses_of: Mapping[Parameter, list[Use]], exts: Sequence[Extension], save: Save, *wanted: Any
 ) -> None:
-    """Save what extensions make of the products of several parameters, one after the other.
-
-    Args:
-        uses_of: The uses of each parameter.
-        exts: The extensions.
-        save: Called with each parameter, extension and value.
-        wanted: What :func:`products_of` takes behind the uses.
-    """
-    for products in products_of(uses_of, *wanted):
-        products.extract(exts, save)
+    """Save what extensions make of the products of several parameters, one after the other."""
+    for p, uses in uses_of.items():
+        Products(p, uses, wanted, terms, bases.get(p), *of_factors).extract(exts, save)
