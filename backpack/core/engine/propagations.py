@@ -51,11 +51,13 @@ class Propagation:
     Attributes:
         offers: Names of what can be extracted.
         adds_up: Whether that of a batch follows from that of its parts.
+        takes_rules: Whether rules of users may take part: columns travel, which they can carry.
         reads_gradients: Whether it depends on gradients other than those of the losses.
     """
 
     offers: ClassVar[frozenset[str]] = frozenset(REDUCTIONS)
     adds_up: ClassVar[bool] = True
+    takes_rules: ClassVar[bool] = True
     reads_gradients: bool = True
 
     def check(self, ext: Extension) -> None:
@@ -63,12 +65,19 @@ class Propagation:
 
         Raises:
             ValueError: If that is so.
+            NotImplementedError: If it has rules of a user that cannot take part.
         """
         others = set(ext.needs) - self.offers
         if others:
             raise ValueError(
                 f"{ext!r} needs {', '.join(sorted(others))}, which {type(self).__name__} does not "
                 f"offer. It offers {', '.join(sorted(self.offers))}."
+            )
+        if ext.rules and not self.takes_rules:
+            raise NotImplementedError(
+                f"{ext!r} cannot use a rule of your own for "
+                f"{', '.join(cls.__name__ for cls in ext.rules)}. Register derivatives instead "
+                "(backpack.core.derivatives.register): every extension then works."
             )
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
@@ -105,21 +114,6 @@ def scaled(columns: Columns, scale: Tensor | None) -> Columns:
     return tuple(None if mat is None else mat * scale for mat in columns)
 
 
-def refuse_rules(exts: Extensions) -> None:
-    """Refuse rules of users for propagations that are no stack of columns.
-
-    Raises:
-        NotImplementedError: If an extension has one.
-    """
-    for ext in exts:
-        if ext.rules:
-            raise NotImplementedError(
-                f"{ext!r} cannot use a rule of your own for "
-                f"{', '.join(cls.__name__ for cls in ext.rules)}. Register derivatives instead "
-                "(backpack.core.derivatives.register): every extension then works."
-            )
-
-
 def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> list[Use]:
     """Return the uses of a parameter, for quantities that do not come from columns."""
     return [
@@ -131,10 +125,15 @@ def uses_without_columns(plan: Plan, p: Parameter, subsampling: Subsampling) -> 
 
 
 class LossFactor(Propagation):
-    """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module."""
+    """A factor S of a matrix at the prediction, ``[V, N, *out]`` at every module.
+
+    Attributes:
+        sampled: Whether columns are random: then they simply add up where rows merge.
+    """
 
     offers = Propagation.offers | UNSLICED
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
+    sampled: ClassVar[bool] = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -157,7 +156,16 @@ class LossFactor(Propagation):
         backpropagation.run([self.source(call, backpropagation) for call in losses])
 
     def source(self, call: Call, backpropagation: Backpropagation) -> Source:
-        """Return what starts at a loss."""
+        """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
+        scale = root_of_scale(call, backpropagation.savefields)
+        rule = user_loss_rule(call, backpropagation.exts)
+        emit = rule or self.emission(call, backpropagation, scale)
+        return LossSource(call, emit, self.sampled)
+
+    def emission(
+        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+    ) -> Emission:
+        """Return what makes the columns of a loss, multiplied with ``scale`` (None for 1)."""
         raise NotImplementedError
 
 
@@ -165,24 +173,27 @@ class LossFactor(Propagation):
 class ExactFactor(LossFactor):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
-    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
-        """Return columns that are made when they start."""
-        scale = root_of_scale(call, backpropagation.savefields)
+    def emission(
+        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+    ) -> Emission:
+        """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
         thin = (
             backpropagation.sliced and not backpropagation.shows_columns and backpropagation.is_long
         )
+        return lambda rows: (scaled(LossHessian(call, rows).root(thin), scale), None)
 
-        def factor(rows: Rows) -> tuple[Columns, None]:
-            return scaled(LossHessian(call, rows).root(thin), scale), None
 
-        return LossSource(call, user_loss_rule(call, backpropagation.exts) or factor)
+def _of_whole_batch(columns: Tensor, scale: Tensor | None) -> Emission:
+    columns = columns if scale is None else columns * scale
+    return lambda rows: (subsample(columns, 1, rows), None)
 
 
 @dataclass(frozen=True)
 class SampledFactor(LossFactor):
     """A Monte-Carlo factor S of the loss Hessian, ``[M, N, *out]`` at every module."""
 
+    sampled = True
     mc_samples: int = 1
 
     def __post_init__(self) -> None:
@@ -190,23 +201,11 @@ class SampledFactor(LossFactor):
         if not isinstance(self.mc_samples, int) or self.mc_samples < 1:
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
-    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
+    def emission(
+        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+    ) -> Emission:
         """Draw for the whole batch."""
-        scale = root_of_scale(call, backpropagation.savefields)
-        rule = user_loss_rule(call, backpropagation.exts)
-        if rule is not None:
-            return LossSource(call, rule, sampled=True)
-        return self.whole(call, LossHessian(call).drawn_root(self.mc_samples), scale)
-
-    @staticmethod
-    def whole(call: Call, columns: Tensor, scale: Tensor | None) -> Source:
-        """Return columns of the whole batch that add up where rows merge."""
-        columns = columns if scale is None else columns * scale
-
-        def factor(rows: Rows) -> tuple[Columns, None]:
-            return subsample(columns, 1, rows), None
-
-        return LossSource(call, factor, sampled=True)
+        return _of_whole_batch(LossHessian(call).drawn_root(self.mc_samples), scale)
 
 
 @dataclass(frozen=True)
@@ -216,19 +215,19 @@ class EmpiricalFactor(LossFactor):
     ``W g gᵀ`` is the outer product of ``W g``, the gradient of a term of the loss, divided by W.
     """
 
-    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
+    sampled = True
+
+    def emission(
+        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+    ) -> Emission:
         """Return the gradients at the prediction."""
-        scale = root_of_scale(call, backpropagation.savefields)
-        rule = user_loss_rule(call, backpropagation.exts)
-        if rule is not None:
-            return LossSource(call, rule, sampled=True)
         hessian = LossHessian(call)
         if not hessian.is_of_one_prediction:
             raise NotImplementedError(
                 f"{backpropagation.savefields}: several inputs of {call!r} are predictions, so "
                 "that a sample has no gradient at one of them. Use fisher='exact'."
             )
-        return SampledFactor.whole(call, hessian.gradient_root(), scale)
+        return _of_whole_batch(hessian.gradient_root(), scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,11 +253,11 @@ class InputsAlone(Propagation):
     """Nothing travels: what arrives at an output is replaced by the identity."""
 
     offers = frozenset({IDENTITY})
+    takes_rules = False
     reads_gradients = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Save what follows from the inputs."""
-        refuse_rules(exts)
         for p in plan.uses:
             uses = uses_without_columns(plan, p, subsampling)
             if plan.base:
@@ -310,10 +309,10 @@ class HessianFactors(Propagation):
     """
 
     offers = frozenset({"square", "batch_square"})
+    takes_rules = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate from the loss and from every nonlinear module."""
-        refuse_rules(exts)
         joint = plan.mixing or any(couples_terms(call) for call in plan.losses)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
         known = [c for c in plan.calls if c.derivatives is not None and c not in plan.after_loss]
@@ -401,11 +400,11 @@ class BatchAveraged(Propagation):
 
     offers = frozenset({"gram"})
     adds_up = False
+    takes_rules = False
     reads_gradients = False
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``E[Jᵀ M J]``."""
-        refuse_rules(exts)
         backpropagation = BatchAveragedBackpropagation(plan, subsampling)
         for call in plan.losses:
             root_of_scale(call, ", ".join(ext.savefield for ext in exts))
@@ -420,6 +419,7 @@ class Blocks(Propagation):
     """Nothing is propagated now: products with curvature blocks are evaluated on demand."""
 
     offers = frozenset({"product"})
+    takes_rules = False
     modify: Modify
 
     @property
@@ -429,7 +429,6 @@ class Blocks(Propagation):
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Save for each parameter the product with its block."""
-        refuse_rules(exts)
         for call in plan.calls:
             if self.modify in (None, identity) or not call.couples_samples or not is_curved(call):
                 continue
