@@ -7,6 +7,7 @@ samples. The result for the whole batch is then made of them as it is made for o
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.engine.extracted import JOINT_FACTORS, OVER_PARTS, Reduction
+from backpack.core.engine.extracted import JOINT_FACTORS, OVER_PARTS, Reduction, add
 from backpack.core.engine.products import Products
 from backpack.core.types import Extension, Save
 
@@ -68,13 +69,13 @@ class Statistics(ABC):
     def scale(self, factor: float) -> None:
         """Multiply the loss that they belong to with a factor."""
 
-    @abstractmethod
     def sums(self) -> list[Tensor]:
         """Return what adds up over parts, as vectors."""
+        return []
 
-    @abstractmethod
     def counts(self) -> list[int]:
-        """Return the numbers of samples, which add up over parts."""
+        """Return the numbers of samples, which add up over parts, if results depend on them."""
+        return []
 
     def own_samples(self, ext: Extension) -> int | None:
         """Return the number of samples on this process, if an extension reads a value of each."""
@@ -101,9 +102,9 @@ class Statistics(ABC):
     def extract(self, save: Save) -> None:
         """Save the results."""
 
-    @abstractmethod
-    def copy(self) -> Statistics:
+    def copy(self) -> Any:
         """Return a copy which may be changed or used up."""
+        return copy.copy(self)
 
 
 class OfProducts(Statistics):
@@ -202,9 +203,7 @@ class OfProducts(Statistics):
         for name, value in other.values.items():
             axis = OVER_PARTS[name].sample_axis
             if axis is None:
-                pairs = zip(_listed(self.values[name]), _listed(value), strict=True)
-                found = [a + b for a, b in pairs]
-                both.values[name] = found if isinstance(value, list) else found[0]
+                both.values[name] = add(self.values[name], value)
             else:
                 both.values[name] = torch.cat([self.values[name], value], axis)
         both.numbers = {name: count + other.numbers[name] for name, count in self.numbers.items()}
@@ -221,8 +220,7 @@ class OfProducts(Statistics):
 
     def copy(self) -> OfProducts:
         """Copy all but the tensors."""
-        both = object.__new__(OfProducts)
-        vars(both).update(vars(self))
+        both = super().copy()
         both.values, both.numbers = self.values.copy(), self.numbers.copy()
         return both
 
@@ -277,10 +275,6 @@ class OfRule(Statistics):
         if self._is_spread:
             self.value = next(shards)
 
-    def counts(self) -> list[int]:
-        """Return no counts: the value does not depend on them."""
-        return []
-
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
         """Replace the value, if it is summed over samples."""
         if self.axis is None and not self._is_spread:
@@ -299,38 +293,20 @@ class OfRule(Statistics):
         """Save the value."""
         save(self.parameter, self.exts[0], self.value)
 
-    def copy(self) -> OfRule:
-        """Copy all but the value."""
-        both = object.__new__(OfRule)
-        vars(both).update(vars(self))
-        return both
-
 
 class SumOfMaps:
-    """The sum of linear maps ``[V, *p] -> [V, *p]``, times a factor, and summed over processes.
-
-    Args:
-        maps: The maps.
-        factor: The factor.
-        total: Sums over processes, which all have to apply it to the same vectors.
-    """
+    """The sum of linear maps ``[V, *p] -> [V, *p]``, times a factor, and summed over processes."""
 
     def __init__(
         self, maps: Sequence[Callable[[Tensor], Tensor]], factor: float, total: Total | None
     ):
-        """Remember what to apply."""
+        """Remember what to apply; with ``total``, all processes have to, to the same vectors."""
         self.maps = tuple(maps)
         self.factor = factor
         self.total = total
 
     def __call__(self, mat: Tensor) -> Tensor:
-        """Apply the sum of the maps.
-
-        Args:
-            mat: ``[V, *p]``, or ``[*p]``.
-
-        Returns:
-            Same shape.
+        """Apply the sum to ``[V, *p]``, or ``[*p]``: same shape.
 
         Raises:
             ValueError: If the shape does not match.
@@ -362,23 +338,14 @@ class OfMaps(Statistics):
         """Multiply the map."""
         self.factor *= factor
 
-    def sums(self) -> list[Tensor]:
-        """Return no vectors: products are summed over processes when they are computed."""
-        return []
-
-    def counts(self) -> list[int]:
-        """Return no counts: products do not depend on them."""
-        return []
-
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
-        """Sum products over processes."""
+        """Sum products over processes, when they are computed."""
         self.maps, self.factor = [SumOfMaps(self.maps, self.factor, total)], 1.0
 
     def plus(self, other: OfMaps) -> OfMaps:
         """Add the maps."""
         both = self.copy()
-        both.maps = [self._map(), other._map()]
-        both.factor = 1.0
+        both.maps, both.factor = [self._map(), other._map()], 1.0
         return both
 
     def _map(self) -> Callable[[Tensor], Tensor]:
@@ -388,12 +355,6 @@ class OfMaps(Statistics):
     def extract(self, save: Save) -> None:
         """Save the map."""
         save(self.parameter, self.exts[0], self._map())
-
-    def copy(self) -> OfMaps:
-        """Copy all but the maps."""
-        both = object.__new__(OfMaps)
-        vars(both).update(vars(self))
-        return both
 
 
 class Loaded:
@@ -450,11 +411,7 @@ def of_value(parameter: Parameter, ext: Extension, value: Any) -> Statistics:
 
 
 def _check_same_partner(p: Parameter, one: Parameter | None, other: Parameter | None) -> None:
-    """Refuse sums of Kronecker factors of a weight with one bias and with another one.
-
-    Raises:
-        NotImplementedError: If they are those of two modules that share one of both.
-    """
+    """Refuse sums of Kronecker factors of a weight with one bias and with another one."""
     if one is not other:
         shapes = [None if partner is None else list(partner.shape) for partner in (one, other)]
         raise NotImplementedError(
