@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
-from backpack.core.engine import elided_gradients, factored
+from backpack.core.engine import elided_gradients, factored, sources
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, ClippedGrad
 
 PER_SAMPLE = [case for case in CASES if "mixing" not in case.tags]
@@ -48,7 +48,7 @@ def bound_of(grads: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("case", PER_SAMPLE, ids=str)
 def test_every_case(case: Case, is_factored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_factored:
-        for kind in (factored.Pairs, factored.Cotangents):
+        for kind in (sources.Pairs, sources.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     torch.manual_seed(1)
     grads = oracle.batch_grad(*case.reference())
@@ -202,7 +202,7 @@ def test_the_gradient_may_be_summed(is_factored: bool, monkeypatch: pytest.Monke
     """Where autograd is elided the gradient, it is that of a plain pass."""
     monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
     if is_factored:
-        for kind in (factored.Pairs, factored.Cotangents):
+        for kind in (sources.Pairs, sources.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     torch.manual_seed(0)
     layers = [nn.Conv1d(2, 3, 2), nn.Linear(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)]

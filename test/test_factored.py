@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from backpack import backpack, extend
 from backpack.core.derivatives import LinearDerivatives
-from backpack.core.engine import factored
+from backpack.core.engine import factored, sources
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
@@ -35,7 +35,7 @@ def keeps_factors(
 ) -> Iterator[bool]:
     """Keep factors where they are larger than the gradients, too: the cases are small."""
     if request.param:
-        for kind in (factored.Pairs, factored.Cotangents):
+        for kind in (sources.Pairs, sources.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     yield request.param
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend
-from backpack.core.engine import factored
+from backpack.core.engine import factored, sources
 from backpack.extensions import BatchGrad, GradGram, ProjectedGrad
 from backpack.linalg import NTK
 from backpack.utils.gram import cosine_similarities, gradient_diversity, noise_scale, total_gram
@@ -42,7 +42,7 @@ def test_every_case(case: Case, is_factored: bool, monkeypatch: pytest.MonkeyPat
     expected = [p.grad_projected for p in run(case.build(), ProjectedGrad(5), GradGram())]
     outer = [p.grad_projected for p in run(case.build(), ProjectedGrad(5, outer=True))]
     if is_factored:
-        for kind in (factored.Pairs, factored.Cotangents):
+        for kind in (sources.Pairs, sources.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     for i, p in enumerate(run(case.build(), GradGram(), ProjectedGrad(5))):
         assert_close(p.grad_gram, rows[i] @ rows[i].T, **TOLERANCE)

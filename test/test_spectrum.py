@@ -16,7 +16,7 @@ from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend
-from backpack.core.engine import factored
+from backpack.core.engine import factored, sources
 from backpack.core.engine.factored import FactoredGrad
 from backpack.extensions import BatchGrad, GGNGram, SqrtGGNExact, SqrtGGNMC
 from backpack.linalg import GGN, GGNSpectrum
@@ -32,7 +32,7 @@ def keeps_factors(
 ) -> Iterator[bool]:
     """Keep factors where they are larger than the columns, too: the cases are small."""
     if request.param:
-        for kind in (factored.Pairs, factored.Cotangents):
+        for kind in (sources.Pairs, sources.Cotangents):
             monkeypatch.setattr(kind, "entries", 0)
     yield request.param
 

@@ -16,7 +16,7 @@ from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, mean_square, with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.engine import call_products, factored
+from backpack.core.engine import call_products, sources
 from backpack.core.engine.extracted import (
     ARRIVED,
     GRAMS,
@@ -204,7 +204,7 @@ class Products:
         self.counted = counted
         self._values: dict[str, Any] = {}
         self._taken: set[str] = set()
-        self._sources: Sequence[factored.Source] = []
+        self._sources: Sequence[sources.Source] = []
         use, *others = uses
         call, mat = use.call, use.factor.mat
         self.num_samples = use.factor.groups
@@ -238,10 +238,10 @@ class Products:
         elif "individual" not in self.wanted:
             self._sources = known
 
-    def _source(self, use: Use) -> factored.Source | None:
+    def _source(self, use: Use) -> sources.Source | None:
         """Return what individual gradients of a use are made of; None if they are made at once."""
         mats = use.mats or [use.factor.mat]
-        return factored.source(use.c, use.name, mats, self.num_samples)
+        return sources.source(use.c, use.name, mats, self.num_samples)
 
     def __getitem__(self, name: str) -> Any:
         """Compute a quantity (or take it from memory)."""
@@ -349,14 +349,14 @@ class Products:
         return products
 
     def _factored(self) -> FactoredGrad:
-        p, sources = self.parameter, self._sources
-        if sources:
-            columns, count, values = len(self.uses[0].factor.mat), self.num_samples, sources
+        p, values = self.parameter, self._sources
+        if values:
+            columns, count = len(self.uses[0].factor.mat), self.num_samples
         else:
             columns, count = self["individual"].shape[:2]
-            values = [factored.Dense(self["individual"].flatten(0, 1))]
+            values = [sources.Dense(self["individual"].flatten(0, 1))]
         is_precise = p.dtype in reductions.PRECISE and "square_norm" in self.wanted
-        known = is_precise and columns == 1 and (self._is_direct or not sources)
+        known = is_precise and columns == 1 and (self._is_direct or not self._sources)
         norms = self["square_norm"] if known else None
         label = " + ".join(f"'{use.name}' of {describe(use.call.module)}" for use in self.uses)
         shape = (columns * count, *p.shape)
@@ -400,9 +400,9 @@ class Products:
             return None
         found = [self._source(use) for use in self.uses]
         known = [one for one in found if one is not None]
-        if len(known) < len(found) or not any(isinstance(s, factored.Cotangents) for s in known):
+        if len(known) < len(found) or not any(isinstance(s, sources.Cotangents) for s in known):
             return None
-        return factored.square_norms_of_sum(known)
+        return sources.square_norms_of_sum(known)
 
     def kronecker_factors(
         self, approximation: str | None = None, first: str | None = None, joint: bool = False
@@ -655,11 +655,7 @@ class Products:
         return rows
 
     def _counts(self, arrived: Tensor) -> Tensor:
-        """Tell which positions of a use count: ``[N, T] -> [N·T]``.
-
-        Raises:
-            ValueError: If these are not the positions of the loss, and it cannot be known.
-        """
+        """Tell which positions of a use count, ``[N, T] -> [N·T]``; refuse to guess."""
         assert self.counted is not None
         counted = self.counted.reshape(len(arrived), -1).to(arrived.device)
         if counted.shape != arrived.shape:
@@ -690,9 +686,6 @@ class Products:
         """Sum the Kronecker factors of the inputs over the uses (expand: average over positions).
 
         Of a network that mixes samples, the rows of a column are the samples.
-
-        Raises:
-            NotImplementedError: If the inputs of several uses are to be summed before the product.
         """
         joint = joint and self.is_joined
         if approximation == "expand" and self._has_positions_apart:

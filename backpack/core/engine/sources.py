@@ -1,0 +1,511 @@
+"""What individual gradients that are not multiplied out are made of: a source for each use.
+
+Letters: N samples, T positions of a sample, ``[O, I]`` a parameter, K weights. A parameter may act
+at several positions, consist of parts, and be used several times; all of these are sums, or put
+next to each other.
+
+The columns ``V_vn = J_nᵀ s_vn`` of a square root of the GGN are V gradients of each sample, which
+have x in common: the rows of s are ``v N + n``, and x has its N rows once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack.core.derivatives import affine, reductions
+from backpack.core.engine import call_products
+from backpack.core.record.context import Context
+from backpack.core.record.module_state import placeholder
+
+# A sum of gradients that is shorter than this part of its terms (squared) has lost digits.
+CANCELLED = 1e-2
+# Samples: all of a range, or chosen ones.
+Samples = slice | Tensor
+
+
+class Source(ABC):
+    """One use of a parameter, as far as individual gradients are concerned."""
+
+    @property
+    def entries(self) -> int:
+        """Number of entries that are kept."""
+        return sum(t.numel() for t in self.tensors())
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are kept; others may hold them as well."""
+
+    @abstractmethod
+    def take(self, samples: Samples) -> Source:
+        """Return the same source for some of the samples."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Source:
+        """Return a copy on another device."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return ``[N, *p]``."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return ``[K, *p]`` for weights ``[K, N]``."""
+
+    @abstractmethod
+    def square_norms(self) -> Tensor | None:
+        """Return ``[N]``; None if that takes the gradients themselves."""
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Return a tensor in a precision in which squares of small entries are not zero."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@dataclass
+class Dense(Source):
+    """Individual gradients themselves, ``[N, *p]``."""
+
+    values: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return the gradients."""
+        return [self.values]
+
+    def take(self, samples: Samples) -> Dense:
+        """Return the same factors of some of the samples."""
+        return Dense(self.values[samples])
+
+    def to(self, device: torch.device) -> Dense:
+        """Return a copy on another device."""
+        return Dense(self.values.to(device))
+
+    def dense(self) -> Tensor:
+        """Return ``[N, *p]``."""
+        return self.values
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return ``[K, *p]``."""
+        return torch.tensordot(weights.to(self.values.dtype), self.values, dims=1)
+
+    def square_norms(self) -> Tensor:
+        """Return ``[N]``."""
+        values = at_least_single(self.values).unsqueeze(0)
+        return reductions.of_products(values, {"square_norm"})["square_norm"]
+
+
+class Pair:
+    """A part ``[O, I]`` of a parameter: s ``[V·N, T, O]`` and x ``[N, T, I]``, or s ``[V·N, O]``.
+
+    Below, N counts all V·N gradients, unless x is meant.
+
+    Attributes:
+        s: What arrives where the parameter is multiplied.
+        x: What it is multiplied with; None for a bias, whose gradient is s.
+    """
+
+    def __init__(self, s: Tensor, x: Tensor | None):
+        """Give everything an axis of positions."""
+        if x is None:
+            self.s, self.x = s if s.dim() == 2 else s.sum(1), None
+        else:
+            self.s = s.unsqueeze(1) if s.dim() == 2 else s
+            self.x = x.unsqueeze(1) if x.dim() == 2 else x
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(O, I)``, or ``(O,)``."""
+        return self.s.shape[-1:] if self.x is None else (self.s.shape[-1], self.x.shape[-1])
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return 1 if self.x is None else self.s.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """V."""
+        return 1 if self.x is None else len(self.s) // max(1, len(self.x))
+
+    @property
+    def by_column(self) -> Tensor:
+        """S as ``[V, N, T, O]``, of the V gradients that each row of x takes part in."""
+        rows = len(self.s) if self.x is None else len(self.x)
+        return self.s.reshape(-1, rows, *self.s.shape[1:])
+
+    def take(self, samples: Samples) -> Pair:
+        """Return the pair of some of the gradients."""
+        s, x = self.s, self.x
+        if x is None or len(x) == len(s):
+            return Pair(s[samples], None if x is None else x[samples])
+        rows = torch.arange(len(s), device=s.device)[samples]
+        return Pair(s[rows], x[rows % len(x)])
+
+    def to(self, device: torch.device) -> Pair:
+        """Return a copy on another device."""
+        return Pair(self.s.to(device), None if self.x is None else self.x.to(device))
+
+    def joined(self, other: Pair) -> Pair:
+        """Return the pair of the sum of both gradients: more positions."""
+        if self.x is None or other.x is None:
+            return Pair(self.s + other.s, None)
+        return Pair(torch.cat([self.s, other.s], 1), torch.cat([self.x, other.x], 1))
+
+    def dense(self) -> Tensor:
+        """Return ``[N, O, I]``."""
+        return affine.vjp(self.by_column, self.x).flatten(0, 1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return ``[K, O, I]``."""
+        x, weights = self.x, weights.to(self.s.dtype)
+        if x is None:
+            return weights @ self.s
+        s, num_k, num_t, (num_o, num_i) = self.by_column, len(weights), self.positions, self.shape
+        num_v = len(s)
+        if num_k * num_t * (num_v + num_i) > num_v * num_i * (num_t + num_k) + num_k * num_t:
+            # multiplied out once for all weights
+            spans = spans_of(s.shape[1], num_v * num_o * num_i)
+            by_column = weights.unflatten(1, s.shape[:2])
+            of_spans = [by_column[:, :, n].flatten(1) @ self._products(n) for n in spans]
+            return reduce(torch.add, of_spans).unflatten(1, (num_o, num_i))
+        if num_v > 1:  # sum over the columns of a sample, which have x in common
+            by_sample = weights.unflatten(1, s.shape[:2]).permute(2, 0, 1)  # [N, K, V]
+            sums = by_sample @ s.transpose(0, 1).flatten(2)
+            return affine.vjp_sum(sums.transpose(0, 1).unflatten(2, s.shape[2:]), x)
+        if num_k == 1 and num_i < num_o:  # scale what is smaller
+            return affine.vjp_sum(s, x * weights.T.unsqueeze(2))
+        spans = spans_of(num_k, s.numel())
+        return cat([affine.vjp_sum(self.s * weights[k, :, None, None], x) for k in spans])
+
+    def _products(self, n: slice) -> Tensor:
+        """Return the gradients that some rows of x take part in, ``[V·n, O·I]``."""
+        assert self.x is not None
+        return (self.by_column[:, n].mT @ self.x[n]).flatten(2).flatten(0, 1)
+
+    def square_norms(self) -> Tensor:
+        """Return ``[N]``."""
+        s = at_least_single(self.by_column)
+        x = None if self.x is None else at_least_single(self.x)
+        each = [affine.reduced(v.unsqueeze(0), x, {"square_norm"}, None) for v in s]
+        return cat([of_column["square_norm"] for of_column in each])
+
+    def gram(self, other: Pair) -> Tensor:
+        """Return ``sum_tu (s_nt·s_mu) (x_nt·x_mu)``, ``[N, M]``."""
+        if self.x is None or other.x is None:
+            return self.s @ other.s.T
+        s, others = self.by_column, other.s.flatten(0, 1)
+        num_m, sizes = len(other.x), (-1, len(other.x), other.positions)
+        products = s.new_empty(*s.shape[:2], len(other.s))
+        for n in spans_of(s.shape[1], len(other.s) * self.positions * other.positions):
+            of_x = self.x[n].flatten(0, 1) @ other.x.flatten(0, 1).T
+            of_x = of_x.unflatten(1, (1, num_m, other.positions))
+            for v, column in enumerate(s):
+                of_both = (column[n].flatten(0, 1) @ others.T).unflatten(1, sizes) * of_x
+                by_position = of_both.unflatten(0, (-1, self.positions))
+                products[v, n] = by_position.sum((1, 4)).flatten(1)
+        return products.flatten(0, 1)
+
+    def dot(self, other: Pair) -> Tensor:
+        """Return the diagonal of :meth:`gram`: inner products of equal samples, ``[N]``."""
+        if self.x is None or other.x is None:
+            return (self.s * other.s).sum(1)
+        of_x = self.x @ other.x.mT
+        return ((self.by_column @ other.by_column.mT) * of_x).sum((2, 3)).flatten()
+
+
+def cat(parts: list[Tensor], axis: int = 0) -> Tensor:
+    """Concatenate, without a copy if there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def spans_of(count: int, entries: int) -> list[slice]:
+    """Cut a count into spans, if each takes so many entries."""
+    size = reductions.slice_size(entries)
+    return [slice(i, min(i + size, count)) for i in range(0, max(count, 1), size)]
+
+
+@dataclass
+class Pairs(Source):
+    """The pairs of each part of a parameter.
+
+    Attributes:
+        parts: One for each part.
+        assemble: Puts ``[*, O, I]`` of each part together: ``[*, *p]``.
+        kind: Which pairs belong to parts at the same place.
+    """
+
+    parts: list[Pair]
+    assemble: Callable[[list[Tensor]], Tensor]
+    kind: tuple[Any, ...]
+
+    @property
+    def matrix(self) -> Pair | None:
+        """The only part, if it is the parameter itself."""
+        return self.parts[0] if self.assemble is _whole else None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all s and x."""
+        return [t for part in self.parts for t in (part.s, part.x) if t is not None]
+
+    def take(self, samples: Samples) -> Pairs:
+        """Return the same factors of some of the samples."""
+        return replace(self, parts=[part.take(samples) for part in self.parts])
+
+    def to(self, device: torch.device) -> Pairs:
+        """Return a copy on another device."""
+        return replace(self, parts=[part.to(device) for part in self.parts])
+
+    def joined(self, other: Pairs) -> Pairs:
+        """Return the pairs of the sum of both gradients."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return replace(self, parts=[a.joined(b) for a, b in pairs])
+
+    def dense(self) -> Tensor:
+        """Return ``[N, *p]``."""
+        return self.assemble([part.dense() for part in self.parts])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return ``[K, *p]``."""
+        return self.assemble([part.weighted_sum(weights) for part in self.parts])
+
+    def square_norms(self) -> Tensor:
+        """Return ``[N]``."""
+        return reduce(torch.add, [part.square_norms() for part in self.parts])
+
+    def gram_is_cheaper(self, other: Pairs, num_n: int, num_m: int) -> bool:
+        """Whether inner products of pairs take fewer multiplications than those of gradients.
+
+        There are N gradients, and M partners that each has.
+        """
+        factored = dense = 0
+        for a, b in zip(self.parts, other.parts, strict=True):
+            positions = num_n * num_m * a.positions * b.positions
+            factored += positions * (a.shape[0] + sum(a.shape[1:]) // (a.columns * b.columns))
+            once = num_n * a.positions + num_m * b.positions + num_n * num_m
+            dense += once * prod(a.shape)
+        return factored <= dense
+
+    def matches(self, other: Pairs, num_n: int) -> bool:
+        """Whether gradient by gradient, inner products of pairs are possible, and cheaper."""
+        parts = zip(self.parts, other.parts, strict=True)
+        same = all(a.columns == b.columns for a, b in parts)
+        return same and self.gram_is_cheaper(other, num_n, 1)
+
+    def gram(self, other: Pairs) -> Tensor:
+        """Return ``[N, M]``."""
+        each = [a.gram(b) for a, b in zip(self.parts, other.parts, strict=True)]
+        return reduce(torch.add, each)
+
+    def dot(self, other: Pairs) -> Tensor:
+        """Return ``[N]``."""
+        return reduce(torch.add, [a.dot(b) for a, b in zip(self.parts, other.parts, strict=True)])
+
+
+@dataclass
+class Cotangents(Source):
+    """Cotangents of a call whose rule multiplies without pairs (patches, looked-up rows).
+
+    Attributes:
+        c: The call, of the rows that the cotangents have.
+        name: Name of the parameter there.
+        mats: ``[V, R, *out]`` for each output; below, N counts V gradients of each sample.
+        num_samples: N; R is a multiple.
+    """
+
+    c: Context
+    name: str
+    mats: list[Tensor | None]
+    num_samples: int
+
+    def _known(self) -> list[Tensor]:
+        return [mat for mat in self.mats if mat is not None]
+
+    @property
+    def _first(self) -> Tensor:
+        return self._known()[0]
+
+    @property
+    def _rows_per_sample(self) -> int:
+        return self._first.shape[1] // self.num_samples
+
+    def tensors(self) -> list[Tensor]:
+        """Return the cotangents and the inputs."""
+        return self._known() + [x for x in self.c.inputs if isinstance(x, Tensor)]
+
+    def take(self, samples: Samples) -> Cotangents:
+        """Return the same factors of some of the samples."""
+        each, first = self._rows_per_sample, self._first
+        chosen = torch.arange(len(first) * self.num_samples, device=first.device)[samples]
+        rows = (chosen.unsqueeze(1) * each + torch.arange(each, device=first.device)).flatten()
+        mats = [None if mat is None else mat.flatten(0, 1)[rows][None] for mat in self.mats]
+        numbers = (rows % first.shape[1]).tolist()
+        if self.c.rows is not None:
+            known = self.c.rows
+            assert not isinstance(known, slice)
+            numbers = [known[i] for i in numbers]
+        return Cotangents(self.c.at(numbers), self.name, mats, len(chosen))
+
+    def to(self, device: torch.device) -> Source:
+        """Return the gradients themselves on another device: the module stays where it is."""
+        return self if self._first.device == device else Dense(self.dense().to(device))
+
+    def _param(self, method: str, mats: Sequence[Tensor | None], *arguments: Any) -> Any:
+        return call_products.param(self.c, method, self.name, mats, *arguments)
+
+    def dense(self) -> Tensor:
+        """Return ``[N, *p]``."""
+        each = self._param("param_vjp", self.mats)
+        if each.shape[1] != self.num_samples:
+            each = each.unflatten(1, (self.num_samples, -1)).sum(2)
+        return each.flatten(0, 1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return ``[K, *p]``: the products are linear in the cotangents."""
+        of_rows = weights.repeat_interleave(self._rows_per_sample, 1)
+
+        def weighted(mat: Tensor | None, k: slice) -> Tensor | None:
+            if mat is None:
+                return None
+            of_columns = of_rows[k].to(mat.dtype).unflatten(1, mat.shape[:2])
+            if len(mat) == 1:
+                return mat * of_columns.reshape(-1, mat.shape[1], *[1] * (mat.dim() - 2))
+            return torch.einsum("kvr,vr...->kr...", of_columns, mat)
+
+        spans = spans_of(len(weights), self.entries)
+        sums = [
+            self._param("param_vjp_sum", [weighted(mat, k) for mat in self.mats]) for k in spans
+        ]
+        return cat(sums)
+
+    def square_norms(self) -> Tensor | None:
+        """Return ``[N]``; None if rows are merged first, or would lose digits."""
+        if self._rows_per_sample > 1 or self._first.dtype not in reductions.PRECISE:
+            return None
+        norms = []
+        for v in range(len(self._first)):
+            of_column = [None if mat is None else mat[v, None] for mat in self.mats]
+            norms.append(self._param("reduced", of_column, {"square_norm"}, None)["square_norm"])
+        return cat(norms)
+
+    def dot(self, other: Pairs) -> Tensor | None:
+        """Return the inner products with pairs of equal samples, ``[N]``; None if not known."""
+        pair, is_apart = other.matrix, not (self.c.is_folded or self._rows_per_sample > 1)
+        is_known = getattr(self.c.call.derivatives, "dot_product", None) is not None
+        if pair is None or not (is_apart and is_known):
+            return None
+        return self._param("dot_product", self.mats, pair.s, pair.x)
+
+
+def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
+    """Return the squared norms ``[N]`` of sums: those of the terms, and twice their inner products.
+
+    None if that takes the gradients themselves, or terms nearly cancel.
+    """
+    norms: Tensor | None = None
+    sizes: list[Tensor] = []
+    terms = joined(sources)
+    for i, term in enumerate(terms):
+        own = [term.square_norms(), *(_dot(term, other) for other in terms[:i])]
+        sizes += [] if own[0] is None else [own[0]]
+        for factor, value in zip([1, *[2] * i], own, strict=True):
+            if value is None:
+                return None
+            norms = factor * value if norms is None else norms + factor * value
+    if norms is None or (len(terms) > 1 and bool((norms < CANCELLED * sum(sizes)).any())):
+        return None
+    return norms
+
+
+def _dot(one: Source, other: Source) -> Tensor | None:
+    """Return the inner products of equal samples, ``[N]``; None if not known."""
+    if isinstance(one, Pairs):
+        one, other = other, one
+    return one.dot(other) if isinstance(one, Cotangents) and isinstance(other, Pairs) else None
+
+
+def _kept_call(c: Context, reads: bool) -> Context:
+    """Return a context that outlives the pass; without what a rule does not read, if asked."""
+    call = c.call.snapshot(torch.is_grad_enabled())
+    rule = call.derivatives
+    assert rule is not None
+    inputs = [_kept(x) if isinstance(x, Tensor) else x for x in c.inputs] if reads else []
+    outputs = [placeholder(y) for y in c.outputs]
+    call.inputs, call.outputs, call.saved = tuple(inputs), tuple(outputs), dict(call.saved)
+    call.g_out, call.g_samples = [], None
+    kept = type(c)(call, inputs, outputs, c.rows, c.is_folded)
+    kept.params = c.params
+    kept.module = c.module
+    return kept
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Let go of the graph, unless results are to be differentiable. Counts the same changes."""
+    return tensor if torch.is_grad_enabled() else tensor.detach()
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    (whole,) = parts
+    return whole
+
+
+def source(
+    c: Context, name: str, mats: Sequence[Tensor | None], num_samples: int
+) -> Pairs | Cotangents | None:
+    """Return what individual gradients can be made of later; None if they are made now.
+
+    Args:
+        c: The call, of the rows that the cotangents have.
+        name: Name of the parameter there.
+        mats: ``[V, R, *out]`` for each output.
+        num_samples: N; the gradients of R / N rows are summed.
+    """
+    rule: Any = c.call.derivatives
+    if c.call.is_of_copies:
+        return None
+    if rule.param_vjp_reads_inputs_alone(c.module, name):
+        kept = [None if mat is None else _kept(mat) for mat in mats]
+        return Cotangents(_kept_call(c, reads=True), name, kept, num_samples)
+    if not rule.acts_affinely or hasattr(rule, f"{name}_vjp"):
+        return None
+    pairs = call_products.param(c, "affine", name, mats)
+    if pairs is None:
+        return None
+    parts = []
+    for s, x in pairs:
+        rows = len(s) * num_samples
+        s = _kept(s).flatten(0, 1)
+        x = None if x is None else _kept(x)
+        if len(s) != rows:  # rows of a sample are more positions
+            s = _positions_of_samples(s, rows)
+            x = None if x is None else _positions_of_samples(x, num_samples)
+        parts.append(Pair(s, x))
+    assemble: Callable[[list[Tensor]], Tensor] = _whole
+    if not rule.has_one_part:
+        alone = _kept_call(c, reads=False)
+
+        def assemble(values: list[Tensor]) -> Tensor:
+            return rule.assemble(alone, name, values)
+
+    return Pairs(parts, assemble, (type(rule), name, *(part.shape for part in parts)))
+
+
+def _positions_of_samples(rows: Tensor, num_samples: int) -> Tensor:
+    by_sample = rows.unflatten(0, (num_samples, -1))
+    return by_sample if rows.dim() == 2 else by_sample.flatten(1, 2)
+
+
+def joined(sources: Sequence[Source]) -> list[Source]:
+    """Join sources of one kind into one: the gradients of several uses add up."""
+    found: dict[Any, Source] = {}
+    for part in sources:
+        kind = part.kind if isinstance(part, Pairs) else id(part)
+        other = found.get(kind)
+        found[kind] = other.joined(part) if isinstance(other, Pairs) else part  # type: ignore[arg-type]
+    return list(found.values())
