@@ -116,12 +116,7 @@ class Plan:
     """
 
     def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
-        """Order the calls and connect them.
-
-        Args:
-            calls: Reached calls.
-            users: Those whose parameters matter. Default: all.
-        """
+        """Order the calls and connect them; the parameters of ``users`` matter, of all if None."""
         self.everything = sorted(calls, key=attrgetter("index"))
         self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
         self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
@@ -174,8 +169,7 @@ class Plan:
     def column_bytes(self) -> int | None:
         """Return the bytes of a column where it is largest.
 
-        None if rows of samples merge, and columns split: then there are more of them at some calls
-        than at others.
+        None if rows merge, and columns split: there are more of them at some calls than at others.
         """
         if not all(map(attrgetter("is_usual"), self.calls)):
             return None
@@ -215,7 +209,7 @@ class Plan:
         """
         if len(self.uses[p]) == 1:
             return
-        sizes = {self._batches[call][1] for call, _ in self.uses[p]}
+        sizes = {self._samples_of_part[call] for call, _ in self.uses[p]}
         if len(sizes) > 1:
             uses = ", ".join(repr(call) for call, _ in self.uses[p])
             raise ValueError(
@@ -229,7 +223,7 @@ class Plan:
         Raises:
             ValueError: If the sizes differ.
         """
-        sizes = {size: call for call, (_, size) in self._batches.items() if size}
+        sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
             alone = next(call for call in self.calls if call.is_unbatched)
             uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
@@ -239,8 +233,8 @@ class Plan:
             )
 
     @lazy
-    def _batches(self) -> dict[Call, tuple[int, int]]:
-        """Number the connected parts of the network, and find the number of samples of each."""
+    def _samples_of_part(self) -> dict[Call, int]:
+        """Number of samples of the connected part of the network that a call is in."""
         numbers = {call: i for i, call in enumerate(self.everything)}
         parents = list(range(len(numbers)))
 
@@ -252,17 +246,16 @@ class Plan:
         alone = self.after_loss - set(self.losses)
         for call, i in numbers.items():
             for origin in () if call in alone else call.origins_in:
-                producer = None if origin is None else self.producers.get(origin)
+                producer = self.producers.get(origin)
                 if producer is not None:
                     first, second = sorted((root(i), root(numbers[producer.call])))
                     parents[second] = first
         part = {call: root(i) for call, i in numbers.items()}
-        rows: dict[int, int] = {}
+        samples = dict.fromkeys(part.values(), 0)
         for call, number in part.items():
-            count = 0 if call.is_unbatched else self.num_samples(call)
-            if count:
-                rows[number] = gcd(rows.get(number, 0), count)
-        return {call: (number, rows.get(number, 0)) for call, number in part.items()}
+            if not call.is_unbatched:
+                samples[number] = gcd(samples[number], self.num_samples(call))
+        return {call: samples[number] for call, number in part.items()}
 
     def snapshot(self, create_graph: bool) -> Plan:
         """Return a copy whose calls outlive the backward pass."""
