@@ -102,10 +102,8 @@ class Attributes(dict[str, Any]):
 class Writer:
     """Writes the results of one backward pass at parameters, and takes them back if it fails.
 
-    Args:
-        debug: Print what is written.
-
     Attributes:
+        debug: Whether to print what is written.
         originals: Parameters by the copies that rules see.
         untrained: Parameters without results, left out by ``backward(inputs=...)``.
         is_mute: Whether nothing is to be written.
@@ -125,12 +123,8 @@ class Writer:
     def write(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
         """Make a value an attribute of a parameter, as a tensor (or a list) that nobody else has.
 
-        Args:
-            p: The parameter.
-            ext: Whose value it is.
-            value: The value. There should be no other name for it: that costs a copy.
-            savefield: Name of the attribute. Default: that of the extension, which may collect
-                values of all parameters before.
+        There should be no other name for it: that costs a copy. If no ``savefield`` is given, it is
+        that of the extension, which may collect values of all parameters before.
         """
         if self.originals:
             p = self.originals.get(p, p)
@@ -205,42 +199,45 @@ def put_in_place(p: Tensor, name: str, value: Any) -> None:
     setattr(p, name, value)
 
 
+_NOTHING = Attributes({})
+
+
+def _noted(p: Tensor) -> Attributes:
+    """Return the attributes of a parameter with what is noted of them: nothing without results."""
+    own = vars(p)
+    return own if isinstance(own, Attributes) else _NOTHING
+
+
 def is_result(p: Tensor, name: str) -> bool:
     """Whether an attribute is what a backward pass has written, or what was put in its place."""
-    own = vars(p)
-    return isinstance(own, Attributes) and name in own.results and name in own
+    return name in saved(p)
 
 
 def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
     """Note that a result belongs to a gradient that is averaged over several processes."""
-    own = vars(p)
-    if isinstance(own, Attributes) and name in own.results:
-        own.processes[name] = averaged
+    if name in _noted(p).results:
+        _noted(p).processes[name] = averaged
 
 
 def averaged(p: Tensor, name: str) -> Averaged | None:
     """Return the processes that a result is of; None if it is that of one alone."""
-    own = vars(p)
-    return own.processes.get(name) if isinstance(own, Attributes) else None
+    return _noted(p).processes.get(name)
 
 
 def accumulate(p: Parameter, name: str, state: Any) -> None:
     """Note what a result is made of, to which the next backward pass may add."""
-    own = vars(p)
-    if isinstance(own, Attributes) and name in own.results:
-        own.accumulated[name] = state
+    if name in _noted(p).results:
+        _noted(p).accumulated[name] = state
 
 
 def accumulated(p: Parameter, name: str) -> Any:
     """Return what a result is made of, if it accumulates."""
-    own = vars(p)
-    return own.accumulated.get(name) if isinstance(own, Attributes) else None
+    return _noted(p).accumulated.get(name)
 
 
 def all_accumulated(p: Tensor) -> list[Any]:
     """Return what all results of a parameter are made of that accumulate."""
-    own = vars(p)
-    return list(own.accumulated.values()) if isinstance(own, Attributes) else []
+    return list(_noted(p).accumulated.values())
 
 
 def start_accumulated(p: Tensor, name: str, state: Any) -> None:
@@ -263,9 +260,8 @@ def note_gradient(p: Parameter, name: str) -> None:
 
 def has_other_gradient(p: Parameter, name: str) -> bool:
     """Whether a parameter has another gradient than when a result was saved, if that was noted."""
-    own = vars(p)
-    beside = own.results.get(name) if isinstance(own, Attributes) else None
-    if beside is None or beside.value() is not own.get(name):
+    beside = _noted(p).results.get(name)
+    if beside is None or beside.value() is not vars(p).get(name):
         return False
     grad = p.grad
     if beside.grad is None or grad is None:
@@ -294,16 +290,14 @@ def note_pass(parameters: Iterable[Tensor]) -> None:
 
 def is_added_to_used(p: Tensor) -> bool:
     """Whether the gradient contains that of the step before, and that of a backward pass since."""
-    own = vars(p)
-    used = own.used if isinstance(own, Attributes) else None
+    used = _noted(p).used
     return used is not None and used.is_added_to and used.grad() is p.grad
 
 
 def saved(p: Tensor) -> dict[str, Any]:
     """Return the results that a parameter has now."""
-    own = vars(p)
-    names = own.results if isinstance(own, Attributes) else ()
-    return {name: own[name] for name in names if name in own}
+    own = _noted(p)
+    return {name: own[name] for name in own.results if name in own}
 
 
 _count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
