@@ -18,13 +18,14 @@ from backpack.context import without_autocast
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
+    is_batched,
     is_unpacked,
     path_above,
     touched,
     vjp,
 )
 from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, spread
-from backpack.core.record.origins import RESHAPES, WRAPPERS, Origin, is_foreign_function, is_output
+from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function, is_output
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})
@@ -67,9 +68,7 @@ class LossReduction(NamedTuple):
 class LossTerms:
     """What the losses say about the samples on which ``backward()`` is called.
 
-    Args:
-        roots: Those losses.
-        looks_at_targets: Whether it matters what targets do that broadcast, or that are ignored.
+    What targets do that broadcast, or that are ignored, is looked at if that matters.
 
     Attributes:
         mixing: Functions whose results depend on several samples, and are no sum.
@@ -109,7 +108,7 @@ class LossTerms:
             self.leaves |= _readers_of_leaves(path)
             if not path.nodes or not path.sources:
                 continue
-            batched = {key: m for key, m in path.sources.items() if _is_batched(m)}
+            batched = {key: m for key, m in path.sources.items() if is_batched(m)}
             forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
             structure = slot, forms, describe_structure(path, batched)
             if structure in self._known_sums:
@@ -125,7 +124,7 @@ class LossTerms:
         for node in path.nodes:
             if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
                 self.divided[f"a loss that is not extended ({node.name()})"] = None
-        counts = {m.layout.samples for m in path.sources.values() if _is_batched(m)}  # type: ignore[union-attr]
+        counts = {m.layout.samples for m in path.sources.values() if is_batched(m)}  # type: ignore[union-attr]
         for node in _carrying(path) if counts - {1} else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
@@ -178,7 +177,7 @@ class LossTerms:
         if most is not None and most > 1 and name in KINKED:
             is_total = math.prod(shape_of(node, slot).shape) == 1
             most = None if is_total else most
-        if most is None or not any(map(_is_batched, path.sources.values())):
+        if most is None or not any(map(is_batched, path.sources.values())):
             self.unknown[text] = None  # of the value of an extended loss: its own business
         elif most > 1:
             self.mixing[text] = None
@@ -207,10 +206,13 @@ def _is_usual(node: Any) -> bool:
         return False
     parent, slot = edges[0]
     mark = None if parent is None else parent.metadata.get(("backpack", slot))
-    if mark is None or not mark.is_output or mark.by_container or not _is_batched(mark):
+    if mark is None or not mark.is_output or mark.by_container:
+        return False
+    layout = mark.layout
+    if layout is None or not layout.is_batched:
         return False
     if name == "LogSoftmax":
-        return mark.layout.before == 1 and node._saved_dim == 1
+        return layout.before == 1 and node._saved_dim == 1
     return name in ("MseLoss", "Pow", "BinaryCrossEntropyWithLogits")
 
 
@@ -242,10 +244,6 @@ def _reduction(node: Any) -> LossReduction | None:
 
 def _is_euclidean(node: Any) -> bool:
     return kind(node) == "LinalgVectorNorm" and node._saved_ord == 2
-
-
-def _is_batched(mark: Origin) -> bool:
-    return mark.layout is not None and mark.layout.is_batched
 
 
 def _is_whole(node: Any, slot: int) -> bool:
@@ -302,16 +300,13 @@ def _is_linear(node: Any, carriers: Sequence[int]) -> bool | None:
 def _most_samples(
     path: Path, edges: Sequence[Edge], by_rows: bool, run: Callable[..., Any] | None = None
 ) -> int | None:
-    """Return on how many samples an entry depends at most, of some entries.
+    """Return on how many samples an entry depends at most, of some entries; None if not known.
 
     Args:
         path: The functions.
         edges: Tensors of one shape, whose entries at one place belong together.
         by_rows: Whether those of one row do.
         run: Takes the place of nodes.
-
-    Returns:
-        None if that cannot be found out.
     """
     shapes = [tuple(shape_of(*edge).shape) for edge in edges]
     shape = shapes[0]
@@ -352,7 +347,7 @@ def _count(path: Path, grads: Mapping[Edge, Tensor]) -> int | None:
     count = 0
     for key, grad in grads.items():
         mark = path.sources[key]
-        if mark.layout is not None and mark.layout.is_batched:
+        if is_batched(mark):
             own = touched(grad, mark)
             if own is not None:
                 other = samples.get(len(own))

@@ -33,13 +33,10 @@ class Path(NamedTuple):
 
 
 def path_above(node: Any, slot: int, through_containers: bool = False) -> Path:
-    """Search the graph above a tensor, up to the outputs of recorded calls.
+    """Search the graph above output ``slot`` of a node, up to the outputs of recorded calls.
 
-    Args:
-        node: The node that has computed the input of a call.
-        slot: Which of its outputs that is.
-        through_containers: Whether to go on where a container with parameters has returned
-            something, up to the outputs of the layers inside.
+    Where a container with parameters has returned something, up to the layers inside, if asked to
+    go on ``through_containers``.
     """
     path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
     while stack:
@@ -63,13 +60,18 @@ def path_above(node: Any, slot: int, through_containers: bool = False) -> Path:
     return path
 
 
+def is_batched(mark: Origin) -> bool:
+    """Whether it is known where the samples are in a tensor."""
+    return mark.layout is not None and mark.layout.is_batched
+
+
 def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
     if grad is None:
         return None
-    assert mark.layout is not None
+    layout: Any = mark.layout
     sizes = grad.abs().nan_to_num(nan=0, posinf=0)
-    sizes = sizes.reshape(mark.layout.before, mark.layout.samples, -1).amax((0, 2))
+    sizes = sizes.reshape(layout.before, layout.samples, -1).amax((0, 2))
     largest = sizes.max()
     return sizes > 100 * torch.finfo(sizes.dtype).eps * largest if largest > 0 else None
 
@@ -81,10 +83,8 @@ def vjp(
 ) -> dict[tuple[Any, int], Tensor]:
     """Multiply cotangents below a path with the transposed Jacobian of its functions.
 
-    Args:
-        path: The functions.
-        cotangents: For outputs of their nodes.
-        run: Takes the place of nodes: :func:`spread`. Numbers other than zero are then one.
+    If something takes the place of nodes (``run`` is :func:`spread`), numbers other than zero are
+    one.
     """
     inside = set(path.nodes)
     waiting = dict.fromkeys(path.nodes, 0)

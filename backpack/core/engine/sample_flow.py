@@ -29,6 +29,7 @@ from backpack.core.engine.loss_terms import LossReduction
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
+    is_batched,
     is_unpacked,
     path_above,
     stored_values,
@@ -85,11 +86,9 @@ class Verdict(NamedTuple):
 class SampleFlow:
     """What the calls of one backward pass say about the samples, from the loss upwards.
 
-    Args:
+    Attributes:
         exts: The first-order extensions, whose results are those of samples.
         entry: The call of ``backward()``, if it was noticed.
-
-    Attributes:
         modules: Modules that mix samples.
         functions: Functions that mix samples, or move them from the first axis.
         data: What mixes samples where no gradient passes.
@@ -130,9 +129,7 @@ class SampleFlow:
     def visit(self, call: Call, has_parameters: bool) -> None:
         """Look at a call, after all those that read its outputs.
 
-        Args:
-            call: The call.
-            has_parameters: Whether this call or one before has any; else nothing is computed.
+        Without parameters of this call or one before, nothing is computed.
         """
         rule = call.derivatives
         if call.trained and rule is not None:
@@ -253,7 +250,7 @@ class SampleFlow:
                     self.next.setdefault(source, after)
             if path is not None:
                 self._check(call, i, path, is_loss)
-            elif is_loss and _is_known(mark):
+            elif is_loss:
                 self._check_loss(call, i, mark)
 
     def _check_data(self, call: Call, i: int) -> None:
@@ -270,12 +267,12 @@ class SampleFlow:
 
     def _check_loss(self, call: Call, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""
-        shape, axis = call.shape_in[i], _axis(call, i)
+        shape, axis, layout = call.shape_in[i], _axis(call, i), mark.layout
         if not shape or axis >= len(shape) or isinstance(call.derivatives, Elementwise):
             return
-        if mark.layout is not None and mark.layout.owners is not None:  # else it is misplaced
-            return
-        before, samples = _before(mark), _samples(mark)
+        if layout is None or not layout.is_batched or layout.owners is not None:
+            return  # with owners, it is misplaced
+        before, samples = layout.before, layout.samples
         if axis == 0:
             are_apart = shape[0] % (before * samples) == 0
         else:
@@ -304,10 +301,10 @@ class SampleFlow:
         shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
-        sources = {key: mark for key, mark in path.sources.items() if _is_known(mark)}
+        sources = {key: mark for key, mark in path.sources.items() if is_batched(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
-            sources = {key: mark for key, mark in sources.items() if _samples(mark) == rows > 1}
+            sources = {k: m for k, m in sources.items() if m.layout.samples == rows > 1}  # type: ignore[union-attr]
         if not sources:
             return
         if any(map(is_foreign_function, path.nodes)):
@@ -365,9 +362,8 @@ class SampleFlow:
     def marks(self, start: int, results: Writer) -> dict[str, Any]:
         """Return what results are to be marked with; warn of what they are if not of samples.
 
-        Args:
-            start: Where the backward pass has started, in the order of the calls.
-            results: What was written: without any, there is nothing to warn of.
+        The backward pass has a ``start`` in the order of the calls. Without results that it has
+        written, there is nothing to warn of.
         """
         self._compare_sizes()
         marks: dict[str, Any] = {}
@@ -489,15 +485,6 @@ def _samples_of(call: Call) -> int:
     return shape[_axis(call, 0, out=True)] if shape else 1
 
 
-def _is_known(mark: Origin) -> bool:
-    return mark.layout is not None and mark.layout.is_batched
-
-
-def _samples(mark: Origin) -> int:
-    assert mark.layout is not None
-    return mark.layout.samples
-
-
 def _cotangent(x: Any, axis: int, rows: Tensor) -> Tensor:
     """Return a tensor whose entries differ along each axis, zero in all but some rows of one."""
     entries = rows.to(x.dtype).reshape(-1, *(1,) * (len(x.shape) - axis - 1))
@@ -528,8 +515,3 @@ def _are_equal(one: Sequence[float | Tensor], other: Sequence[float | Tensor]) -
         else type(x) is type(y) and x == y
         for x, y in zip(one, other, strict=True)
     )
-
-
-def _before(mark: Origin) -> int:
-    assert mark.layout is not None
-    return mark.layout.before
