@@ -41,6 +41,7 @@ from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
+from backpack.core.engine.spread import words
 from backpack.core.engine.user_rules import call_gradients, sample_counts
 from backpack.core.record import calls, shards, weights
 from backpack.core.record.calls import Call
@@ -55,29 +56,10 @@ from backpack.utils.subsampling import subsample
 from backpack.utils.warning import warn
 
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
-LINEAR_NODES = (
-    "Add",
-    "Sub",
-    "Neg",
-    "Sum",
-    "Mean",
-    "Stack",
-    "Cat",
-    "View",
-    "Reshape",
-    "Unsafe",
-    "Squeeze",
-    "Unsqueeze",
-    "Expand",
-    "Clone",
-    "ToCopy",
-    "Select",
-    "Unbind",
-    "Alias",
-    "Permute",
-    "T",
+LINEAR_NODES = words(
+    "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
+    "Select Unbind Alias Permute T"
 )
-
 
 # A parameter, its uses (calls, and its names there), and the extensions that want something of it.
 Work = tuple[Parameter, list[tuple[Call, str]], list[Extension]]
@@ -119,15 +101,9 @@ class BackwardPass:
     _running: ClassVar[dict[int, BackwardPass]] = {}
 
     def __init__(self, configuration: Configuration, entry: Entry | None, is_nested: bool) -> None:
-        """Sort the extensions.
-
-        Args:
-            configuration: That of the thread that has called ``backward()``.
-            entry: That call, if it was noticed.
-            is_nested: Whether it runs inside of another backward pass of the same context.
-        """
-        self.configuration = configuration
-        self.entry = entry
+        """Sort the extensions."""
+        self.configuration = configuration  # of the thread that has called ``backward()``
+        self.entry = entry  # that call, if it was noticed
         self.exts = self.configuration.exts
         self.first_order: list[Extension] = []
         self.second_order: list[Extension] = []
@@ -157,7 +133,9 @@ class BackwardPass:
         self.unsupported: dict[Call, str | None] = {}  # why calls are; None for those that are not
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
-        self.is_nested = is_nested  # such as by torch.utils.checkpoint(use_reentrant=True)
+        # whether it runs inside of another backward pass of the same context, such as by
+        # torch.utils.checkpoint(use_reentrant=True)
+        self.is_nested = is_nested
         # whose gradients this pass has to accumulate, in autograd's place
         self.owed: set[Parameter] = set()
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
@@ -348,8 +326,7 @@ class BackwardPass:
     def _keep_parameters(self, newest: Call | None = None) -> None:
         """Keep what hooks could change, where it is read after others have run.
 
-        Args:
-            newest: A call that was recorded since the pass has begun. Default: all before.
+        By all calls, or by the ``newest``, that was recorded since the pass has begun.
         """
         live = calls.all_live_calls() if newest is None else [newest]
         found = calls.reading_parameters(live, bool(self.second_order), self.shows_calls)
@@ -576,11 +553,24 @@ class BackwardPass:
     # ------------------------------------------------------------------ after the backward pass
 
     def _run(self) -> None:
-        if not self.combining.is_sharded:
-            self._run_all()
-            return
-        with self._gathered():
-            self._run_all()
+        with self._gathered() if self.combining.is_sharded else nullcontext():
+            self._check_parameters()
+            if self.keeping:
+                self._see_parameters_before(self.calls)
+                self.kept = None
+            if self.deferred:  # first order
+                with self.copied or nullcontext():
+                    self._run_first_order(
+                        Plan(self.reached_calls.values(), dict.fromkeys(self.deferred))
+                    )
+                    for call in self.deferred if self.owed else ():
+                        self._accumulate(call)
+            self.results.finish_extensions()
+            if not self.combining.is_waiting:
+                self._note_first_order()
+            if self.second_order:
+                self._run_second_order()
+                self.results.finish_extensions()
 
     def _gathered(self) -> AbstractContextManager[Any]:
         """Let weights that are sharded be there when they are read.
@@ -596,33 +586,8 @@ class BackwardPass:
                 first = tuple(known)
         return shards.gathered(self.combining.before_gathering, first)
 
-    def _run_all(self) -> None:
-        self._check_parameters()
-        if self.keeping:
-            self._see_parameters_before(self.calls)
-            self.kept = None
-        if self.deferred:
-            with self.copied or nullcontext():
-                self._run_deferred()
-        self.results.finish_extensions()
-        if not self.combining.is_waiting:
-            self._note_first_order()
-        if self.second_order:
-            self._run_second_order()
-            self.results.finish_extensions()
-
-    def _run_deferred(self) -> None:
-        """Do what first order has put off."""
-        self._run_first_order(Plan(self.reached_calls.values(), dict.fromkeys(self.deferred)))
-        for call in self.deferred if self.owed else ():
-            self._accumulate(call)
-
     def _end(self, error: Exception | None = None) -> None:
-        """Write what other processes and passes have a part in, and release the calls.
-
-        Args:
-            error: What has stopped the pass before.
-        """
+        """Write what others have a part in, unless an error has stopped it; release the calls."""
         if error is not None or self.combining.is_waiting:
             if torch.is_grad_enabled() and self.combining.groups:
                 error = error or NotImplementedError(NO_GRAPH)
@@ -781,9 +746,10 @@ class BackwardPass:
     # ------------------------------------------------------------------ second order
 
     def _run_second_order(self) -> None:
-        is_for_others = any(call.params for call in self.calls) and self.has_no_results
-        if is_for_others:  # such as the gradient of an output with respect to data
-            return
+        trains = any(call.trained for call in self.calls)
+        has_results = trains or any(ext.rules for ext in self.second_order)
+        if not has_results and any(call.params for call in self.calls):
+            return  # such as for the gradient of an output with respect to data
         set_apart(self.calls, self.second_order)
         plan = Plan(self.calls)
         self._check_losses(plan)
@@ -807,12 +773,6 @@ class BackwardPass:
             propagation.run(plan, exts, subsampling, self.combining)
             if is_holding:
                 memory.clear()
-
-    @property
-    def has_no_results(self) -> bool:
-        """Whether no parameter gets a gradient, and no rule of a user wants to see a module."""
-        trains = any(call.trained for call in self.calls)
-        return not trains and not any(ext.rules for ext in self.second_order)
 
     def _check_support(self, plan: Plan) -> None:
         """Let every extension object to what it does not know before anything is written."""
@@ -928,13 +888,9 @@ def _only_call(work: Work) -> Call | None:
 
 
 def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = None) -> Use:
-    """Return the gradient at a call as its only column, for any of its parameters.
+    """Return the gradient at some rows of a call as its only column, for any of its parameters.
 
-    Args:
-        call: The call.
-        rows: Its rows. Default: all.
-        folds: Give the rows of a sample an axis of their own, if there are several.
-        samples: What the rows are, then.
+    If it ``folds`` them, the rows of a sample have an axis of their own: those of ``samples``.
     """
     c = context_of(call, folds=folds, shares=folds)
     c.reads_entries = not call.shards or call.reads_parameters(travels=False, is_shown=False)

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 # Functions of single entries, up to broadcasting.
-ELEMENTWISE = _names(
+ELEMENTWISE = words(
     "Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin "
     "Cos Cosh Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Fmax Fmin Fmod Frac Gelu Hardshrink "
     "Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
@@ -27,12 +28,12 @@ ELEMENTWISE = _names(
     "Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold Where Xlogy"
 )
 # Functions that bring the entries along some axes together.
-ALONG_AXES = _names(
+ALONG_AXES = words(
     "Amax Amin Cummax Cummin Cumprod Gather Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp "
     "Logsumexp Max Median Min Mode Norm Prod Renorm SafeSoftmax Softmax Sort Std Topk Var"
 )
 # Sums (or means) of a function of single entries of all inputs.
-FUSED = _names(
+FUSED = words(
     "BinaryCrossEntropy BinaryCrossEntropyWithLogits Dot HuberLoss KlDiv L1Loss MseLoss "
     "SmoothL1Loss SoftMarginLoss"
 )
@@ -85,11 +86,9 @@ def saved_tensors(node: Any) -> list[Tensor]:
 
 
 def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
-    """Find the entries of a function's arguments that entries of its result may depend on.
+    """Find the entries of a node's arguments that entries of its result may depend on.
 
-    Args:
-        node: A node of the autograd graph.
-        *grads: For each output a tensor that is positive at the entries asked about.
+    It has ``grads`` for each output, which are positive at the entries asked about.
 
     Raises:
         UnknownSpreadError: If that depends on values, as a permutation does.
