@@ -8,6 +8,7 @@ block meets the average Jacobian. A parameter is one more input of its module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -33,10 +34,6 @@ Jacobian = Callable[[Tensor, Rows], Tensor]
 
 class BatchAveragedBackpropagation:
     """Carries the batch-averaged GGN of the loss back to the parameters.
-
-    Args:
-        plan: The reached calls.
-        subsampling: Samples they look at.
 
     Raises:
         ValueError: If the network mixes samples or reshapes the batch axis.
@@ -192,11 +189,11 @@ class BatchAveragedBackpropagation:
         """List what the matrix travels on to: inputs that a call computed, and parameters."""
         call = c.call
         nodes: list[tuple[Node, Jacobian]] = [
-            (origin, self._input_jacobian(c, slots, i))
+            (origin, partial(self._to_input, c, slots, i))
             for i, origin in enumerate(call.origins_in)
             if origin is not None and origin in self.plan.producers
         ]
-        nodes += [(p, self._param_jacobian(c, slots, name)) for name, p in call.trained.items()]
+        nodes += [(p, partial(self._to_param, c, slots, name)) for name, p in call.trained.items()]
         return nodes
 
     def _columns(
@@ -212,29 +209,19 @@ class BatchAveragedBackpropagation:
             columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
         return columns
 
-    def _input_jacobian(self, c: Context, slots: list[int], i: int) -> Jacobian:
-        call = c.call
+    def _to_input(self, c: Context, slots: list[int], i: int, mat: Tensor, rows: Rows) -> Tensor:
+        columns = self._columns(c.call, slots, mat, rows)
+        back = call_products.transposed(c.at(rows), columns)[i]
+        if back is None:
+            _, *shape = call_products.shape_in(c.call, i, 1)
+            return mat.new_zeros(mat.shape[1], prod(shape))
+        return _over_rows(back)
 
-        def apply(mat: Tensor, rows: Rows) -> Tensor:
-            columns = self._columns(call, slots, mat, rows)
-            back = call_products.transposed(c.at(rows), columns)[i]
-            if back is None:
-                _, *shape = call_products.shape_in(call, i, 1)
-                return mat.new_zeros(mat.shape[1], prod(shape))
-            return _over_rows(back)
-
-        return apply
-
-    def _param_jacobian(self, c: Context, slots: list[int], name: str) -> Jacobian:
-        call = c.call
-
-        def apply(mat: Tensor, rows: Rows) -> Tensor:
-            columns = self._columns(call, slots, mat, rows)
-            kronecker = call_products.param(c.at(rows), "kron_rows", name, columns)
-            self.groups[call.trained[name]] = kronecker.shape[2]
-            return _over_rows(kronecker)
-
-        return apply
+    def _to_param(self, c: Context, slots: list[int], name: str, mat: Tensor, rows: Rows) -> Tensor:
+        columns = self._columns(c.call, slots, mat, rows)
+        kronecker = call_products.param(c.at(rows), "kron_rows", name, columns)
+        self.groups[c.call.trained[name]] = kronecker.shape[2]
+        return _over_rows(kronecker)
 
 
 def _chooses(call: Call) -> bool:

@@ -137,10 +137,10 @@ def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
 def second(
     c: Context, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool = False
 ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-    """Apply the second derivative of ``⟨g, y⟩``.
+    """Apply the second derivative of ``⟨g, y⟩``, with g the gradients at a call's outputs.
 
     Args:
-        c: The call; g are the gradients at its outputs.
+        c: The call.
         inputs: Tangents at the inputs, None for zero.
         params: ``[V, *p]`` for parameters that vary as well.
         sum_batch: Sum what is at the parameters over the samples.
@@ -183,15 +183,9 @@ def _flat(mats: Columns) -> list[Tensor | None]:
 
 
 def _repeated(call: Call, mat: Tensor, to_input: bool) -> Tensor:
-    """Reshape columns at a call that repeats an input: entries are in one order in canonical form.
+    """Reshape columns at a call that repeats an input, ``[V, R, *rest] -> [V, R', *rest']``.
 
-    Args:
-        call: The call.
-        mat: ``[V, R, *rest]`` at the input, or at the output.
-        to_input: Whether the result is at the input.
-
-    Returns:
-        ``[V, R', *rest']`` at the other one.
+    Entries are in one order in canonical form.
     """
     i = call.repeats
     assert i is not None
@@ -351,24 +345,20 @@ class _MovedView(_RuleView):
         return torch.as_tensor(list(self.c.numbers(size)))
 
     def _to(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
-        if mat is None:
-            return None
-        if axis is not None:
-            return mat.movedim(1, 1 + axis) if axis else mat
-        if place is None:
+        if mat is None or axis == 0 or (axis is None and place is None):
             return mat
+        if axis is not None:
+            return mat.movedim(1, 1 + axis)
         if self.sees_all_rows:
             rows = self._selection(place, shape)
             mat = spread(mat, 1, rows, place.rows(shape), self.call.module)
         return place.from_canonical(mat, place.rows_per_sample(shape))
 
     def _from(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
-        if mat is None:
-            return None
-        if axis is not None:
-            return mat.movedim(1 + axis, 1) if axis else mat
-        if place is None:
+        if mat is None or axis == 0 or (axis is None and place is None):
             return mat
+        if axis is not None:
+            return mat.movedim(1 + axis, 1)
         mat = place.to_canonical(mat, skip=1)
         return take(mat, 1, self._selection(place, shape)) if self.sees_all_rows else mat
 

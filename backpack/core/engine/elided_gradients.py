@@ -51,11 +51,7 @@ PRECISIONS = (torch.float32, torch.float64)
 def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
     """Find parameters whose individual gradients are computed, and whose gradient takes long.
 
-    Args:
-        configuration: What is active.
-
-    Returns:
-        The parameters of each recorded call. Empty if it does not pay, or was not asked for.
+    Return those of each recorded call: none if it does not pay, or was not asked for.
     """
     asked = configuration.sum_individual_gradients or not configuration.gradients
     if not (asked and ELIDED.is_on) or torch.is_anomaly_enabled():
@@ -117,17 +113,12 @@ def _computes_what_torch_does(module: Module) -> bool:
     """Whether nobody has replaced what a module computes, in its class or for it alone."""
     for name in ("forward", "_conv_forward"):
         method: Any = getattr(type(module), name, None)
-        if name in vars(module):
-            return False
-        if method is not None and not _is_known_function(method):
+        # not its __module__, which functools.wraps copies
+        where = getattr(method, "__globals__", {}).get("__name__", "")
+        is_known = method is None or where.startswith(("torch.nn.modules.", "backpack."))
+        if name in vars(module) or not is_known:
             return False
     return True
-
-
-def _is_known_function(function: Any) -> bool:
-    # not its __module__, which functools.wraps copies
-    where = getattr(function, "__globals__", {}).get("__name__", "")
-    return where.startswith(("torch.nn.modules.", "backpack."))
 
 
 def _is_ordinary(p: Any) -> bool:
@@ -165,9 +156,6 @@ def elide(
         roots: What ``backward()`` is called on.
         candidates: See :func:`costly`.
         only: The leaves that ``backward(inputs=...)`` is asked for. None: all.
-
-    Returns:
-        :data:`NOTHING` if none are elided.
     """
     if not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):
         return NOTHING  # a leaf gets a gradient of its own
@@ -201,12 +189,11 @@ def _last_calls(
 ) -> dict[Any, Any]:
     """Return the call that every path from the roots to a node enters last; None if none is."""
     returned_by = {mark: call for call in candidates for mark in call.origins_out}
-    computed_by = {
-        node: {returned_by.get(mark) for mark in marks} for node, marks in _marked(order)
-    }
     owner: dict[Any, Any] = {None: None}
     for node in reversed(order):
-        found = computed_by.get(node) or {owner[user] for user in users[node]}
+        # what a call has returned (or read), or all that reads the node's outputs
+        marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
+        found = {returned_by.get(mark) for mark in marks} or {owner[user] for user in users[node]}
         owner[node] = next(iter(found)) if len(found) == 1 else None
     return owner
 
@@ -245,11 +232,7 @@ def _places_to_ask_for(
 ) -> list[Tensor | GradientEdge]:
     """List what autograd is asked for, so that all functions of the graph run.
 
-    Args:
-        order: The nodes, each behind those above it.
-        leaves: Those of them that stand for a leaf, with that.
-        elided: Leaves whose gradients are not needed.
-        wanted: By their ids, leaves whose gradients are.
+    It is to give gradients of leaves whose ids are wanted, but not of those that are elided.
     """
     asked: list[Tensor | GradientEdge] = []
     running: set[Any] = set()  # leads to something that is asked for
@@ -321,20 +304,11 @@ def _nothing(*_: Any) -> None:
     """Leave a gradient alone: a hook whose handle leads to the others."""
 
 
-def _marked(nodes: Iterable[Any]) -> Iterator[tuple[Any, list[Origin]]]:
-    """Find the nodes that compute what a call has returned (or read)."""
-    for node in nodes:
-        marks = [mark for mark in node.metadata.values() if isinstance(mark, Origin)]
-        if marks:
-            yield node, marks
-
-
 @contextmanager
 def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
     """Let gradients of recorded parameters be what they were, whatever a backward pass accumulates.
 
-    Args:
-        nodes: Where it starts in the graph: what is not above belongs to others.
+    It starts at some nodes of the graph: what is not above belongs to others.
     """
     order, _ = _upstream_first(nodes)
     leaves = {id(node.variable) for node in order if hasattr(node, "variable")}

@@ -9,29 +9,6 @@ import torch
 from torch import Size, Tensor
 
 
-def split_columns(mat: Tensor, groups: int, coarser: int) -> Tensor:
-    """Give each of the groups that are merged columns of its own.
-
-    Columns of different groups of rows are independent: column v stands for one vector in each
-    group. Where groups merge, they must not mix, so a column becomes one for each merged group.
-
-    Args:
-        mat: ``[V, R, *]``, R rows in ``groups`` groups.
-        groups: Number of independent groups.
-        coarser: Number of groups afterwards, a divisor of ``groups``.
-
-    Returns:
-        ``[V·r, R, *]`` with ``r = groups / coarser``.
-    """
-    num_v, num_r = mat.shape[:2]
-    r = groups // coarser
-    if r == 1:
-        return mat
-    apart = torch.eye(r, dtype=mat.dtype, device=mat.device)
-    blocks = mat.reshape(num_v, 1, coarser, r, -1) * apart.reshape(1, r, 1, r, 1)
-    return blocks.reshape(num_v * r, num_r, *mat.shape[2:])
-
-
 @dataclass(frozen=True)
 class Factor:
     """A stack of columns, with ``sum_v w_v s_v s_vᵀ`` the matrix they stand for.
@@ -55,13 +32,19 @@ class Factor:
         return Factor(mat, self.groups, self.weights, self.adds_up)
 
     def coarsened(self, groups: int) -> Factor:
-        """Merge groups of rows."""
+        """Merge groups of rows; r that merge get columns of their own: ``[V·r, R, *shape]``.
+
+        Columns of different groups are independent: column v stands for one vector in each group.
+        They must not mix, so a column becomes one for each merged group.
+        """
         if groups == self.groups:
             return self
         if self.adds_up:
             return replace(self, groups=groups)
-        mat = split_columns(self.mat, self.groups, groups)
-        weights = self.weights
+        mat, weights, r = self.mat, self.weights, self.groups // groups
+        apart = torch.eye(r, dtype=mat.dtype, device=mat.device).reshape(1, r, 1, r, 1)
+        blocks = mat.reshape(len(mat), 1, groups, r, -1) * apart
+        mat = blocks.reshape(len(mat) * r, *mat.shape[1:])
         if weights is not None:
             weights = weights.reshape(len(weights), groups, -1).transpose(1, 2).reshape(-1, groups)
         return replace(self, mat=mat, groups=groups, weights=weights)
@@ -88,9 +71,7 @@ class Factor:
         return factor.holding(factor.mat.reshape(len(factor.mat), *shape))
 
     def on(self, device: torch.device) -> Factor:
-        """Move to where a tensor was computed."""
-        if self.mat.device == device:
-            return self
+        """Move to another device."""
         weights = None if self.weights is None else self.weights.to(device)
         return replace(self, mat=self.mat.to(device), weights=weights)
 
