@@ -70,11 +70,7 @@ PATHS: dict[str, Path] = {}  # by name
 
 
 def path(name: str, what: str) -> Path:
-    """Register a shortcut of the engine.
-
-    Args:
-        name: Its name.
-        what: What it does, in a sentence.
+    """Register a shortcut of the engine, and say in a sentence what it does.
 
     Raises:
         ValueError: If the name is taken.
@@ -86,14 +82,9 @@ def path(name: str, what: str) -> Path:
 
 
 def body(what: str, *given: str) -> Callable[[Method], Method]:
-    """Mark a method of a rule as a faster form of what follows from others.
+    """Decorator: mark a method of a rule, and say in a sentence ``what`` it does.
 
-    Args:
-        what: What it does, in a sentence.
-        *given: Names of the methods that it follows from.
-
-    Returns:
-        The decorator.
+    It is a faster form of what follows from others, which ``given`` names.
     """
 
     def decorate(method: Method) -> Method:
@@ -111,13 +102,12 @@ def is_body(value: Any) -> bool:
 def enroll(cls: type, overridden: Set[str]) -> None:
     """Register the bodies of a new class, and replace those that it should not inherit.
 
-    Args:
-        cls: A class of rules.
-        overridden: Names of the methods that it overrides.
+    These follow from methods that the class has ``overridden``.
     """
-    for known in [known for known in PATHS.values() if isinstance(known, Body)]:
-        inherits = known.owner in cls.__mro__[1:] and known.method not in vars(cls)
-        if inherits and not known.given.isdisjoint(overridden):
+    for known in PATHS.values():
+        if not isinstance(known, Body) or known.given.isdisjoint(overridden):
+            continue
+        if known.owner in cls.__mro__[1:] and known.method not in vars(cls):
             setattr(cls, known.method, _generic(cls, known.method))
     for method in [name for name, value in vars(cls).items() if is_body(value)]:
         name = f"{cls.__qualname__}.{method}"
@@ -135,10 +125,7 @@ def _generic(cls: type, method: str) -> Any:
 
 @contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Run without fast paths, in all threads: for tests and benchmarks, between backward passes.
-
-    Args:
-        *names: Names of some. Default: all.
+    """Run without (some) fast paths, in all threads: for tests, between backward passes.
 
     Raises:
         KeyError: If there is none of that name.
@@ -170,8 +157,7 @@ class _Noticed(Path):
 def noticed() -> Iterator[set[str]]:
     """Collect the names of the paths that are taken (of the engine: that might be), in all threads.
 
-    Yields:
-        The names, so far.
+    The set grows as they are.
     """
     names = _Noticed.names = set()
     paths = [each for each in PATHS.values() if each.is_on]

@@ -74,12 +74,7 @@ def product(one: Tensor, other: Tensor) -> Tensor:
 def reuse(parameters: Iterable[Parameter], exts: Iterable[Extension]) -> bool:
     """Take results that will be replaced, for :func:`empty`, if they are large and nobody else's.
 
-    Args:
-        parameters: Who has them.
-        exts: Whose results they are.
-
-    Returns:
-        Whether some were taken: see :func:`clear`.
+    Return whether some were taken: see :func:`clear`.
     """
     if torch.is_grad_enabled() or not REUSED_MEMORY.is_on:
         return False
@@ -125,8 +120,7 @@ _ONE_HOLDER = _holders({"name": []}, "name")
 
 def clear() -> None:
     """Free what was taken in this thread and not used."""
-    if _reusable.get() is not None:
-        _reusable.set(None)
+    _reusable.set(None)
 
 
 def release() -> None:

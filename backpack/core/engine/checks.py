@@ -13,6 +13,7 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
+from backpack.core.engine.combining import are_several
 from backpack.core.engine.extracted import REDUCTIONS, UNSLICED
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import calls, weights
@@ -89,17 +90,11 @@ def note_passes(inner: Configuration, outer: Configuration) -> None:
 
 
 class Left(NamedTuple):
-    """A context that was left without any backward pass.
+    """A context that was left without any backward pass."""
 
-    Attributes:
-        start: Where it was entered, in the order of the calls.
-        end: Where it was left.
-        names: Its extensions.
-    """
-
-    start: int
-    end: int
-    names: str
+    start: int  # where it was entered, in the order of the calls
+    end: int  # where it was left
+    names: str  # of its extensions
 
 
 # The latest ones.
@@ -130,11 +125,7 @@ def note_latest(configuration: Configuration) -> None:
 
 
 def warn_of_nothing(configuration: Configuration) -> None:
-    """Say why the extensions of a context that is left have not run, if backward passes have.
-
-    Args:
-        configuration: That of the context.
-    """
+    """Say why the extensions of a context that is left have not run, if backward passes have."""
     passes = configuration.passes
     if not configuration.exts or passes.own or passes.told:
         return
@@ -190,21 +181,14 @@ def sharded_modules() -> set[Module]:
 
 
 def check_one_process(what: str, advice: str = "Run it in one process.") -> None:
-    """Refuse to run on several processes what would be different on each.
-
-    Args:
-        what: What that is.
-        advice: What to do instead.
+    """Refuse to run on several processes ``what`` would be different on each, with an advice.
 
     Raises:
         NotImplementedError: If there are several.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    count = distributed.get_world_size()
-    if count > 1:
+    if are_several():
         raise NotImplementedError(
-            f"{what} does not work on several processes yet ({count} of torch.distributed are "
-            "running): each would see its own part of the batch alone, so results (and weights) "
-            f"would drift apart. {advice}"
+            f"{what} does not work on several processes yet ({distributed.get_world_size()} of "
+            "torch.distributed are running): each would see its own part of the batch alone, so "
+            f"results (and weights) would drift apart. {advice}"
         )

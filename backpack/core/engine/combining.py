@@ -102,11 +102,6 @@ class Accumulated(NamedTuple):
 class Combining:
     """Takes the results of a backward pass (as :class:`~backpack.core.types.Save`).
 
-    Args:
-        configuration: Of the pass.
-        results: Writes at parameters.
-        nodes: Where the pass begins in the graph.
-
     Attributes:
         groups: Parameters whose gradients are averaged, with the processes.
         is_waiting: Whether there are results that cannot be written at once.
@@ -125,7 +120,7 @@ class Combining:
         self.chosen = configuration.process_group
         # whether gradients may be averaged without a call that says by what
         self._may_average = self.chosen != "module" or is_wrapped()
-        self._nodes = nodes
+        self._nodes = nodes  # where the pass begins in the graph
         self.exts = configuration.exts
         self.write = results.write
         self.originals = results.originals
@@ -185,11 +180,7 @@ class Combining:
     def _note_name(self, p: Parameter, call: Call, name: str, key: str | None) -> None:
         """Note what a parameter is called on all processes, whose calls may have another order.
 
-        Args:
-            p: The parameter.
-            call: A call that uses it.
-            name: What it is called there.
-            key: What tells it from others, if there is something better than its first name.
+        It has a ``name`` at a call; a ``key`` tells it better than the first of these from others.
         """
         own = vars(call.module).get("_backpack_name", "")
         name = f"{own}.{name}" if own else name
@@ -224,11 +215,7 @@ class Combining:
             self._gathering[shard.processes] = None
 
     def _averaged(self, call: Call) -> dict[Parameter, tuple[Any, Averaging | None]]:
-        """Return which parameters of a call have averaged gradients.
-
-        Returns:
-            The processes of each, if there are others, and what averages, if that is a wrapper.
-        """
+        """Return the processes that average gradients of a call's parameters, and the wrapper."""
         found: dict[Parameter, tuple[Any, Averaging | None]] = {}
         if self.chosen is None or not (call.averaging or self._may_average):
             return found
@@ -291,8 +278,7 @@ class Combining:
     def stop(self, error: Exception) -> bool:
         """Note an error, and tell those who wait for this process before the pass is over.
 
-        Returns:
-            Whether the pass has to go on as long as others do.
+        Return whether the pass has to go on as long as others do.
         """
         if not (self.is_sharded or any(call.shards for call in self._in_graph())):
             return bool(self.others())
@@ -314,12 +300,8 @@ class Combining:
         """Whether what belongs to sharded parameters of a call may be reduced on the way.
 
         That has to happen on all processes at the same time. A graph that a program keeps on one
-        of them lets that one put off what others would do at once: then all do it at the end.
-
-        Args:
-            call: The call.
-            users: Tells whether it is the only one that uses its parameters.
-            is_early: Whether this process would do it on the way.
+        of them lets that one put off what others would do at once (``is_early``): then all do it
+        at the end.
 
         Raises:
             RuntimeError: If an error has stopped a process.
@@ -383,11 +365,7 @@ class Combining:
         self._deferred.append(part)
 
     def _combines(self, p: Parameter, exts: Sequence[Extension]) -> bool:
-        """Whether results at a parameter need other processes or passes.
-
-        Raises:
-            NotImplementedError: If they do not follow from those of parts of the batch.
-        """
+        """Whether results need other processes or passes; refuse those that do not add up."""
         combines = self.accumulates or p in self.groups
         if combines:
             for ext in exts:
@@ -402,27 +380,17 @@ class Combining:
     # ------------------------------------------------------------------ all parts
 
     def finish(self, error: Exception | None = None) -> None:
-        """Combine the parts, and write the results.
-
-        Args:
-            error: What has stopped the pass on this process. Others are told, and it is raised.
-        """
+        """Combine the parts, and write the results; else tell others of an error, and raise it."""
         parts, self._deferred = self._deferred, []
-        parts, before = self._reduced(parts, error, is_last=True)
-        self._write_all(parts, before)
+        self._write_all(*self._reduced(parts, error, is_last=True))
 
     def _reduced(
         self, parts: list[Statistics], error: Exception | None = None, is_last: bool = False
     ) -> tuple[list[Statistics], list[Accumulated]]:
-        """Reduce statistics over processes.
+        """Reduce statistics over processes; return them, and what earlier passes have.
 
-        Args:
-            parts: The statistics.
-            error: What has stopped the pass on this process.
-            is_last: Tell all processes that wait for this one, whether there are statistics or not.
-
-        Returns:
-            The statistics, and what earlier passes have.
+        The last time (and if an error has stopped the pass on this process), all processes are told
+        that wait for this one, whether there are statistics or not.
         """
         before: list[Accumulated] = []
         if error is None:
@@ -462,14 +430,12 @@ class Combining:
             is_joined = part.parameter in self.groups
             if old.joined is not None and old.joined.is_sharded and not is_joined:
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
-            joined = _plus(old.joined, part) if is_joined else old.joined
-            after.append(Accumulated(joined, None if is_joined else part))
-            if joined is None:
-                whole = part
-            elif is_joined:
-                whole = joined
+            if is_joined:
+                whole = _plus(old.joined, part)
+                after.append(Accumulated(whole, None))
             else:
-                whole = joined.plus(part)
+                whole = part if old.joined is None else old.joined.plus(part)
+                after.append(Accumulated(old.joined, part))
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(writing)
             for ext, count in zip(part.exts, samples, strict=False):
@@ -502,11 +468,7 @@ class Combining:
             vars(getattr(p, ext.savefield)).update(marks)
 
     def _accumulated_before(self, part: Statistics) -> Accumulated:
-        """Return what earlier passes have accumulated for the same extensions.
-
-        Raises:
-            ValueError: If extensions that belong together now did not then.
-        """
+        """Return what earlier passes have accumulated for the same extensions; refuse others."""
         nothing = Accumulated(None, None)
         if not self.accumulates:
             return nothing

@@ -105,13 +105,7 @@ class CurvatureBlock:
         return f"<product with a block of the {of}: [{shape}] -> [{shape}]{samples}>"
 
     def __call__(self, mat: Tensor) -> Tensor:
-        """Apply the block.
-
-        Args:
-            mat: ``[V, *p]``, or ``[*p]``.
-
-        Returns:
-            Same shape.
+        """Apply the block to ``[V, *p]``, or ``[*p]``: same shape.
 
         Raises:
             ValueError: If the shape does not match.
@@ -142,14 +136,9 @@ class CurvatureBlock:
         return {t for call in reading for t in tensors_of(call.read)}
 
     def diagonal(self, per_sample: bool = False, entries_at_once: int = 32) -> Tensor:
-        """Return the block's diagonal from products with the unit vectors.
+        """Return the block's diagonal ``[*p]``, or that of each sample's block ``[N, *p]``.
 
-        Args:
-            per_sample: Return the diagonal of each sample's block.
-            entries_at_once: Number of unit vectors in one product.
-
-        Returns:
-            ``[*p]``, or ``[N, *p]`` for each sample.
+        It comes from products with the unit vectors, some at once.
         """
         p = self.parameter
         parts = []

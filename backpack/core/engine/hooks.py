@@ -22,10 +22,7 @@ REACHED, MISSED, ENTERED = BackwardPass.reached, BackwardPass.missed, BackwardPa
 def extend_one(module: Module, name: str, debug: bool = False) -> None:
     """Let the calls of one module be recorded, without those of its children.
 
-    Args:
-        module: The module.
-        name: What messages call it.
-        debug: Print what is done.
+    Messages call it by the ``name``.
     """
     own = vars(module)
     own["_backpack_name"], own["_backpack_identity"] = name, id(module)
@@ -98,11 +95,7 @@ def _clear_inputs(module: Module, args: tuple, output: object) -> None:
 
 
 def follow_inputs(root: Module) -> None:
-    """Let the samples be followed from what a converted model is called with.
-
-    Args:
-        root: A graph of modules.
-    """
+    """Let samples be followed from what a converted model, a graph of modules, is called with."""
     if _note_inputs not in root._forward_pre_hooks.values():
         hook = root.register_forward_pre_hook(_note_inputs, prepend=True, with_kwargs=True)
         CTX.add_hook_handle(hook, root)

@@ -25,10 +25,8 @@ from backpack.core.record.origins import has_parameters
 class Entry:
     """One call of ``backward()``, until it returns.
 
-    Args:
-        roots: What it was called on.
-
     Attributes:
+        roots: What it was called on.
         nodes: Where it starts in the graph.
         elided: Parameters whose gradients autograd was not asked for, and that still need one.
         terms: What the losses say about the samples, if first-order extensions are active.

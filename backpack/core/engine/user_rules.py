@@ -24,13 +24,7 @@ def sample_counts(
 ) -> set[int]:
     """Return how many samples a user's rule may find in a call: those, or their rows.
 
-    Args:
-        call: The call.
-        subsampling: Samples that the extension looks at.
-        samples: Number of samples of the batch, if all calls agree on it.
-
-    Returns:
-        Empty if it is not known.
+    Empty if it is not known. All calls may agree on a number of ``samples``.
     """
     rows, samples = Plan.num_rows(call), samples or Plan.num_samples(call)
     if subsampling is not None:
