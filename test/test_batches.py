@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import oracle
 import pytest
 import torch
@@ -203,9 +205,19 @@ def test_subsampling_means_samples_at_every_layer() -> None:
     torch.testing.assert_close(part[1], whole[1][1:2], **TOLERANCE)
 
 
-def test_empty_batch() -> None:
+@pytest.mark.parametrize(
+    "lossfunc",
+    [
+        extend(nn.MSELoss(reduction="sum")),
+        nn.MSELoss(reduction="sum"),
+        lambda z, y: (z.exp() - y).square().sum(),
+        lambda z, y: nn.functional.softplus(z * y).logsumexp(1).sum(),
+    ],
+    ids=["extended", "function", "square", "logsumexp"],
+)
+def test_empty_batch(lossfunc: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = extend(linear(3, 2))
-    loss = extend(nn.MSELoss(reduction="sum"))(model(double(0, 3)), double(0, 2))
+    loss = lossfunc(model(double(0, 3)), double(0, 2))
     with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match="empty batch"):
         loss.backward()
 

@@ -330,7 +330,7 @@ def _most_samples(
 def _places(numel: int) -> list[int]:
     """Return the numbers of some entries, in no regular order, as those of a diagonal would be."""
     spread_out = [int(numel * (k * 0.6180339887 % 1)) for k in range(1, ENTRIES - 1)]
-    return sorted({0, numel - 1, *spread_out})
+    return sorted({0, numel - 1, *spread_out}) if numel else []  # of an empty batch, refused later
 
 
 def _one_at(node: Any, slot: int, rank: int, place: int) -> Tensor:
