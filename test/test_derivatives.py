@@ -944,3 +944,21 @@ def test_norms_of_rows() -> None:
         (slope,) = gradient(affine._square_norms(zero).sum(), [zero], create_graph=True)
         (curvature,) = gradient(slope.sum(), [zero])
     close(curvature, torch.full_like(zero, 2.0))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4)],
+    ids=lambda m: type(m).__name__,
+)
+def test_products_of_a_norm_with_no_vector(module: nn.Module) -> None:
+    """Nothing comes back, with the shape of the parameter."""
+    shape = (3, 4) if isinstance(module, nn.BatchNorm1d) else (3, 4, 4, 4)
+    with torch.enable_grad():
+        out = extend(module)(torch.rand(shape, requires_grad=True))
+    rule: Any = derivatives_of(module)
+    mat = torch.rand(0, *out.shape)
+    for name, p in module.named_parameters():
+        assert rule.param_mjp(name, module, None, None, mat).shape == (0, *p.shape)
+        each = rule.param_mjp(name, module, None, None, mat, sum_batch=False)
+        assert each.shape == (0, 3, *p.shape)

@@ -371,6 +371,44 @@ def test_products_read_weights_behind_the_parameter_alone() -> None:
         model[0].weight.hmp(torch.rand(2, 4, 3))
 
 
+class ReadsDirectly(nn.Module):
+    """Functions read its parameters, some of them several times, or computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.b = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4))
+        self.w, self.v = nn.Parameter(torch.rand(4, 3)), nn.Parameter(torch.rand(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(nn.functional.linear(x, self.w) * self.q.exp()) * self.q + self.b
+        return nn.functional.linear(torch.sigmoid(h), self.v * 1.0)
+
+
+@pytest.mark.parametrize("how", ["trace", "record"])
+@pytest.mark.parametrize("kind", [extensions.GGNMP, extensions.HMP], ids=lambda k: k.__name__)
+def test_products_notice_parameters_that_functions_read(kind: Any, how: Any) -> None:
+    """Whichever is changed behind autograd's back: products are those of before, or refused."""
+    torch.manual_seed(0)
+    model = extend(ReadsDirectly().double(), use_converter=how)
+    X, y = torch.rand(5, 3).double(), torch.rand(5, 2).double()
+    loss = extend(nn.MSELoss())(model(X), y)
+    with backpack(kind()):
+        loss.backward()
+    refused = set()
+    for name, p in model.named_parameters():
+        product, vectors = getattr(p, kind().savefield), torch.rand(2, *p.shape).double()
+        before = product(vectors)
+        for other, q in model.named_parameters():
+            old = q.detach().clone()
+            q.data.mul_(0.5)
+            try:
+                torch.testing.assert_close(product(vectors), before, rtol=0, atol=0)
+            except RuntimeError:
+                refused.add((name, other))
+            q.data.copy_(old)
+    assert {("q", "q"), ("w", "q")} <= refused
+
+
 def columns_swapped(p: Tensor) -> None:
     p.data.copy_(p.data.flip(1).clone())
 

@@ -225,15 +225,6 @@ def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any
         )
 
 
-def _of_named(name: str, product: str) -> Callable[..., Any]:
-    """Return a product with a parameter, as a method of its own."""
-
-    def method(self: Interface, *arguments: Any, **named: Any) -> Any:
-        return getattr(self, product)(name, *arguments, **named)
-
-    return method
-
-
 class Interface:
     """Products with ``(module, g_inp, g_out, mat)`` as arguments.
 
@@ -374,10 +365,41 @@ class Interface:
         result = self._ours("param_jvp", "param_jac_mat_prod")(c, param_str, mat)
         return result if had_v else _without_v(result)
 
-    weight_jac_mat_prod = _of_named("weight", "param_jac_mat_prod")
-    bias_jac_mat_prod = _of_named("bias", "param_jac_mat_prod")
-    weight_jac_t_mat_prod = _of_named("weight", "param_mjp")
-    bias_jac_t_mat_prod = _of_named("bias", "param_mjp")
+    def weight_jac_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
+    ) -> Tensor:
+        """Apply the Jacobian with respect to ``weight``: ``[V, *p] -> [V, *out]``."""
+        return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat, subsampling)
+
+    def bias_jac_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
+    ) -> Tensor:
+        """Apply the Jacobian with respect to ``bias``: ``[V, *p] -> [V, *out]``."""
+        return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat, subsampling)
+
+    def weight_jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Apply the transposed Jacobian with respect to ``weight``, see :meth:`param_mjp`."""
+        return self.param_mjp("weight", module, g_inp, g_out, mat, sum_batch, subsampling)
+
+    def bias_jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: Rows = None,
+    ) -> Tensor:
+        """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
+        return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
 
     def param_mjp_reduced(
         self,

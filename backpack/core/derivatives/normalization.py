@@ -49,8 +49,10 @@ class ScaleAndShiftDerivatives(BaseDerivatives):
 
     def _sum(self, c: Context, name: str, v: Tensor, sum_batch: bool = False) -> Tensor:
         """Sum over what shares a parameter: ``[V, N, *out]`` to ``[V, N, *p]`` or ``[V, *p]``."""
-        inner = prod(v.shape[v.dim() - self.inner_axes(c) :])
-        product = v.reshape(*v.shape[:2], -1, *c.params[name].shape, inner)
+        shape, inner = c.params[name].shape, self.inner_axes(c)
+        outer = v.dim() - len(shape) - inner
+        sizes = prod(v.shape[2:outer]), *shape, prod(v.shape[v.dim() - inner :])
+        product = v.reshape(*v.shape[:2], *sizes)
         return product.sum((1, 2, -1) if sum_batch else (2, -1))
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:

@@ -433,7 +433,9 @@ class SequenceDerivatives(RecurrentDerivatives):
         exchange = module.batch_first and not is_state
         return tensor.transpose(axis, axis + 1) if exchange else tensor
 
-    outside = inside  # exchanges them back
+    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
+        """Exchange them back."""
+        return self.inside(module, tensor, axis, is_state)
 
     def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""

@@ -185,7 +185,7 @@ def _flat(mats: Columns) -> list[Tensor | None]:
 def _repeated(call: Call, mat: Tensor, to_input: bool) -> Tensor:
     """Reshape columns at a call that repeats an input, ``[V, R, *rest] -> [V, R', *rest']``.
 
-    Entries are in one order in canonical form.
+    From the output to the input, or back; entries are in one order in canonical form.
     """
     i = call.repeats
     assert i is not None

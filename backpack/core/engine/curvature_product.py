@@ -29,7 +29,8 @@ from backpack.core.record.calls import Call, reading_parameters
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
-from backpack.core.record.weights import tensors_of
+from backpack.core.record.shards import shard_of
+from backpack.core.record.weights import storage_of, tensors_of
 from backpack.core.rows import row_numbers
 
 Subsampling = Sequence[int] | None
@@ -133,7 +134,14 @@ class CurvatureBlock:
         first = min(call.index for call in self.names)
         behind = [call for call in self.plan.calls if call.index >= first]
         reading = reading_parameters(behind, travels=True, is_shown=False)
-        return {t for call in reading for t in tensors_of(call.read)}
+        read = {t for call in reading for t in tensors_of(call.read)}
+        # functions read parameters as inputs, which may be views of them
+        stored = [t for call in behind for t in (*call.inputs, *call.outputs)]
+        held = {storage_of(t) for t in stored if isinstance(t, Tensor)}
+        for p in self.read.parameters:
+            if shard_of(p) is not None or storage_of(p) in held:
+                read.add(p)
+        return read
 
     def diagonal(self, per_sample: bool = False, entries_at_once: int = 32) -> Tensor:
         """Return the block's diagonal ``[*p]``, or that of each sample's block ``[N, *p]``.

@@ -210,7 +210,7 @@ def _noted(p: Tensor) -> Attributes:
 
 def is_result(p: Tensor, name: str) -> bool:
     """Whether an attribute is what a backward pass has written, or what was put in its place."""
-    return name in saved(p)
+    return name in _noted(p).results and name in vars(p)
 
 
 def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
