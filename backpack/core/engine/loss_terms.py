@@ -21,6 +21,7 @@ from backpack.core.engine.paths import (
     is_batched,
     is_unpacked,
     path_above,
+    samples_in,
     touched,
     vjp,
 )
@@ -124,7 +125,7 @@ class LossTerms:
         for node in path.nodes:
             if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
                 self.divided[f"a loss that is not extended ({node.name()})"] = None
-        counts = {m.layout.samples for m in path.sources.values() if is_batched(m)}  # type: ignore[union-attr]
+        counts = {samples_in(m) for m in path.sources.values() if is_batched(m)}
         for node in _carrying(path) if counts - {1} else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None

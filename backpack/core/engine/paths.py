@@ -65,6 +65,11 @@ def is_batched(mark: Origin) -> bool:
     return mark.layout is not None and mark.layout.is_batched
 
 
+def samples_in(mark: Origin) -> int:
+    """Number of samples that are known in a tensor; 0 if it is not known where they are."""
+    return 0 if mark.layout is None else mark.layout.samples
+
+
 def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
     if grad is None:

@@ -32,6 +32,7 @@ from backpack.core.engine.paths import (
     is_batched,
     is_unpacked,
     path_above,
+    samples_in,
     stored_values,
     touched,
     vjp,
@@ -304,7 +305,7 @@ class SampleFlow:
         sources = {key: mark for key, mark in path.sources.items() if is_batched(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
-            sources = {k: m for k, m in sources.items() if m.layout.samples == rows > 1}  # type: ignore[union-attr]
+            sources = {key: mark for key, mark in sources.items() if samples_in(mark) == rows > 1}
         if not sources:
             return
         if any(map(is_foreign_function, path.nodes)):

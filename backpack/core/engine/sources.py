@@ -507,5 +507,7 @@ def joined(sources: Sequence[Source]) -> list[Source]:
     for part in sources:
         kind = part.kind if isinstance(part, Pairs) else id(part)
         other = found.get(kind)
-        found[kind] = other.joined(part) if isinstance(other, Pairs) else part  # type: ignore[arg-type]
+        if isinstance(part, Pairs) and isinstance(other, Pairs):
+            part = other.joined(part)
+        found[kind] = part
     return list(found.values())
