@@ -541,3 +541,37 @@ def test_a_compiled_function_inside(field: str) -> None:
         run(net, X, y, exts[field]())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(getattr(q, field), getattr(p, field))
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "softmax": lambda x, w, b: F.softmax(x * w, -1) + b,
+}
+
+
+@pytest.mark.filterwarnings("ignore:No rule", "ignore:Using backward")
+@pytest.mark.parametrize("norm", NORMS)
+def test_derivatives_of_individual_gradients(norm: str) -> None:
+    """torch's rules for many samples at once may be wrong in what is differentiated again."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return NORMS[norm](x, self.w, self.b)
+
+    model = nn.Sequential(nn.Linear(3, 4), Norm(), nn.Tanh(), nn.Linear(4, 2))
+    X, y = torch.randn(N, 3), torch.randn(N, 2)
+    each = [
+        torch.autograd.grad(F.mse_loss(model(x), t) / N, model[1].w, create_graph=True)[0]
+        for x, t in zip(X.split(1), y.split(1), strict=True)
+    ]
+    expected = torch.autograd.grad(torch.stack(each).square().sum(), [*model[0].parameters()])
+    extend(model)
+    with backpack(extensions.BatchGrad()):
+        extend(nn.MSELoss())(model(X), y).backward(create_graph=True)
+    found = torch.autograd.grad(model[1].w.grad_batch.square().sum(), [*model[0].parameters()])
+    torch.testing.assert_close(found, expected, **TOLERANCE)

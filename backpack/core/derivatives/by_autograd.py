@@ -249,12 +249,11 @@ def pull_back(
         except RuntimeError:  # an operation without a batching rule
             found = None
         # some of the rules are wrong (of group_norm in torch 2.11, if differentiable)
-        exact = _grad(outs, xs, [m[-1] for m in vectors], allow_unused=True, retain_graph=True)
-        if found is not None and all(
-            b is e is None or (b is not None and e is not None and close(b[-1], e))
-            for b, e in zip(found, exact, strict=True)
-        ):
-            return found
+        exact = _grad(outs, xs, [m[-1] for m in vectors], **options)
+        if found is not None:
+            last = [None if b is None else b[-1] for b in found]
+            if _are_close(last, exact) and _have_close_slopes(last, exact, [*xs, *vectors]):
+                return found
     each = [_grad(outs, xs, [m[v] for m in vectors], **options) for v in range(num_v)]
     return [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
 
@@ -354,7 +353,7 @@ def per_sample_products(
             found = _vmapped_products(evaluation, mats, keys, inputs)
         except Exception:  # no batching rule, a compiler that knows no vmap: one sample at a time
             found = None
-        if found is not None and _agree(found, of_sample, len(numbers) - 1):
+        if found is not None and _agree(evaluation, found, of_sample, len(numbers) - 1):
             return found
     each = [of_sample(i) for i in range(len(numbers))]
     results: dict[Any, Tensor | None] = {}
@@ -408,21 +407,65 @@ def moved_products(
 
 
 def _agree(
+    evaluation: Evaluation,
     found: Mapping[Any, Tensor | None],
     of_sample: Callable[[int, int], Mapping[Any, Tensor | None]],
     last: int,
 ) -> bool:
-    """Compare results of ``vmap`` for two samples: some of its rules are wrong (prelu, nested)."""
+    """Compare results of ``vmap`` for two samples: some of its rules are wrong (prelu, nested).
+
+    If they have a graph, that of the last one: the derivative may be wrong (of layer_norm, twice)
+    though the values are right.
+    """
+
+    def both(i: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        exact = of_sample(i, 1)
+        values = [found[key] for key in exact]
+        own = [None if v is None else v[:1, i] for v in values]
+        pairs = zip(exact.values(), own, strict=True)
+        return own, [e if e is None or o is None else e.reshape(o.shape) for e, o in pairs]
+
     with torch.no_grad():
-        for i in (0, last):
-            for key, exact in of_sample(i, 1).items():
-                value = found[key]
-                if value is None or exact is None:
-                    if value is not exact:
-                        return False
-                elif not close(value[:1, i], exact.reshape(value[:1, i].shape)):
-                    return False
-    return True
+        if not all(_are_close(*both(i)) for i in (0, last)):
+            return False
+    of = [*evaluation.inputs, *map(evaluation.value, found)]
+    return not torch.is_grad_enabled() or _have_close_slopes(*both(last), of)
+
+
+def _are_close(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    return all(
+        one is other if one is None or other is None else close(one, other)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _have_close_slopes(
+    some: Sequence[Tensor | None], others: Sequence[Tensor | None], of: Sequence[Any]
+) -> bool:
+    """Compare derivatives of what has a graph, along random vectors, with respect to tensors.
+
+    If torch has none of the others, there is nothing to be wrong.
+    """
+    leaves = [x for x in of if isinstance(x, Tensor) and x.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    known = [(x, y) for x, y in zip(some, others, strict=True) if x is not None and y is not None]
+    along = [drawn(x.shape, generator).to(x) for x, _ in known]
+
+    def slopes(values: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        terms = [(v * a).sum() for v, a in zip(values, along, strict=True) if v.requires_grad]
+        if not (terms and leaves):
+            return [None] * len(leaves)
+        return _grad(sum(terms), leaves, retain_graph=True, allow_unused=True)
+
+    with torch.enable_grad():
+        try:
+            exact = slopes([y for _, y in known])
+        except RuntimeError:
+            return True
+        try:
+            return _are_close(slopes([x for x, _ in known]), exact)
+        except RuntimeError:
+            return False
 
 
 def _vmapped_products(
@@ -575,7 +618,9 @@ def second_products(
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
             found = None
-        if found is not None and _agree(found, lambda i, w: of_samples(i, 1, w), count - 1):
+        if found is not None and _agree(
+            evaluation, found, lambda i, w: of_samples(i, 1, w), count - 1
+        ):
             moved = {k: found[k].movedim(1, a + 1) for k, a in axes.items() if a is not None}
             return found | moved
     return put_together([of_samples(i, 1) for i in range(count)])
