@@ -20,6 +20,7 @@ from backpack import backpack, extend, extensions
 from backpack.core.derivatives import (
     BaseDerivatives,
     BaseLossDerivatives,
+    BatchAxis,
     ElementwiseLossDerivatives,
     check_rule,
     register,
@@ -323,6 +324,39 @@ def doubled_rows(self: Any, *arguments: Any) -> Tensor:
     return 2 * BaseDerivatives.kron_rows(self, *arguments)
 
 
+def means_of_inputs(self: Any, c: Any, name: str, approximation: Any = None) -> list[Tensor]:
+    return BaseDerivatives.kron_inputs(self, c, name, "expand")
+
+
+def other_expand(self: Any, c: Any, name: str, approximation: Any = None) -> list[Tensor]:
+    factors = BaseDerivatives.kron_inputs(self, c, name, approximation)
+    return [2 * f for f in factors] if approximation == "expand" else factors
+
+
+def pairs_of_rows(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    if name == "U":
+        return [(v, einsum("ni,ri->nr", c.x, c.params["V"]))]
+    return right_pairs(self, c, name, v)
+
+
+def of_constants(self: Any, c: Any, v: Tensor) -> Tensor:
+    return type(self).__base__.vjp(self, c.reading(c.input.detach()), v)
+
+
+def of_output(self: Any, c: Any, name: str, v: Tensor) -> Any:
+    return [(v * c.y / c.params["weight"], None)]
+
+
+def written(self: Any, c: Any, t: Tensor) -> Any:
+    return BaseDerivatives.hvp(self, c, t.mul_(2)) / 2
+
+
+def written_input(self: Any, c: Any, v: Tensor) -> Tensor:
+    back: Tensor = type(self).__base__.vjp(self, c, v)
+    c.inputs[0].detach().mul_(1)
+    return back
+
+
 def yes(self: Any, module: Any) -> bool:
     return True
 
@@ -411,9 +445,58 @@ WRONG: dict[str, Any] = {
     "claims to be linear in W": (
         "Gate",
         {"is_linear_in_params": yes},
-        "is_linear_in_params says .* function of the weight.*Let `is_linear_in_params` return",
+        "is_linear_in_params says .* of the parameter 'weight'.*Let `is_linear_in_params` return",
     ),
+    "rows at positions": (
+        "LowRank",
+        {"kron_rows": doubled_rows},
+        "kron_rows of 'V' .*the factors of `affine` with approximation=None.*deviate",
+    ),
+    "factors of inputs at positions": (
+        "LowRank",
+        {"kron_inputs": means_of_inputs},
+        "kron_inputs of 'V' .*the factors of `affine` with approximation=None.*deviate",
+    ),
+    "one approximation": (
+        "LowRank",
+        {"kron_inputs": other_expand},
+        "kron_inputs of 'V' .*the factors of `affine` with approximation='expand'.*deviate",
+    ),
+    "rows with an axis": (
+        "LowRank",
+        {"affine": pairs_of_rows},
+        r"affine of 'U' .*rows of a sample that have an axis.*einsum",
+        (N, F),
+    ),
+    "constants": (
+        "RMSNorm",
+        {"vjp": of_constants},
+        r"vjp .*the derivative of what it returns.*deviate.*without detach",
+    ),
+    "output without a graph": (
+        "RMSNorm",
+        {"affine": of_output, "reads_output": True},
+        r"affine of 'weight' .*the derivative of .*`needs_output = reads_output = True`",
+    ),
+    "parameters of the module": (
+        "LowRank",
+        {"vjp": lambda self, c, v: v @ c.module.U @ c.module.V},
+        "vjp .*no numbers. Parameters are read from c.params",
+    ),
+    "written vectors": ("RMSNorm", {"hvp": written}, "hvp .*writes on what it is given"),
+    "written input": ("RMSNorm", {"vjp": written_input}, "vjp .*writes on what it is given"),
     "unknown parameter": ("LowRank", {"params": ("U",)}, "params lacks .'V'"),
+    "parameter that is none": (
+        "LowRank",
+        {"params": ("U", "V", "b", "W")},
+        r"params is .*, but the parameters of LowRank are \['V', 'U', 'b'\]",
+    ),
+    "parameter named twice": ("LowRank", {"params": ("U", "V", "b", "b")}, "params is .* once"),
+    "misspelt method": (
+        "RMSNorm",
+        {"wieght_vjp": doubled},
+        "wieght_vjp is used for nothing: there is no parameter 'wieght' in params",
+    ),
     "no vjp": ("LowRank", {"vjp": BaseDerivatives.vjp}, "vjp .*raises .*needs a method 'vjp'"),
 }
 
@@ -427,6 +510,52 @@ def test_a_wrong_rule_is_found_by_name(names: dict[str, Any], case: str) -> None
     shapes = (*shape,) or shapes
     with pytest.raises(AssertionError, match=rf"Wrong\.{message}"):
         check_rule(module(*arguments), *map(torch.randn, shapes))
+
+
+class MeanFree(nn.Module):
+    """Subtracts the mean over the second axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class MeanFreeDerivatives(BaseDerivatives):
+    """Is right if the samples come first."""
+
+    def vjp(self, c: Any, v: Tensor) -> Tensor:
+        return v - v.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("axis", BatchAxis)
+def test_axes_that_are_not_alike_are_found(axis: BatchAxis) -> None:
+    register(MeanFree)(type("Rule", (MeanFreeDerivatives,), {"batch_axis": axis}))
+    alike = axis is BatchAxis.LEADING
+    message = r"Rule\.batch_axis is LEADING, but the first two axes .* are not alike"
+    with pytest.raises(AssertionError, match=message) if alike else nullcontext():
+        check_rule(MeanFree(), torch.randn(N, 2, F))
+
+
+def test_samples_along_the_features_of_a_rule_are_an_error(names: dict[str, Any]) -> None:
+    """As of a built-in layer: ``BatchAxis.LEADING`` is about all axes but the last."""
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.low = nn.Linear(F, 3), names["LowRank"](N, N, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.low(self.first(x).mT).mT
+
+    model = extend(Mixer(), use_converter=True)
+    loss = extend(nn.CrossEntropyLoss())(model(torch.rand(N, F)), torch.zeros(N, dtype=int))
+    mixes = pytest.raises(ValueError, match=r"LowRank.* mixes the samples")
+    with mixes, backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+
+
+def test_one_name_in_the_place_of_names_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"Rule\.params is a str.*'weight',"):
+        register(nn.Linear)(type("Rule", (BaseDerivatives,), {"params": ("weight")}))
 
 
 class StoredTransposed(nn.Module):
@@ -596,10 +725,10 @@ class FamilyDerivatives(BaseDerivatives):
     """Describes what the child computes, too."""
 
     def inner(self, c: Any, v: Tensor) -> Tensor:
-        return v * (c.x @ c.module.child.weight.T).cos()
+        return v * (c.x @ c.params["child.weight"].T).cos()
 
     def vjp(self, c: Any, v: Tensor) -> Tensor:
-        return self.inner(c, v) @ c.module.child.weight
+        return self.inner(c, v) @ c.params["child.weight"]
 
     def affine(self, c: Any, name: str, v: Tensor) -> Any:
         return [(self.inner(c, v), c.x)]

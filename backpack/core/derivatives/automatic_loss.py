@@ -19,7 +19,7 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
-from backpack.core.derivatives.basederivatives import never
+from backpack.core.derivatives.basederivatives import never, no_axes
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -43,6 +43,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     """
 
     batch_axis = BatchAxis.LEADING
+    trailing_axes = no_axes
 
     def hessian_is_psd(self) -> bool:
         """Return False: nothing is known."""

@@ -67,6 +67,11 @@ def never(rule: Any, module: Module) -> bool:
     return False
 
 
+def no_axes(rule: Any, module: Module) -> int:
+    """Return 0: there are none in the modules that a rule is for."""
+    return 0
+
+
 class BaseDerivatives(SampleAxes):
     """Derivatives of a module: products with its Jacobians and its second derivative.
 

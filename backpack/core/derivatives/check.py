@@ -8,15 +8,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, allclose, einsum, rand_like, randn_like, zeros_like
-from torch.nn import Module
+from torch import Tensor, allclose, einsum, full_like, rand_like, randn_like, zeros_like
+from torch.nn import Module, Parameter
 
 from backpack.context import disable
-from backpack.core.derivatives import by_autograd, reductions
+from backpack.core.derivatives import affine, by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.by_autograd import is_real
+from backpack.core.derivatives.by_autograd import close, is_real
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe, placeholder
@@ -37,10 +38,24 @@ OF_SOME_SAMPLES = (
     "another shape with reshape, not view"
 )
 
+OF_MODULE = (
+    ". Parameters are read from c.params: those of c.module may be others by now, and are no "
+    "numbers here"
+)
 OF_OUTPUT = (
     ". A rule that reads the output (c.y, c.outputs, module.output) beyond its shape has to say "
     "so, or it is not noticed that the output was changed in place, and a result has no derivative "
     "through it: write `needs_output = reads_output = True` in the class"
+)
+OF_GRAPH = (
+    ". Results can be differentiated (create_graph=True): compute them with c.x and c.params, "
+    "without detach() and no_grad(). A rule that reads entries of the output (c.y, c.outputs) "
+    "writes `needs_output = reads_output = True` in the class"
+)
+FOLDED = (
+    ". With BatchAxis.LEADING, a rule is given any number of axes before the last ones: rows of a "
+    "sample may have an axis of their own, though the module was called without it. Write `...` in "
+    "einsum, and count axes from the end"
 )
 
 
@@ -52,26 +67,49 @@ class Comparison(NamedTuple):
         compute: Calls the rule.
         expected: What that should return.
         use: What the method is used for in ``compute``, if that is not the method itself.
+        advice: What to do if they differ.
     """
 
     method: str
     compute: Callable[[], Any]
     expected: Sequence[Tensor]
     use: str = ""
+    advice: str = ""
+
+
+class Given:
+    """What a rule is given, which belongs to others: tensors of the call, and vectors."""
+
+    def __init__(self, tensors: Iterable[Any]):
+        """Note in which state tensors are."""
+        self._versions: list[tuple[Tensor, int]] = []
+        for x in tensors:
+            self.note(x)
+
+    def note(self, x: Any) -> Any:
+        """Note in which state one is, and return it."""
+        if isinstance(x, Tensor):
+            self._versions.append((x, x._version))
+        return x
+
+    def is_written(self) -> bool:
+        """Whether something has changed one in place."""
+        return any(x._version != version for x, version in self._versions)
 
 
 def check_rule(module: Module, *inputs: Any) -> None:
     """Compare the rule that is registered for a module with autograd, in double precision.
 
-    Compared are products with first and second derivatives, what is made of them, and what the rule
-    says about the module, for all and for some of the samples (those with vectors in another order
-    in memory). What is called is a copy, whose parameters are moved a little: a factor of 1 would
-    hide that it is missing.
+    Compared are products with first and second derivatives, their derivatives, what is made of
+    them, and what the rule says about the module, for all and for some of the samples (those with
+    vectors in another order in memory). What is called is a copy, whose parameters are moved a
+    little: a factor of 1 would hide that it is missing. If all is well, nothing is returned or
+    printed.
 
     Args:
         module: A module.
-        *inputs: Arguments for a call with several samples. Those of floating point vary; of a loss,
-            the first is the prediction.
+        *inputs: Positional arguments for a call with several samples. Those of floating point vary;
+            of a loss, the first is the prediction.
 
     Raises:
         AssertionError: If something differs: names the method, the shape and the deviation.
@@ -97,15 +135,20 @@ def check_rule(module: Module, *inputs: Any) -> None:
         called = _called_children(module)
         outputs = flatten_outputs(module(*leaves))
         _check_children(rule, module, called)
+        _check_names(rule, module)
         call = Call(module, tuple(leaves), {}, outputs, rule, True)
         call.g_out = [randn_like(y) for y in outputs]
-        c = context_of(call)
+        c, given = context_of(call), Given((*leaves, *outputs))
+        missing = OF_MODULE if _announces_output(rule) else OF_MODULE + OF_OUTPUT
+        _hide_parameters(module)
         for rows in [None] if rule.couples_samples(module) else [None, [len(inputs[0]) - 1, 0]]:
-            for method, compute, expected, use in compare(rule, c.at(rows), keys):
+            for one in compare(rule, c.at(rows), keys, given):
+                method, compute, expected, use, advice = one
                 name = getattr(getattr(rule, method, None), "translates", method)
                 which = "all samples" if rows is None else f"samples {rows}"
                 where = f"{type(rule).__name__}.{name} ({which}){use and f', for {use},'}"
-                _compare(where, compute, expected, OF_SOME_SAMPLES if rows else "")
+                advice = advice or (OF_SOME_SAMPLES if rows else "")
+                _compare(where, compute, expected, given, advice, missing)
 
 
 def _why_not_inherited(module: Module) -> str:
@@ -151,14 +194,65 @@ def _check_children(rule: Any, module: Module, called: Iterable[str]) -> None:
     )
 
 
+def _check_names(rule: Any, module: Module) -> None:
+    """Require that parameters by all names of a rule are there, and methods for them in use."""
+    kind, names, own = type(rule).__name__, rule.param_names(module), rule.own(module)
+    unknown = [name for name in names if name not in own]
+    if unknown or len({*names}) < len(names):
+        raise AssertionError(
+            f"{kind}.params is {names}, but the parameters of {describe(module)} are {[*own]}. "
+            "Name each of them once."
+        )
+    for method in sorted({*dir(type(rule))} - {*dir(BaseDerivatives)}):
+        of, kind_of_method = _split(method)
+        if kind_of_method and not method.startswith("_") and of not in names:
+            raise AssertionError(
+                f"{kind}.{method} is used for nothing: there is no parameter '{of}' in params, "
+                f"which is {names}. Give it the name of one, or begin the name of a method that "
+                "serves others with an underscore."
+            )
+
+
+def _split(method: str) -> tuple[str, str]:
+    """Split the name of a method, such as ``weight_vjp``, at that of the parameter."""
+    for product in ("_vjp_sum", "_vjp", "_jvp"):
+        if method.endswith(product):
+            return method.removesuffix(product), product
+    return method, ""
+
+
+def _announces_output(rule: Any) -> bool:
+    return bool(rule.needs_output or rule.reads_output)
+
+
+def _hide_parameters(module: Module) -> None:
+    """Let a module have parameters that are no numbers: rules read those of the call."""
+    hidden: dict[Parameter, Parameter] = {}  # ties stay
+    for child in module.modules():
+        for name, p in child._parameters.items():
+            if p is not None and p.is_floating_point():
+                other = hidden.setdefault(p, Parameter(full_like(p, torch.nan), p.requires_grad))
+                child._parameters[name] = other
+
+
 def _compare(
-    where: str, compute: Callable[[], Any], expected: Sequence[Tensor], advice: str = ""
+    where: str,
+    compute: Callable[[], Any],
+    expected: Sequence[Tensor],
+    given: Given,
+    advice: str = "",
+    missing: str = "",
 ) -> None:
     try:
         found = _listed(compute())
     except Exception as error:
         what = f"{where} raises {type(error).__name__}: {error}{advice}"
         raise AssertionError(what) from error
+    if given.is_written():
+        raise AssertionError(
+            f"{where} writes on what it is given. Vectors, inputs and parameters belong to others: "
+            "return new tensors."
+        )
     if len(found) != len(expected):
         what = f"{where} returns {len(found)} tensors, expected {len(expected)}{advice}"
         raise AssertionError(what)
@@ -170,14 +264,14 @@ def _compare(
             what = f"{where} has shape {shape}, expected {list(truth.shape)}{advice}"
             raise AssertionError(what)
         if one.isnan().any() and not truth.isnan().any():
-            raise AssertionError(f"{where} has entries that are no numbers{OF_OUTPUT}")
+            raise AssertionError(f"{where} has entries that are no numbers{missing}")
         if not allclose(one.to(truth), truth, RTOL, ATOL):
             square = _is_of_matrix(where, truth) and truth.shape == truth.mT.shape
             if square and allclose(one.to(truth).mT, truth, RTOL, ATOL):
                 advice = STORED_TRANSPOSED
             gap, size = (one - truth).abs().max().item(), truth.abs().max().item()
-            what = f"entries of up to {size:.3g} deviate by up to {gap:.3g}"
-            raise AssertionError(f"{where} has shape {shape}, but {what}{advice}")
+            what = f"deviates by up to {gap:.3g}, with entries of up to {size:.3g}, shape {shape}"
+            raise AssertionError(f"{where} {what}{advice}")
 
 
 def _is_of_matrix(where: str, truth: Tensor) -> bool:
@@ -189,12 +283,13 @@ def _listed(values: Any) -> list[Any]:
     return [values] if isinstance(values, Tensor) or values is None else list(values)
 
 
-def _random(x: Tensor, rows: Rows = None) -> Tensor:
+def _random(given: Given, x: Tensor, rows: Rows = None) -> Tensor:
     """Draw two vectors: ``[2, *]``, for some rows with the axes the other way round in memory."""
     like = x.detach().expand(2, *x.shape)
     axes = range(like.dim())[:: 1 if rows is None else -1]
     drawn = randn_like(like.permute(*axes), memory_format=torch.contiguous_format)
-    return drawn.permute(*axes)
+    vectors: Tensor = given.note(drawn.permute(*axes))
+    return vectors
 
 
 def _written(rule: Any, *methods: str) -> str:
@@ -213,16 +308,16 @@ def _is_generic(rule: Any, method: str) -> bool:
     return getattr(type(rule), method) is getattr(BaseDerivatives, method)
 
 
-def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
+def _of_module(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iterator[Comparison]:
     truth = rule.evaluation(c)
-    if not (rule.needs_output or rule.reads_output):
+    if not _announces_output(rule):
         c = copy(c)
         c.outputs = list(map(placeholder, c.outputs))  # whoever reads them will notice
     numbers, mixes = c.numbers(truth.num_samples), rule.couples_samples(c.module)
-    along = {i: _random(c.select(c.inputs[i], rule.axis_in(c, i)), c.rows) for i in keys}
+    along = {i: _random(given, c.select(c.inputs[i], rule.axis_in(c, i)), c.rows) for i in keys}
     ys = [c.select(y, rule.axis_out(c, i)) for i, y in enumerate(c.outputs)]
     gs = [g if g is None else c.select(g, rule.axis_out(c, i)) for i, g in enumerate(c.grad_out)]
-    ts, vs = [along.get(i) for i in range(len(c.inputs))], [_random(y, c.rows) for y in ys]
+    ts, vs = [along.get(i) for i in range(len(c.inputs))], [_random(given, y, c.rows) for y in ys]
     t, v = ts[0] if c.takes_one else ts, vs[0] if len(vs) == 1 else vs
 
     def second(tangents: dict[Any, Tensor]) -> list[Tensor]:
@@ -231,12 +326,20 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
 
     if not mixes and not truth.is_independent():
         raise AssertionError(f"{type(rule).__name__}.couples_samples returns False, but they mix")
+    of = [*(c.inputs[i] for i in keys), *c.call.params.values()]
+    folded = _folded(rule, c, gs, vs, along)
+    if folded is not None:
+        _check_axes_are_alike(rule, c, truth)
     if keys:
         backs = by_autograd.transposed_products(truth, vs, keys, c.rows)
         vjp = partial(_at_inputs, rule.vjp, c, v, along)
-        yield Comparison(
-            _written(rule, "vjp", "df"), vjp, [_or_zeros(backs[i], ts[i]) for i in keys]
-        )
+        method, expected = _written(rule, "vjp", "df"), [_or_zeros(backs[i], ts[i]) for i in keys]
+        yield Comparison(method, vjp, expected)
+        yield from _of_derivative(method, vjp, expected, of)
+        if folded is not None:
+            vjp = partial(_at_inputs, rule.vjp, folded.c, folded.v, folded.along)
+            rows = [x.unsqueeze(1) for x in expected]
+            yield Comparison(method, vjp, rows, "rows of a sample that have an axis", FOLDED)
         is_own = not _is_generic(rule, "jvp")
         method, use = (_written(rule, "jvp", "df"), "") if is_own else ("vjp", "its transpose jvp")
         forward = by_autograd.products(truth, along, c.rows)
@@ -253,17 +356,89 @@ def _of_module(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Compariso
     if unknown:
         raise AssertionError(f"{type(rule).__name__}.params lacks {unknown}")
     for name, p in c.call.params.items():
-        t_p = {name: _random(p)}
+        t_p = {name: _random(given, p)}
         each = by_autograd.per_sample_products(truth, vs, [name], c.rows, numbers)[name]
         each = _or_zeros(each, t_p[name].unsqueeze(1).expand(2, len(numbers), *p.shape))
         along_p = by_autograd.products(truth, t_p, c.rows)
-        yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p)
+        yield from _of_parameter(rule, c, name, v, each, t_p[name], along_p, of, folded)
         (bent,) = second({**t_p})
         if not rule.bends_params(c.call):
-            _refuse_curvature(rule, "is_linear_in_params", name, [bent])
+            _refuse_curvature(rule, "is_linear_in_params", f"parameter '{name}'", [bent])
         method = f"mixed_hvp of {name!r}"
         compute = partial(_mixed, rule, c, ts, t_p, mixes)
         yield Comparison(method, compute, second({**along, **t_p}))
+
+
+class Folded(NamedTuple):
+    """The rows of a call as those of one sample, along an axis of their own.
+
+    Attributes:
+        c: What the rule sees.
+        v: Cotangents at its outputs.
+        along: What has the shapes of the inputs.
+    """
+
+    c: Context
+    v: Any
+    along: dict[int, Tensor]
+
+
+def _folded(
+    rule: Any,
+    c: Context,
+    gs: Sequence[Tensor | None],
+    vs: Sequence[Tensor],
+    along: Mapping[int, Tensor],
+) -> Folded | None:
+    """Return a call as the engine may show it where axes are alike; None if they are not."""
+    if rule.batch_axis is not BatchAxis.LEADING or c.rows is not None:
+        return None
+    other = Context(c.call, list(map(_with_axis, c.inputs)), list(map(_with_axis, c.outputs)))
+    other.is_folded, other.grad_out = True, list(map(_with_axis, gs))
+    v = [v.unsqueeze(1) for v in vs]
+    one_more = {i: t.unsqueeze(1) for i, t in along.items()}
+    return Folded(other, v[0] if len(v) == 1 else v, one_more)
+
+
+def _with_axis(x: Any) -> Any:
+    return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() else x
+
+
+def _check_axes_are_alike(rule: Any, c: Context, truth: by_autograd.Evaluation) -> None:
+    """Require that the first two axes may change places, if there are two before the last ones."""
+    tensors = [x for x in (*c.inputs, *c.outputs) if isinstance(x, Tensor)]
+    if any(x.dim() - rule.trailing_axes(c.module) < 2 for x in tensors):
+        return
+    swapped = [x.transpose(0, 1) if isinstance(x, Tensor) else x for x in c.inputs]
+    with torch.no_grad():
+        found = truth.outputs({}, swapped)
+    if not all(close(f, y.transpose(0, 1)) for f, y in zip(found, truth.c.outputs, strict=True)):
+        raise AssertionError(
+            f"{type(rule).__name__}.batch_axis is LEADING, but the first two axes of the input are "
+            "not alike to the module: with them exchanged, those of the output are not. Samples "
+            "may be along any of the axes that are alike: leave batch_axis out, or let "
+            "`trailing_axes` return how many of the last axes are not."
+        )
+
+
+def _of_derivative(
+    method: str, compute: Callable[[], Any], expected: Sequence[Tensor], of: Sequence[Tensor]
+) -> Iterator[Comparison]:
+    """Compare the derivative of what a method returns, along random vectors, if torch has one."""
+    along = list(map(randn_like, expected))
+
+    def derivative(values: Iterable[Any]) -> list[Tensor]:
+        terms = [(x * a).sum() for x, a in zip(values, along, strict=True)]
+        whole = sum(terms) + sum(0 * p.sum() for p in of)  # which may be constant
+        options: Any = {"retain_graph": True, "materialize_grads": True}
+        return list(torch.autograd.grad(whole, of, **options))  # type: ignore[arg-type]
+
+    try:
+        exact = derivative(expected)
+    except RuntimeError:  # such as a third one of batch_norm
+        return
+    use = "the derivative of what it returns"
+    yield Comparison(method, lambda: derivative(_listed(compute())), exact, use, OF_GRAPH)
 
 
 def _or_zeros(product: Tensor | None, like: Any) -> Tensor:
@@ -303,7 +478,15 @@ def _mixed(rule: Any, c: Context, ts: Any, t_p: dict[str, Tensor], sums: bool) -
 
 
 def _of_parameter(
-    rule: Any, c: Context, name: str, v: Any, each: Tensor, t: Tensor, along: Sequence[Tensor]
+    rule: Any,
+    c: Context,
+    name: str,
+    v: Any,
+    each: Tensor,
+    t: Tensor,
+    along: Sequence[Tensor],
+    of: Sequence[Tensor],
+    folded: Folded | None,
 ) -> Iterator[Comparison]:
     own = [f"{name}_vjp"] if hasattr(rule, f"{name}_vjp") else ["param_vjp", "affine", "assemble"]
     acts_affinely = rule.acts_affinely and len(own) > 1
@@ -319,7 +502,9 @@ def _of_parameter(
         whole = {"vjp_sum": "param_vjp_sum", "jvp": "param_jvp"}.get(method, method)
         return (basis, use) if _is_generic(rule, whole) else (f"{whole} of {name!r}", "")
 
-    yield Comparison(basis, partial(_product, rule, c, name, v, acts_affinely), [each])
+    product = partial(_product, rule, c, name, v, acts_affinely)
+    yield Comparison(basis, product, [each])
+    yield from _of_derivative(basis, product, [each], of)
     if acts_affinely:
         _check_pairs(rule, c, name, v)
     method, use = blamed("vjp_sum", "the sum over the samples")
@@ -341,8 +526,22 @@ def _of_parameter(
         alone = [rule.kron_inputs(c.at([n]), name) for n in c.numbers(len(c.output))]
         averages = [sum(same) / len(alone) for same in zip(*alone, strict=True)]
         yield Comparison("kron_inputs", compute, averages, f"{name!r}, the average over samples")
+    has_own = not (_is_generic(rule, "kron_rows") and _is_generic(rule, "kron_inputs"))
+    pairs = rule.affine(c, name, v) if acts_affinely and has_own else None
+    if pairs is not None and len(pairs) == 1:
+        ((s, x),) = pairs
+        method = f"{_written(rule, 'kron_rows', 'kron_inputs')} of {name!r}"
+        for approximation in (None, "expand", "reduce"):
+            use = f"the factors of `affine` with approximation={approximation!r}"
+            compute = partial(_block, rule, c, name, v, approximation)
+            block = _block_of_pair(rule, c, name, s, x, approximation)
+            yield Comparison(method, compute, [block], use)
     method, use = blamed("jvp", f"its transpose {name}_jvp")
     yield Comparison(method, partial(rule.param_jvp, c, name, t), along, use)
+    if folded is not None:
+        product = partial(_product, rule, folded.c, name, folded.v, acts_affinely)
+        sums = [each.sum(1, keepdim=True)]
+        yield Comparison(basis, product, sums, "rows of a sample that have an axis", FOLDED)
 
 
 def _product(rule: Any, c: Context, name: str, v: Any, acts_affinely: bool) -> Tensor:
@@ -378,14 +577,36 @@ def _reduced(rule: Any, c: Context, name: str, v: Any, like: Any, weights: Tenso
     return [found[key] for key in like]
 
 
-def _block(rule: Any, c: Context, name: str, v: Tensor) -> Tensor:
-    rows, inputs = rule.kron_rows(c, name, v), rule.kron_inputs(c, name)
+def _block(rule: Any, c: Context, name: str, v: Tensor, approximation: str | None = None) -> Tensor:
+    """Return the product of Kronecker factors, ``[P, P]``."""
+    rows = rule.kron_rows(c, name, v, approximation)
+    inputs = rule.kron_inputs(c, name, approximation)
     gram = reductions.gram(rows.flatten(0, 2), rows.shape[2])
     return kfacs_to_mat([*inputs, gram] if rule.kronecker_input_first else [gram, *inputs])
 
 
-def _of_loss(rule: Any, c: Context, keys: Sequence[int]) -> Iterator[Comparison]:
-    x, t = c.input, _random(c.x)
+def _block_of_pair(
+    rule: Any, c: Context, name: str, s: Tensor, x: Tensor | None, approximation: str | None
+) -> Tensor:
+    """Return the product of the Kronecker factors of what ``affine`` returns, ``[P, P]``.
+
+    Its entries are in the order of the parameter's: those of outer products of the rows whose
+    squares make the factors.
+    """
+    s = s.unsqueeze(2) if s.dim() == 3 else s.flatten(2, -2)
+    rows = affine.position_rows(s, approximation).flatten(0, 1)
+    if x is not None:
+        x = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+        x = x.mean(1, keepdim=True) if approximation == "reduce" else x
+        count = x.shape[:2].numel() if approximation == "expand" else len(x)
+        columns = x.flatten(0, 1) / count**0.5
+        rows = (rows[:, None, :, None] * columns[:, None]).flatten(0, 1)
+    products = rule.assemble(c, name, [rows]).flatten(1)
+    return products.T @ products
+
+
+def _of_loss(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iterator[Comparison]:
+    x, t = c.input, _random(given, c.x)
     (loss,) = rule.evaluation(c).outputs({keys[0]: x}, c.inputs)
     (g,) = torch.autograd.grad(loss, x, create_graph=True)
     whole = t if c.rows is None else by_autograd.spread(t, 1, c.rows, len(x), c.module)

@@ -24,6 +24,7 @@ from torch.nn import (
 )
 from torch.nn.functional import logsigmoid
 
+from backpack.core.derivatives.basederivatives import no_axes
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
@@ -46,6 +47,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     """
 
     batch_axis = BatchAxis.LEADING
+    trailing_axes = no_axes
 
     def couples_samples_unseen(self, call: Call) -> bool:
         """Return whether predictions meet targets of other samples, which broadcast."""

@@ -13,7 +13,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, no_axes
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
@@ -67,6 +67,7 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     params = ("weight",)
     batch_axis = BatchAxis.LEADING
+    trailing_axes = no_axes
     hessian_is_zero = is_linear_in_params = always
     kronecker_rows_are_constant = True
     # the weight is [W, D]: the vocabulary, which the input's factor belongs to, comes first

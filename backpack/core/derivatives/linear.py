@@ -68,10 +68,6 @@ class LinearDerivatives(BaseDerivatives):
         """Return 2: batch and features."""
         return 2
 
-    def trailing_axes(self, module: Module) -> int:
-        """Return 1: the features."""
-        return 1
-
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return True: the Jacobian is W."""
         return True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, no_axes
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
@@ -106,6 +106,7 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
     """Multiplication of every entry with one number."""
 
     batch_axis = BatchAxis.LEADING
+    trailing_axes = no_axes
 
 
 @register(

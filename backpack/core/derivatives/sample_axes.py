@@ -98,7 +98,7 @@ class SampleAxes(Interface):
 
     def trailing_axes(self, module: Module) -> int:
         """Return how many of the last axes are not like the others (``BatchAxis.LEADING``)."""
-        return 0
+        return 1
 
     def sees_samples_first(self, module: Module) -> bool:
         """Return whether the rule sees the tensors as they are, if their samples come first."""

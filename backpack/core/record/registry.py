@@ -45,7 +45,7 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
 
     Raises:
         TypeError: If something else is given, such as the derivatives; or if these have a method
-            by a name that it had before.
+            by a name that it had before, or a name in the place of the tuple of names.
     """
     for module_class in module_classes:
         is_class = isinstance(module_class, type) and issubclass(module_class, Module)
@@ -59,6 +59,8 @@ def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleC
         for old, new in RENAMED.items():
             if hasattr(rule, old):
                 raise TypeError(f"{rule.__name__}.{old} is called {new} now: rename the method.")
+        if isinstance(one := getattr(rule, "params", ()), str):
+            raise TypeError(f"{rule.__name__}.params is a str. Write a tuple, params = ('{one}',).")
         for module_class in module_classes:
             if isinstance(module_class, str):
                 ELSEWHERE[module_class] = rule()
