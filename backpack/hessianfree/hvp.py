@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack.hessianfree.graph import nodes_above
 from backpack.hessianfree.lop import L_op, as_tuple, check_same_shapes, vjp
 
 
@@ -63,18 +63,7 @@ def _are_weight_normalised(f: Tensor, params: Sequence[Tensor]) -> bool:
     """Whether the fused function of torch has normalised a parameter that f depends on."""
     if not any(p.is_leaf for p in params):  # such as outputs, of which a GGN is made
         return False
-    nodes = _above({f.grad_fn} - {None})
-    fused = {node for node in nodes if type(node).__name__.startswith("WeightNormInterface")}
-    leaves = [getattr(node, "variable", None) for node in _above(fused)]
+    above = nodes_above([f.grad_fn])
+    fused = [node for node in above if type(node).__name__.startswith("WeightNormInterface")]
+    leaves = [getattr(node, "variable", None) for node in nodes_above(fused)]
     return any(leaf is p for leaf in leaves for p in params)
-
-
-def _above(nodes: set[Any]) -> set[Any]:
-    """Return nodes of the graph, and all that they have read."""
-    found, stack = set(nodes), [*nodes]
-    while stack:
-        node = stack.pop()
-        new = {source for source, _ in node.next_functions if source is not None} - found
-        found |= new
-        stack += new
-    return found

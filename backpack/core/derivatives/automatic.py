@@ -49,9 +49,10 @@ from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
-from backpack.core.record.origins import flatten_outputs, upstream
+from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
 from backpack.custom_module.function_module import FunctionModule
+from backpack.hessianfree.graph import nodes_above
 
 UNKNOWN: Final = object()
 
@@ -217,7 +218,7 @@ def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
     with torch.enable_grad():
         outputs, _ = evaluated_apart(lambda: evaluation.outputs(values, inputs))
-    leaves = [leaf for y in outputs for leaf in upstream(y, lambda mark: False)[1]]
+    leaves = [getattr(node, "variable", None) for node in nodes_above(y.grad_fn for y in outputs)]
     return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
 
 

@@ -26,6 +26,7 @@ from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
+from backpack.hessianfree.graph import nodes_above
 
 VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
@@ -701,19 +702,13 @@ def _second_of_samples(
 
 def _refuse_once_differentiable(gradients: Sequence[Tensor | None], module: Module) -> None:
     """Refuse gradients that are marked ``once_differentiable``: autograd would take it for zero."""
-    nodes = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if type(node).__name__ == "Error":
-            raise RuntimeError(
-                f"A function of {describe(module)} is marked as once_differentiable, so its second "
-                "derivative is not known. Write its backward with functions of torch, and without "
-                "that mark."
-            )
-        above = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        nodes += above
-        seen |= above
+    above = nodes_above(g.grad_fn for g in gradients if g is not None)
+    if any(type(node).__name__ == "Error" for node in above):
+        raise RuntimeError(
+            f"A function of {describe(module)} is marked as once_differentiable, so its second "
+            "derivative is not known. Write its backward with functions of torch, and without that "
+            "mark."
+        )
 
 
 def _vmapped_second(

@@ -36,6 +36,7 @@ from backpack.core.record import calls, shards
 from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.origins import RESHAPES, Origin, is_output
+from backpack.hessianfree.graph import nodes_above
 
 ELIDED = fast.path(
     "gradients not computed twice", "The gradient is the sum of individual gradients, if asked for."
@@ -310,8 +311,7 @@ def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
 
     It starts at some nodes of the graph: what is not above belongs to others.
     """
-    order, _ = _upstream_first(nodes)
-    leaves = {id(node.variable) for node in order if hasattr(node, "variable")}
+    leaves = {id(node.variable) for node in nodes_above(nodes) if hasattr(node, "variable")}
     own = (p for call in calls.all_live_calls() for p in call.params.values())
     params = [shards.home(p) for p in dict.fromkeys(own) if id(p) in leaves]
     before = [(p, p.grad) for p in params]

@@ -21,6 +21,7 @@ from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, ups
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
+from backpack.hessianfree.graph import nodes_above
 from backpack.utils.subsampling import subsample
 
 
@@ -416,17 +417,14 @@ class Plan:
 
     def _nodes_above(self, x: Tensor) -> list[str]:
         """Name the first nodes of the autograd graph between a tensor and the reached calls."""
-        names: dict[str, None] = {}
-        nodes = [x.grad_fn]
-        while nodes and len(names) < 3:
-            node: Any = nodes.pop(0)
-            marks = () if node is None else node.metadata.values()
-            if node is None or any(isinstance(m, Origin) and m in self.producers for m in marks):
-                continue
-            if type(node).__name__ not in RESHAPES:
-                names[node.name()] = None
-            nodes += [parent for parent, _ in node.next_functions]
-        return list(names)
+
+        def is_reached(node: Any) -> bool:
+            marks = node.metadata.values()
+            return any(isinstance(m, Origin) and m in self.producers for m in marks)
+
+        between = nodes_above([x.grad_fn], until=is_reached)
+        names = dict.fromkeys(n.name() for n in between if type(n).__name__ not in RESHAPES)
+        return [*names][:3]
 
     def _rule_around(self, call: Call) -> Call | None:
         """Find the call of a module with a rule that has made a call of one of its children."""

@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from backpack.core.record.layout import Layout
+from backpack.hessianfree.graph import nodes_above
 
 # Nodes that pass all tensors of a module on: full-backward hooks, DistributedDataParallel, and
 # fully_shard.
@@ -154,16 +155,8 @@ def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origi
 
 def has_parameters(nodes: Sequence[Any]) -> bool:
     """Whether parameters are above some nodes of the autograd graph."""
-    seen, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(getattr(node, "variable", None), Parameter):
-            return True
-        stack += [parent for parent, _ in node.next_functions]
-    return False
+    leaves = (getattr(node, "variable", None) for node in nodes_above(nodes))
+    return any(isinstance(leaf, Parameter) for leaf in leaves)
 
 
 def is_output(node: Any) -> bool:

@@ -41,6 +41,7 @@ from backpack.core.record.weights import IS_SOMETHING, TENSORS
 from backpack.core.types import Rule
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import FunctionModule
+from backpack.hessianfree.graph import nodes_above
 
 OnReach = Callable[["Call", int, Tensor], None]
 # Module classes for which some extension has a rule of its own: see has_rules.
@@ -116,17 +117,11 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
 def calls_above(nodes: Iterable[Any]) -> list[Call]:
     """Return the recorded calls that gradients of these nodes of the graph may reach."""
     found: dict[Call, None] = {}
-    stack = [node for node in nodes if node is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    for node in nodes_above(nodes):
         for key, listeners in node.metadata.items():
             if isinstance(key, tuple) and key[0] == LISTENERS:
                 bound = [x for each in listeners for x in each.args]
                 found |= dict.fromkeys(x for x in bound if isinstance(x, Call))
-        above = {source for source, _ in node.next_functions if source is not None} - seen
-        seen |= above
-        stack += above
     return list(found)
 
 
