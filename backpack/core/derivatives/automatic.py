@@ -42,6 +42,7 @@ from backpack.core.derivatives.by_autograd import (
 )
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.derivatives.vectors import first_of
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data, tensors_in
@@ -169,7 +170,7 @@ class AutomaticDerivatives(BaseDerivatives):
         numbers = c.numbers(evaluation.num_samples)
         product = per_sample_products(evaluation, vs, [name], c.rows, numbers)[name]
         if product is None:
-            like = next(m for m in vs if m is not None)
+            like = first_of(vs)
             return like.new_zeros(len(like), len(numbers), *evaluation.value(name).shape)
         return product
 
@@ -179,7 +180,7 @@ class AutomaticDerivatives(BaseDerivatives):
         vs = [v] if isinstance(v, Tensor) else list(v)
         product = transposed_products(evaluation, vs, [name], c.rows)[name]
         if product is None:
-            like = next(m for m in vs if m is not None)
+            like = first_of(vs)
             return like.new_zeros(len(like), *evaluation.value(name).shape)
         return product
 

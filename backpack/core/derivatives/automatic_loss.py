@@ -23,6 +23,7 @@ from backpack.core.derivatives.basederivatives import never, no_axes
 from backpack.core.derivatives.by_autograd import Evaluation, close
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.derivatives.vectors import first_of
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
@@ -277,7 +278,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def _at_predictions(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the columns at each prediction, zeros for None."""
-        like = next(m for m in mats if m is not None)
+        like = first_of(mats)
         known = [mats[i] for i in self.predictions(c)]
         return [
             like.new_zeros(*like.shape[:2], *shape[1:]) if mat is None else mat

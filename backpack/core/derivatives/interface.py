@@ -18,6 +18,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
+from backpack.core.derivatives.vectors import first_of
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
@@ -181,7 +182,7 @@ def _check_in(rule: Any, name: str, c: Context, values: Values, result: Any) -> 
         if part is None and not (nothing and x.is_floating_point()):
             continue
         shape = rule.shape_of_rows(x.shape, rule.axis_in(c, i), c.rows)
-        _check_same(rule, name, c.module, [len(_first(values["mat"])), *shape], part)
+        _check_same(rule, name, c.module, [len(first_of(values["mat"])), *shape], part)
 
 
 def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
@@ -189,7 +190,7 @@ def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) ->
     parts = result if isinstance(result, (list, tuple)) else [result]
     for i, (y, part) in enumerate(zip(c.outputs, parts, strict=False)):
         shape = rule.shape_of_rows(y.shape, rule.axis_out(c, i), c.rows)
-        _check_same(rule, name, c.module, [len(_first(values["mat"])), *shape], part)
+        _check_same(rule, name, c.module, [len(first_of(values["mat"])), *shape], part)
     if len(parts) != len(c.outputs):
         raise ValueError(
             f"{type(rule).__name__}.{name} at {describe(c.module)} should return a tensor for "
@@ -199,7 +200,7 @@ def _check_out(rule: Any, name: str, c: Context, values: Values, result: Any) ->
 
 def _check_diagonal(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse the diagonal of a second derivative, if it has not the input's shape."""
-    shape, axis, grad = c.input.shape, rule.axis_in(c, 0), _first(c.grad_out)
+    shape, axis, grad = c.input.shape, rule.axis_in(c, 0), first_of(c.grad_out)
     if grad.dim() > c.output.dim():  # of samples, at a tensor without them
         shape, axis = Size([len(grad), *shape]), 0
     _check_same(rule, name, c.module, [*rule.shape_of_rows(shape, axis, c.rows)], result)
@@ -208,7 +209,7 @@ def _check_diagonal(rule: Any, name: str, c: Context, values: Values, result: An
 def _check_parameter(rule: Any, name: str, c: Context, values: Values, result: Any) -> None:
     """Refuse what has not the parameter's shape, with or without samples."""
     v = values["mat"]
-    mat = _first(v)
+    mat = first_of(v)
     i = 0 if mat is v else next(i for i, m in enumerate(v) if m is not None)
     param = values.get("param_str") or name[1 : -len("_jac_t_mat_prod")]
     rows = [] if values["sum_batch"] else [mat.shape[1 + rule.axis_out(c, i)]]
@@ -504,11 +505,6 @@ def _with_v(module: Module, mat: Tensor, shape: Size) -> tuple[Tensor, bool]:
     )
 
 
-def _first(mats: Any) -> Tensor:
-    """Return the first tensor of what is one, or a list with None among them."""
-    return mats if isinstance(mats, Tensor) else next(mat for mat in mats if mat is not None)
-
-
 def _without_v(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.squeeze(0)
@@ -590,7 +586,7 @@ class LossInterface(Interface):
         if chosen is not None:
             return chosen.spread(product(c, chosen.taken(one)))
         shape = self.shape_of_rows(c.input.shape, 0, subsampling)
-        one, had_v = _with_v(module, _first([one]), shape)
+        one, had_v = _with_v(module, one, shape)
         result = product(c, one)
         return result if had_v else result.squeeze(0)
 

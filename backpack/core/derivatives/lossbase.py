@@ -230,13 +230,6 @@ def not_convex(module: Module, why: str) -> ValueError:
     )
 
 
-def first_of(columns: Columns) -> Tensor:
-    """Return the columns at the (first) prediction."""
-    if isinstance(columns, Tensor):
-        return columns
-    return next(mat for mat in columns if mat is not None)
-
-
 def is_negative(tensor: Tensor) -> bool:
     """Return whether an entry is negative; no on the meta device, where there are no values."""
     if tensor.is_meta:

@@ -1,4 +1,4 @@
-"""Maps of many vectors, a few at a time."""
+"""Many vectors at once: one tensor for all, or one for each of several inputs or outputs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from backpack.core.types import Mats
+
 # Size of intermediate tensors. On a CPU, large ones are slow: their memory is fresh, and no cache
 # holds them. Elsewhere, many small operations are.
 ENTRIES_ON_CPU = 2**19
 ENTRIES_ELSEWHERE = 2**25
+
+
+def first_of(mats: Mats) -> Tensor:
+    """Return the first tensor of what is one, or several with None (for zero) among them."""
+    return mats if isinstance(mats, Tensor) else next(mat for mat in mats if mat is not None)
 
 
 def map_vectors(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:

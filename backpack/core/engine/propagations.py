@@ -13,12 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.lossbase import (
-    BaseLossDerivatives,
-    Columns,
-    first_of,
-    is_negative,
-)
+from backpack.core.derivatives.lossbase import BaseLossDerivatives, Columns, is_negative
+from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import (
     Backpropagation,
