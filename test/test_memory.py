@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from apart import run
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -407,10 +407,7 @@ with slice_bytes(2**24), backpack(DiagGGNExact()):
     loss.backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 2**18  # kB
+    assert int(run(sys.executable, "-c", script)) < 2**18  # kB
 
 
 # --------------------------------------------------------------------------------------

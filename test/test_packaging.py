@@ -15,6 +15,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from apart import run
 
 import backpack
 
@@ -39,15 +40,6 @@ import sys
 from setuptools import build_meta
 getattr(build_meta, sys.argv[1])(sys.argv[2])
 """
-
-
-def run(*command: object, cwd: Path) -> str:
-    """Run a program; return what it prints, and fail with what it prints on errors."""
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # What takes long to import, or is not torch's: whoever needs it imports it then.

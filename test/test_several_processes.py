@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from apart import run
 from ranks import run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -852,9 +852,8 @@ def test_optimisers(tmp_path: Path) -> None:
 def test_example_on_two_processes() -> None:
     script = Path(__file__).parents[1] / "docs_src" / "examples" / "distributed_training.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert "processes                                  2" in run.stdout
+    output = run(*launch, script, timeout=300)
+    assert "processes                                  2" in output
 
 
 # ------------------------------------------------------------------ what it costs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import run
 from test_several_processes import (
     OF_SAMPLES,
     PATIENCE,
@@ -703,11 +703,9 @@ def test_optimisers(tmp_path: Path) -> None:
 def test_example_is_fully_sharded() -> None:
     script = Path(__file__).parents[1] / "docs_src" / "examples" / "distributed_training.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(script), "--fully-shard"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert "weights are sharded                     True" in run.stdout
-    assert "same weights on all                     True" in run.stdout
+    output = run(*launch, script, "--fully-shard", timeout=300)
+    assert "weights are sharded                     True" in output
+    assert "same weights on all                     True" in output
 
 
 # ------------------------------------------------------------------ when something is wrong

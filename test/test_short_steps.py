@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import run
 from torch import Tensor, nn
 
 import backpack as package
@@ -97,10 +97,9 @@ class Step:
 )
 def test_calls_of_a_step(extensions: str, forward: int, backward: int, crossings: int) -> None:
     """In a process of its own: what other tests have left is looked at in each step."""
-    command = [sys.executable, __file__, *extensions.split()]
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(ROOT)}
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    found = list(map(int, output.stdout.split()))
+    output = run(sys.executable, __file__, *extensions.split(), env=environment)
+    found = list(map(int, output.split()))
     assert found[0] <= forward and found[1] <= backward and found[2] <= crossings, found
 
 

@@ -6,13 +6,13 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
+from apart import run
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -286,10 +286,7 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_import_leaves_the_allocator_alone() -> None:
     """What tensors of 8 MiB leave in the process when they are freed."""
-    left = [
-        float(subprocess.check_output([sys.executable, "-c", FREED, str(imported)], text=True))
-        for imported in (False, True)
-    ]
+    left = [float(run(sys.executable, "-c", FREED, imported)) for imported in (False, True)]
     assert left[1] < left[0] + 8
 
 
@@ -334,7 +331,7 @@ assert after[1:] == before[1:]
 
 def test_nothing_of_python_and_torch_is_changed() -> None:
     """By the import, by an extended model, or by a backward pass."""
-    subprocess.run([sys.executable, "-c", UNCHANGED], check=True)
+    run(sys.executable, "-c", UNCHANGED)
 
 
 # ------------------------------------------------------------------ models that are gone

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import run
 from cases import CASES, Case, select
 from torch import nn
 
@@ -242,10 +243,7 @@ def test_command_for_what_makes_no_model(
 
 def command(*options: str, module: str = "backpack.support") -> str:
     """Run in a process of its own: tests register modules too."""
-    arguments = [sys.executable, "-m", module, *options]
-    return subprocess.run(
-        arguments, cwd=ROOT, check=True, capture_output=True, encoding="utf-8"
-    ).stdout
+    return run(sys.executable, "-m", module, *options, cwd=ROOT)
 
 
 def test_command_prints_every_registered_class() -> None:

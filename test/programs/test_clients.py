@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from apart import run
 
 import backpack
 
@@ -50,15 +51,8 @@ def test_a_client_library_runs_unchanged(client: str, tmp_path: Path) -> None:
         path = os.pathsep.join(map(str, (version, tmp_path / "client")))
         program, file = Path(__file__).with_name("clients.py"), tmp_path / "numbers.pt"
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, str(program), client, str(file)],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
-        assert not done.returncode, done.stderr
-        assert Path(done.stdout.split()[-1]).is_relative_to(version)
+        output = run(sys.executable, program, client, file, env=environment, cwd=tmp_path)
+        assert Path(output.split()[-1]).is_relative_to(version)
         found.append(torch.load(file))
     ours, theirs = found
     assert ours.keys() == theirs.keys() and ours

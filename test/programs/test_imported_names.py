@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import run
 from torch import Tensor, nn
 
 from backpack import backpack, extend
@@ -160,7 +160,7 @@ def test_names_are_there_in_a_fresh_process() -> None:
         module, attribute = name.rsplit(".", 1)
         program += f"from {module} import {attribute}\n"
         program += f"assert importlib.util.find_spec({module!r}) is not None\n"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run(sys.executable, "-c", program)
 
 
 def test_other_names() -> None:
