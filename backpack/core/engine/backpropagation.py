@@ -22,7 +22,6 @@ from torch.nn import Module, Parameter
 from backpack.context import CTX, STATE, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
-from backpack.core.derivatives.by_autograd import close
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import Columns, is_negative
 from backpack.core.engine import call_products
@@ -938,66 +937,6 @@ def deliver(
         except ValueError as error:
             raise ValueError(f"Between {producer.call!r} and {call!r}: {error}") from error
         cotangents[origin] = cotangents[origin] + factor if origin in cotangents else factor
-
-
-def separate_samples(plan: Plan) -> None:
-    """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
-
-    Only calls that combine such a tensor with one that has samples, and calls above them, take
-    part.
-    """
-    if not any(map(attrgetter("is_unbatched"), plan.calls)):
-        return
-    plan.check_one_batch_for_all()
-    cotangents: dict[Origin, Factor] = {}
-    apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
-    for call in reversed(plan.calls):
-        if call in plan.losses or call.derivatives is None:
-            continue
-        if call.is_unbatched:
-            found = fetch(call, cotangents)
-            mats = [None] * len(call.outputs) if found is None else found[1]
-            call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
-            for total, each in zip(call.g_out, call.g_samples, strict=True):
-                if total is not None and (
-                    each is None
-                    or not (
-                        close(each.sum(0), total, call.rounding)
-                        or _cancels(plan, call, each.sum(0) - total)
-                    )
-                ):
-                    raise ValueError(
-                        f"{call!r} has no samples, and reaches the loss on a way on which those of "
-                        "the loss cannot be told apart (not through a module that combines it with "
-                        "data). Combine it with data in a module, such as SumModule."
-                    )
-        grads = call.gradients()
-        if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
-            continue
-        mats = [None if g is None else g.unsqueeze(0) for g in grads]
-        backs = call_products.transposed(context_of(call), mats)
-        factors = [
-            Factor(back, back.shape[1], adds_up=True)
-            if back is not None and origin in apart
-            else None
-            for origin, back in zip(call.origins_in, backs, strict=True)
-        ]
-        deliver(plan, call, factors, cotangents, None)
-
-
-def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
-    """Whether a difference of gradients is the rounding of larger ones, which have cancelled."""
-    size, seen, stack = 0.0, set(call.origins_out) - {None}, [call]
-    while stack:
-        own = set(stack.pop().origins_out) - {None}
-        for reader in plan.calls:
-            if own.isdisjoint(reader.origins_in):
-                continue
-            if reader.is_unbatched:
-                stack += [] if seen.issuperset(reader.origins_out) else [reader]
-                seen |= set(reader.origins_out)
-            size += sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
-    return float(difference.abs().max()) <= 10 * call.rounding * size
 
 
 def fetch(

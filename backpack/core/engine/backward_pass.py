@@ -31,7 +31,6 @@ from backpack.context import (
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
-from backpack.core.engine.backpropagation import separate_samples
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
@@ -41,6 +40,7 @@ from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
+from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.engine.spread import words
 from backpack.core.engine.user_rules import call_gradients, sample_counts
 from backpack.core.record import calls, shards, weights

@@ -1,0 +1,76 @@
+"""Gradients of single samples where tensors have none: autograd has summed over them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from torch import Tensor
+
+from backpack.core.derivatives.by_autograd import close
+from backpack.core.engine import call_products
+from backpack.core.engine.backpropagation import deliver, fetch
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan
+from backpack.core.record.calls import Call
+from backpack.core.record.context import context_of
+from backpack.core.record.origins import Origin
+
+
+def separate_samples(plan: Plan) -> None:
+    """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
+
+    Only calls that combine such a tensor with one that has samples, and calls above them, take
+    part.
+    """
+    if not any(map(attrgetter("is_unbatched"), plan.calls)):
+        return
+    plan.check_one_batch_for_all()
+    cotangents: dict[Origin, Factor] = {}
+    apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
+    for call in reversed(plan.calls):
+        if call in plan.losses or call.derivatives is None:
+            continue
+        if call.is_unbatched:
+            found = fetch(call, cotangents)
+            mats = [None] * len(call.outputs) if found is None else found[1]
+            call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
+            for total, each in zip(call.g_out, call.g_samples, strict=True):
+                if total is not None and (
+                    each is None
+                    or not (
+                        close(each.sum(0), total, call.rounding)
+                        or _cancels(plan, call, each.sum(0) - total)
+                    )
+                ):
+                    raise ValueError(
+                        f"{call!r} has no samples, and reaches the loss on a way on which those of "
+                        "the loss cannot be told apart (not through a module that combines it with "
+                        "data). Combine it with data in a module, such as SumModule."
+                    )
+        grads = call.gradients()
+        if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
+            continue
+        mats = [None if g is None else g.unsqueeze(0) for g in grads]
+        backs = call_products.transposed(context_of(call), mats)
+        factors = [
+            Factor(back, back.shape[1], adds_up=True)
+            if back is not None and origin in apart
+            else None
+            for origin, back in zip(call.origins_in, backs, strict=True)
+        ]
+        deliver(plan, call, factors, cotangents, None)
+
+
+def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
+    """Whether a difference of gradients is the rounding of larger ones, which have cancelled."""
+    size, seen, stack = 0.0, set(call.origins_out) - {None}, [call]
+    while stack:
+        own = set(stack.pop().origins_out) - {None}
+        for reader in plan.calls:
+            if own.isdisjoint(reader.origins_in):
+                continue
+            if reader.is_unbatched:
+                stack += [] if seen.issuperset(reader.origins_out) else [reader]
+                seen |= set(reader.origins_out)
+            size += sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
+    return float(difference.abs().max()) <= 10 * call.rounding * size
