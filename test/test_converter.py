@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
 from backpack import extend
-from backpack.core.record.functions import TABLE, Row, look_up
+from backpack.core.record.functions import TABLE, Row
+from backpack.core.record.lookup import look_up
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import TRAINING, FunctionModule, Slot

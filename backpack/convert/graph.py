@@ -33,11 +33,13 @@ from backpack.core.record.functions import (
     UNKNOWN,
     VALUE,
     Apply,
-    Function,
     Kind,
     TrainingFlag,
-    change_clone,
     kind,
+)
+from backpack.core.record.lookup import (
+    Function,
+    change_clone,
     kind_of_call,
     look_up,
     name_of,

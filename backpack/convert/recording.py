@@ -48,23 +48,19 @@ from backpack.core.record.data_flow import (
     tensors_in,
 )
 from backpack.core.record.data_notes import UNFILLED, layout_of, note
-from backpack.core.record.functions import (
-    ATTRIBUTES_TENSOR,
-    ATTRIBUTES_VALUE,
+from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.lookup import (
     FILLS,
     INDEX,
     NOT_IN_PLACE,
-    VALUE,
-    Apply,
     Function,
-    Row,
     change_clone,
     change_view,
     name_of,
     part_of,
     set_item,
 )
-from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.origins import origin
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record

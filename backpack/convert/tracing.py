@@ -29,14 +29,9 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack.core.derivatives import derivatives_of
-from backpack.core.record.functions import (
-    TENSORS,
-    VALUE,
-    TrainingFlag,
-    kind,
-    kind_of_call,
-)
+from backpack.core.record.functions import TENSORS, VALUE, TrainingFlag, kind
 from backpack.core.record.generators import generator_states, have_changed, set_generators
+from backpack.core.record.lookup import kind_of_call
 from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch

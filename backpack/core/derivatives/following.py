@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.by_autograd import drawn, is_real
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
-from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES, treatment
+from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout, Owners
+from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.permute import Permute

@@ -1,0 +1,218 @@
+"""What is known about the target of a call: looked up in the table of functions.
+
+Functions that change their input have a form here that leaves it alone.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx.node import Node, map_arg
+from torch.nn import functional as F
+
+from backpack.core.record.functions import MOVES, TABLE, UNKNOWN, VALUE, Kind, Row, kind
+
+NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
+# Methods that overwrite their tensor, whatever the method without the underscore does.
+FILLS = {
+    *("copy_", "fill_", "zero_", "fill_diagonal_", "bernoulli_", "cauchy_", "exponential_"),
+    *("geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+}
+# Methods with an underscore that change no entries.
+NOT_IN_PLACE = {"requires_grad_", "share_memory_"}
+
+
+SYNONYMS = {
+    **{"truediv": "div", "divide": "div", "true_divide": "div", "floordiv": "floor_divide"},
+    **{"mod": "remainder", "multiply": "mul", "subtract": "sub", "negative": "neg"},
+    **{"absolute": "abs", "clip": "clamp", "concat": "cat", "concatenate": "cat"},
+    **{"swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim"},
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """What is known about the target of a call.
+
+    Attributes:
+        target: The function, or the name of the method, that does not change its input.
+        row: The row of the table, None for an unknown function.
+        in_place: Whether the call changes its first argument.
+        on_clone: Whether the target is an in-place method that needs a clone to work on.
+    """
+
+    target: Callable[..., Any] | str
+    row: Row | None
+    in_place: bool = False
+    on_clone: bool = False
+
+
+@dataclass
+class _Index:
+    """The table by function objects, by names of methods, and by names of other libraries."""
+
+    functions: dict[Any, Function] = field(default_factory=dict)
+    methods: dict[str, Row] = field(default_factory=dict)
+    elsewhere: dict[str, Row] = field(default_factory=dict)
+
+    def add(self, name: str, row: Row) -> None:
+        """Add one of the names of a row."""
+        if name.startswith("."):
+            self.methods[name[1:]] = row
+        elif name == "math.*":
+            for function in vars(math).values():
+                if callable(function):
+                    self.functions[function] = Function(function, row)
+        elif name.startswith("torchvision."):
+            self.elsewhere[name] = row
+        else:
+            self._add_function(name, row)
+
+    def _add_function(self, name: str, row: Row) -> None:
+        first, *path, last = name.split(".")
+        namespace: Any = NAMESPACES.get(first, torch)
+        for part in path:
+            namespace = getattr(namespace, part, None)
+        function = getattr(namespace, last, None)
+        if function is None:
+            return
+        self.functions[function] = Function(function, row)
+        in_place = f"i{last.rstrip('_')}" if namespace is operator else f"{last}_"
+        changing = getattr(namespace, in_place, None)
+        if changing is not None:
+            self.functions[changing] = Function(function, row, in_place=True)
+
+
+INDEX = _Index()
+for _row in TABLE:
+    for _name in _row.functions.split():
+        INDEX.add(_name, _row)
+
+
+def set_item(input: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """Return a copy of ``input`` after ``input[index] = value``."""
+    result = input.clone()
+    result[index] = value
+    return result
+
+
+def change_clone(method: str, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a clone of ``input`` after calling an in-place method of it."""
+    return getattr(input.clone(), method)(*args, **kwargs)
+
+
+def treatment(function: Callable[..., Any] | str) -> str | None:
+    """Return what a function (or the method of that name) does with entries, if that is known."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    if not isinstance(function, str):
+        if function in INDEX.functions:
+            row = INDEX.functions[function].row
+            return None if row is None else row.treatment
+        if name == "__get__":  # of an attribute
+            attribute = getattr(function, "__self__", None)
+            is_transposed = getattr(attribute, "__name__", "") in ("T", "mT", "H", "mH")
+            return MOVES if is_transposed else None
+        if getattr(torch.Tensor, name, None) is not function:
+            return None
+    method = INDEX.methods.get(name)
+    return None if method is None else method.treatment
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, first entry
+
+
+def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Return a view of a tensor."""
+    shape, strides, start = geometry
+    return base.as_strided(shape, strides, base.storage_offset() + start)
+
+
+def change_view(
+    function: Callable[..., torch.Tensor] | str,
+    base: torch.Tensor,
+    geometry: Geometry,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return a clone of ``base`` after a view of it has become ``function(view, …)``."""
+    result = base.clone()
+    view = part_of(result, geometry)
+    if isinstance(function, str):  # a method that changes it
+        getattr(view, function)(*args, **kwargs)
+    else:
+        view.copy_(function(view, *args, **kwargs))
+    return result
+
+
+SET_ITEM = Row("operator.setitem")
+FILL = Row(" ".join(f".{name}" for name in FILLS))
+
+
+def look_up(node: Node) -> Function:
+    """Return the function that a node calls, without a side effect on its arguments."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return _look_up_method(target)
+    if target is operator.setitem:
+        return Function(set_item, SET_ITEM, in_place=True)
+    if target in INDEX.functions:
+        found = INDEX.functions[target]
+    else:
+        qualified = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+        found = Function(target, INDEX.elsewhere.get(qualified))
+        if isinstance(target, type) and hasattr(target, "_fields"):  # a named tuple
+            found = Function(target, Row("", result=UNKNOWN))
+    if node.kwargs.get("inplace"):
+        return Function(found.target, found.row, in_place=True)
+    return found
+
+
+def _look_up_method(name: str) -> Function:
+    plain = name.rstrip("_")
+    if name in INDEX.methods or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
+        return Function(name, INDEX.methods.get(name))
+    if hasattr(torch.Tensor, plain) and name not in FILLS:
+        return Function(plain, INDEX.methods.get(plain), in_place=True)
+    return Function(name, FILL if name in FILLS else None, in_place=True, on_clone=True)
+
+
+def kind_of_call(node: Node) -> Kind:
+    """Return what is known about the result of a function that a node calls."""
+    function = look_up(node)
+    if on_values(node):
+        return VALUE
+    if function.row is None:
+        return UNKNOWN
+    if not callable(function.row.result):
+        return function.row.result
+    try:
+        return function.row.result(*node.args, **node.kwargs)
+    except TypeError:  # unusual arguments
+        return UNKNOWN
+
+
+def on_values(node: Node) -> bool:
+    """Return whether a call is arithmetic with numbers, shapes and the like."""
+    module = getattr(node.target, "__module__", None)
+    is_plain = node.op == "call_method" or module in ("_operator", "math", "builtins")
+    return is_plain and all(kind(a) == VALUE for a in (*node.args, *node.kwargs.values()))
+
+
+def name_of(function: Function) -> str:
+    """Return the short name of a function, one for all its synonyms."""
+    target = function.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "function")
+    return SYNONYMS.get(name, name).strip("_")
+
+
+def nodes_in(*arguments: Any) -> list[Node]:
+    """Return the nodes in nested arguments, each once."""
+    found: dict[Node, None] = {}
+    map_arg(arguments, lambda node: found.setdefault(node))
+    return list(found)
