@@ -12,7 +12,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,6 +20,7 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.plan import Plan
+from backpack.core.engine.sources import cat
 from backpack.core.record.calls import Call
 from backpack.core.record.context import SHARED, Context, context_of
 from backpack.core.record.origins import Origin
@@ -115,10 +115,10 @@ class BatchAveragedBackpropagation:
         outs = [o for o in call.origins_out if o is not None and (o, o) in self.blocks]
         if not outs:
             return
-        own = _joined([_joined([self._block(a, b) for b in outs], 1) for a in outs], 0)
+        own = cat([cat([self._block(a, b) for b in outs], 1) for a in outs])
         used_up = set(outs)
         others = {b for a, b in self.blocks if a in used_up and b not in used_up}
-        across = {b: _joined([self._block(a, b) for a in outs], 0) for b in others}
+        across = {b: cat([self._block(a, b) for a in outs]) for b in others}
         self.blocks = {k: m for k, m in self.blocks.items() if used_up.isdisjoint(k)}
         slots = [i for i, o in enumerate(call.origins_out) if o in used_up]
         twins, c = self._twins(call), context_of(call)
@@ -228,10 +228,6 @@ def _chooses(call: Call) -> bool:
     """Whether samples have different numbers of rows: rows do not average like samples."""
     layouts = () if call.is_plain else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
-
-
-def _joined(blocks: list[Tensor], axis: int) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
 
 
 def _average(terms: Sequence[Tensor]) -> Tensor:

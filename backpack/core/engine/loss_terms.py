@@ -98,8 +98,6 @@ class LossTerms:
             if is_usual and not looks_at_targets:
                 continue
             path = path_above(node, slot)
-            if any(mark.by_container for mark in path.sources.values()):
-                path = path_above(node, slot, through_containers=True)
             if looks_at_targets:
                 if len(roots) == 1:
                     self.reduction = _reduction(node)

@@ -32,11 +32,10 @@ class Path(NamedTuple):
     leaves: list[Tensor]
 
 
-def path_above(node: Any, slot: int, through_containers: bool = False) -> Path:
+def path_above(node: Any, slot: int) -> Path:
     """Search the graph above output ``slot`` of a node, up to the outputs of recorded calls.
 
-    Where a container with parameters has returned something, up to the layers inside, if asked to
-    go on ``through_containers``.
+    Where a container with parameters has returned something, up to the layers inside.
     """
     path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
     while stack:
@@ -49,9 +48,7 @@ def path_above(node: Any, slot: int, through_containers: bool = False) -> Path:
             continue
         is_source = False
         for key, mark in node.metadata.items():
-            if not isinstance(mark, Origin) or not mark.is_output:
-                continue
-            if not (through_containers and mark.by_container):
+            if isinstance(mark, Origin) and mark.is_output and not mark.by_container:
                 path.sources[node, key[1]] = mark
                 is_source = True
         if not is_source:

@@ -169,8 +169,6 @@ class SampleFlow:
             else:
                 node, slot = x.grad_fn, x.output_nr
             path = path_above(node, slot)
-            if any(source.by_container for source in path.sources.values()):
-                path = path_above(node, slot, through_containers=True)
             is_told = any(data_flow.MISSED in node.metadata for node in path.nodes)
             self._note_leaves(call, path.leaves, is_told)
             paths[i] = path
