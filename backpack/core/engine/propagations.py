@@ -311,32 +311,31 @@ class HessianFactors(Propagation):
         """Backpropagate from the loss and from every nonlinear module."""
         joint = plan.mixing or any(couples_terms(call) for call in plan.losses)
         reused = {p: None for p, uses in plan.uses.items() if len(uses) > 1 or joint}
-        known = [c for c in plan.calls if c.derivatives is not None and c not in plan.after_loss]
+        before = [c for c in reversed(plan.calls) if c not in plan.after_loss]
+        known = [c for c in before if c.derivatives is not None]
         curved = set(filter(is_curved, known))
-        reused |= dict.fromkeys(self._below_dense(plan, curved))
+        reused |= dict.fromkeys(self._below_dense(known, curved))
         self._by_products(plan, list(reused), exts, subsampling, save)
         if len(reused) == len(plan.uses):
             return
 
         backpropagation = Backpropagation(plan, exts, subsampling, save, left_out=reused)
         sources: list[Source] = [self._loss_source(call, backpropagation) for call in plan.losses]
-        for call in reversed(plan.calls):
-            derivatives = call.derivatives
-            if call in plan.after_loss or derivatives is None:
-                continue
-            if call in curved and derivatives.hessian_is_diagonal(call.module):
+        for call in known:
+            if call in curved and call.derivatives.hessian_is_diagonal(call.module):
                 sources.append(ResidualSource(call))
         backpropagation.run(sources)
 
     @staticmethod
-    def _below_dense(plan: Plan, curved: set[Call]) -> list[Parameter]:
-        """List parameters that enter nonlinearly, or feed a module of dense second derivative."""
+    def _below_dense(calls: Sequence[Call], curved: set[Call]) -> list[Parameter]:
+        """List parameters that enter nonlinearly, or feed a module of dense second derivative.
+
+        Calls are those before the losses, the last one first.
+        """
         found: list[Parameter] = []
         above: set[Any] = set()
-        for call in reversed(plan.calls):
+        for call in calls:
             derivatives = call.derivatives
-            if call in plan.after_loss or derivatives is None:
-                continue
             below = not above.isdisjoint(call.origins_out)
             if below or derivatives.bends_params(call):
                 found += call.trained.values()
