@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import oracle
 import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
@@ -22,6 +23,7 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.stochastic_depth import StochasticDepth
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.extensions import KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack.hessianfree.rop import R_op
 from backpack.influence import Influence, ProjectedInfluence, TracIn
 from backpack.laplace import Laplace
 from backpack.linalg import (
@@ -338,6 +340,41 @@ def test_models_of_several_kinds(model: Callable[[], nn.Module]) -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             expected = TRUTH[kind](problem) @ matrix
         assert_close(operator @ matrix, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_hessian_of_normalised_weights(normalise: Callable[[nn.Module], nn.Module]) -> None:
+    """The second derivative of torch's function takes the norms for constants."""
+    model = nn.Sequential(normalise(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3))
+    problem = Problem(model, nn.MSELoss(), (inputs(3), inputs(3)))
+    with oracle.exact_weight_norm():
+        truth = dense_hessian(problem)
+    assert_close(build(Hessian, problem).to_dense(), truth)
+
+
+def test_jacobian_of_cumulative_sums_of_exponentials() -> None:
+    """What torch has as their gradient has no derivative where it is zero."""
+
+    class Sums(nn.Module):
+        def __init__(self, sums: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.layer, self.sums = nn.Linear(3, 4), sums
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sums(self.layer(x))
+
+    model = Sums(lambda x: x.logcumsumexp(1))
+    plain = Sums(lambda x: x.exp().cumsum(1).log())
+    plain.load_state_dict(model.state_dict())
+    X, y = inputs(3), inputs(4)
+    truth = dense_ggn(Problem(plain, nn.MSELoss(), (X, y)))
+    assert_close(build(GGN, Problem(model, nn.MSELoss(), (X, y))).to_dense(), truth)
+    output, at = function(plain, X)
+    assert_close(Jacobian(model, [X]).to_dense(), jacobian(output, at).flatten(0, 1))
+    v = [torch.randn_like(p) for p in model.parameters()]
+    expected = R_op(plain(X), plain.parameters(), v)
+    assert_close(R_op(model(X), model.parameters(), v), expected)
 
 
 def test_nothing_is_left_behind() -> None:

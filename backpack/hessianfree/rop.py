@@ -41,7 +41,8 @@ def R_op(
     ys, xs, vs = as_tuple(ys), as_tuple(xs), as_tuple(vs)
     check_same_shapes("vs", vs, "xs", xs)
 
-    ws = tuple(torch.zeros_like(y, requires_grad=True) for y in ys)
+    # anywhere but at zero, where torch has no derivative of logcumsumexp's gradient
+    ws = tuple(torch.ones_like(y, requires_grad=True) for y in ys)
     transposed_products = L_op(ys, xs, ws, detach=False)
     return vjp(transposed_products, ws, vs, retain_graph=retain_graph, detach=detach)
 

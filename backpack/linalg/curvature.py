@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.calls import live_calls
+from backpack.core.record.functions import weight_of_norm
 from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
@@ -150,6 +152,18 @@ class MatrixFreeOperator(LinearOperator):
             )
 
 
+class _WeightNormByFormula(TorchFunctionMode):
+    """Normalises weights by a formula: the fused function's second derivative is wrong.
+
+    Its backward pass takes the norms for constants (torch 2.6 to 2.14).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the formula in the place of the function."""
+        own = weight_of_norm if func is torch._weight_norm else func
+        return own(*args, **(kwargs or {}))
+
+
 class Hessian(MatrixFreeOperator):
     """The Hessian of the loss over a data set.
 
@@ -160,7 +174,7 @@ class Hessian(MatrixFreeOperator):
 
     def _batch(self, X: Any, targets: Sequence[Any]) -> Batch:
         objective = self._objective
-        with disable():
+        with disable(), _WeightNormByFormula():
             output = output_of("Hessian", objective.model, X, objective.loss_function)
             loss = objective.loss_function(output, *targets)
         gradient = vjp((loss,), objective.params, (torch.ones_like(loss),), detach=False)
@@ -190,8 +204,8 @@ class JacobianOperator(MatrixFreeOperator):
             output = output_of(type(self).__name__, objective.model, X)
         weight = objective.weight(output, targets)
         loss, curvature = self._at_output(output.detach().requires_grad_(), targets, weight)
-        # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
-        w = torch.zeros_like(output, requires_grad=True)
+        # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
+        w = torch.ones_like(output, requires_grad=True)
         transposed = vjp((output,), objective.params, (w,), detach=False)
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:

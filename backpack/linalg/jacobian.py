@@ -123,8 +123,8 @@ class Jacobian(LinearOperator):
         params, vectors = self._objective.params, self._objective.vectors(matrix)
         product = matrix.new_zeros(self.shape[0], matrix.shape[1])
         for rows, output in self._outputs():
-            # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J
-            w = torch.zeros_like(output, requires_grad=True)
+            # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
+            w = torch.ones_like(output, requires_grad=True)
             transposed = vjp((output,), params, (w,), detach=False)
             for some in self._spans(matrix.shape[1]):
                 tangents = tuple(v[some] for v in vectors)

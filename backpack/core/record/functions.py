@@ -167,7 +167,7 @@ def linear_cross_entropy(
     return Apply(lossfunc, (Apply(layer, tuple(tensors)), target))
 
 
-def weight_of_norm(v: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tensor:
+def weight_of_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return ``g v / ‖v‖``, with norms over all axes but one."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
