@@ -1142,15 +1142,54 @@ def test_model_with_several_outputs() -> None:
     found = build(Hessian, problem._replace(model=two, loss_function=own)).to_dense()
     summed = nn.CrossEntropyLoss(reduction="sum")
     assert_close(found, build(Hessian, problem._replace(loss_function=summed)).to_dense())
+    mean = build(Hessian, problem._replace(model=two, loss_function=OfPair("mean"))).to_dense()
+    assert_close(mean, build(Hessian, problem).to_dense())
+    two.forward = lambda x: (problem.model(x), x[:0])  # type: ignore
+    with pytest.raises(ValueError, match=r"OfPair is the mean over the samples.*\[0, 4\] rows"):
+        build(Hessian, problem._replace(model=two, loss_function=OfPair("mean"))).to_dense()
 
 
 class OfPair(nn.Module):
     """A loss of two outputs."""
 
-    reduction = "sum"
+    def __init__(self, reduction: str = "sum") -> None:
+        super().__init__()
+        self.reduction = reduction
 
     def forward(self, outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs[0], y, reduction="sum")
+        return nn.functional.cross_entropy(outputs[0], y, reduction=self.reduction)
+
+
+class Plain(nn.MSELoss):
+    """Inherits everything."""
+
+
+class OfIntegers(nn.MSELoss):
+    """Leaves the mean to the loss that it inherits from."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().forward(f, y.to(f))
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Makes the mean itself, without the weights of the classes."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(f, y, self.weight, reduction="none").square().mean()
+
+
+def test_losses_that_inherit_from_those_of_torch() -> None:
+    """What their mean divides by is that of the loss that makes it."""
+    model, X, y = mlp(), inputs(3), inputs(3)
+    of_torch = [
+        EmpiricalFisher(model, nn.MSELoss(), [(X, y)]).to_dense(),
+        Laplace(model, nn.MSELoss(), [(X, y)]).log_marginal_likelihood(),
+    ]
+    for kind in (Plain, OfIntegers):
+        assert_close(EmpiricalFisher(model, kind(), [(X, y)]).to_dense(), of_torch[0])
+        assert_close(Laplace(model, kind(), [(X, y)]).log_marginal_likelihood(), of_torch[1])
+    problem = Problem(model, Focal(torch.tensor([1.0, 5.0, 0.2])), (X, labels()))
+    assert_close(build(Hessian, problem).to_dense(), dense_hessian(problem))
 
 
 class Named(nn.Module):

@@ -182,7 +182,7 @@ class Objective:
         *totals, weights = self.group.total(what, [*values, own])
         return [*totals, float(weights)]
 
-    def weight(self, output: Tensor, targets: Sequence[Any]) -> float:
+    def weight(self, output: Any, targets: Sequence[Any]) -> float:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
 
         See :func:`backpack.core.derivatives.terms.num_terms`.

@@ -12,20 +12,23 @@ from torch.nn import CrossEntropyLoss, Module, NLLLoss
 from torch.nn.functional import nll_loss
 
 from backpack.custom_module.weighted_loss import WeightedLoss
+from backpack.utils.batches import tensors_of
 
 REDUCTIONS = ("mean", "sum", "batchmean")
+TORCHS = "torch.nn.modules.loss"  # where the losses of torch are
 
 
-def num_terms(loss_function: Module, output: Tensor, targets: Sequence[Any]) -> float:
+def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> float:
     """Return what the mean of a loss divides by, or 1 if it is a sum.
 
     That is the number of terms of the loss of a model's output ``[N, *]``: of samples and positions
     for most, of entries for losses such as ``MSELoss``; for targets that are classes, the sum of
     their weights, where ``ignore_index`` counts zero. A loss of your own is the mean over the
-    samples.
+    samples, unless it inherits from one of torch and leaves the mean to it.
 
     Raises:
-        ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum.
+        ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, or
+            several outputs differ in their numbers of samples.
     """
     loss: Any = loss_function
     reduction = getattr(loss, "reduction", None)
@@ -38,7 +41,10 @@ def num_terms(loss_function: Module, output: Tensor, targets: Sequence[Any]) -> 
     if reduction == "sum":
         return 1.0
     with torch.no_grad():
-        classes = isinstance(loss, (CrossEntropyLoss, NLLLoss))
+        is_torchs = any(one.__module__ == TORCHS for one in type(loss).__mro__)
+        if is_torchs and type(loss).forward.__module__ != TORCHS:
+            is_torchs = _unreduced(loss, output, targets).dim() > 0
+        classes = is_torchs and isinstance(loss, (CrossEntropyLoss, NLLLoss))
         if classes and not targets[0].is_floating_point():
             ones = torch.ones_like(output)
             return float(
@@ -47,8 +53,19 @@ def num_terms(loss_function: Module, output: Tensor, targets: Sequence[Any]) -> 
         if isinstance(loss, WeightedLoss):
             y, _, *options = targets
             return float(loss.loss.forward(output, y, *options).numel())
-        if reduction == "mean" and type(loss).__module__ == "torch.nn.modules.loss":
-            unreduced = copy(loss)
-            unreduced.reduction = "none"
-            return float(unreduced.forward(output, *targets).numel())
-    return float(len(output))
+        if reduction == "mean" and is_torchs:
+            return float(_unreduced(loss, output, targets).numel())
+    counts = {len(x) for x in tensors_of(output) if x.dim()}  # of several outputs, too
+    if len(counts) != 1:
+        raise ValueError(
+            f"{type(loss).__name__} is the mean over the samples, but how many there are is not to "
+            f"be seen in what the model returns: {sorted(counts) or 'no'} rows."
+        )
+    return float(*counts)
+
+
+def _unreduced(loss: Module, output: Any, targets: Sequence[Any]) -> Tensor:
+    """Return the terms of a loss; a scalar of one that reduces them whatever it is told."""
+    unreduced: Any = copy(loss)
+    unreduced.reduction = "none"
+    return unreduced.forward(output, *targets)
