@@ -1277,6 +1277,66 @@ def collected(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.seen[-1]
 
 
+def one_of(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    assert x.dim() in (2, 3)
+    return m.linear(x)
+
+
+def one_is_true(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    assert any([x.dim() == 2, x.dim() == 3])
+    return m.linear(x)
+
+
+def filled(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    total = torch.zeros(2, 6)
+    total[0] = m.linear(x)[0, 0]
+    return total.sum(0) + x
+
+
+def added_up(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    total = torch.zeros(6)
+    total += m.linear(x)[0, 0]
+    return total + x
+
+
+# What Python makes of numbers, shapes and attributes while they are not known.
+ASKING: dict[str, Run] = {
+    "class of a size": lambda m, x, y: x * (2 if isinstance(x.size(0), int) else 3),
+    "class of a shape": lambda m, x, y: x * (2 if isinstance(x.shape, (tuple, list)) else 3),
+    "key": lambda m, x, y: x * {2: 5.0, 3: 6.0}.get(x.dim(), 1.0),
+    "text": lambda m, x, y: x * {"2": 5.0, "3": 6.0}.get(str(x.dim()), 1.0),
+    "attribute": lambda m, x, y: x * (2 if hasattr(x, "logits") else 3),
+    "attribute of a result": lambda m, x, y: x * (2 if hasattr(m.linear(x), "logits") else 3),
+    "one of": one_of,
+    "one is true": one_is_true,
+    "filled": filled,
+    "added up": added_up,
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_is_not_known_while_tracing(name: str) -> None:
+    """It is found out in each forward pass, not guessed once."""
+    torch.manual_seed(0)
+    plain = Net(ASKING[name])
+    net = extend(copy.deepcopy(plain), use_converter=True)
+    for x in (torch.rand(2, 3, 6), torch.rand(3, 6)[None], torch.rand(2, 6, 6)[0]):
+        for _ in range(2):
+            x = x if name not in ("filled", "added up") or x.dim() == 3 else x[None]
+            torch.testing.assert_close(net(x, x), plain(x, x))
+
+
+def test_attributes_of_tensors_and_keys() -> None:
+    """What all tensors have, and which one it is, is known."""
+
+    def of_tensors(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        known = {x: 2.0, y: 3.0}
+        text = f"{x.shape}"  # may be a message
+        return x * known[x] + (y if text and hasattr(x, "shape") else 0)
+
+    assert_same(convert(Net(of_tensors)), Net(of_tensors), X, Y)
+
+
 @pytest.mark.parametrize("function", [stored, kept_in_a_buffer, counted, collected])
 def test_what_changes_the_module_is_recorded(function: Run) -> None:
     def make() -> Any:

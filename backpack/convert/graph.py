@@ -208,6 +208,7 @@ class _Converter:
         self.warned: set[str] = set()
         self.counters: Counter[tuple[int, str]] = Counter()
         self.state: dict[str, Node] = {}  # parameters, buffers and constants by name
+        self.made: set[Node] = set()  # those that are constants or other tensors
         self.calls: Counter[Any] = Counter()  # of each module
         self.calls_so_far: Counter[Any] = Counter()
 
@@ -326,6 +327,8 @@ class _Converter:
                 raise self._error(node, f"gives {target!r} to a function.\n{ADVICE}")
             label = name if not name.isdigit() else target.replace(".", "_")
             self.state[target] = self._apply(node, Apply(module, ()), label, f"{source} {target}")
+            if source in ("constant", "tensor"):
+                self.made.add(self.state[target])
         self._replace(node, self.state[target])
 
     def _convert_call_module(self, node: Node) -> None:
@@ -364,7 +367,14 @@ class _Converter:
         changed: Any = node.args[0] if function.in_place and node.args else None
         if not isinstance(changed, Node) or kind(changed) not in (TENSOR, UNKNOWN):
             changed = None  # numbers and tuples do not change: a new one gets their name
-        if changed is not None and changed.meta["backpack_memory"][0] in self.state.values():
+        source = None if changed is None else changed.meta["backpack_memory"][0]
+        if source in self.made:
+            raise self._error(
+                node,
+                "changes a tensor that is neither a parameter nor a buffer: what reads it is not "
+                "recorded, and it would keep the change.",
+            )
+        if changed is not None and source in self.state.values():
             # the buffer or parameter has to change
             result = self._as_function(node, Function(node.target, function.row))  # type: ignore[arg-type]
             result.meta["backpack_memory"] = changed.meta["backpack_memory"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import linecache
 import math
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.node import Node
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import Attribute, TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -127,6 +128,15 @@ def _is_plain_assert(line: str) -> bool:
     )
 
 
+def _is_branching(frame: FrameType) -> bool:
+    """Whether a frame asks for a truth itself, and no function or ``in`` that it has called."""
+    name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    # comparisons ask before a branch since Python 3.13
+    return name.startswith(("POP_JUMP", "TO_BOOL")) or (
+        name == "COMPARE_OP" and sys.version_info >= (3, 13)
+    )
+
+
 # --- Tracing --------------------------------------------------------------------------------------
 
 
@@ -135,6 +145,32 @@ class _Proxy(Proxy):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __getattr__(self, name: str) -> Attribute:
+        """Return what stands for an attribute, or a method."""
+        return _Attribute(self, name)
+
+    def __hash__(self) -> int:
+        """Tell tensors apart; numbers and the like are not known yet.
+
+        Raises:
+            TraceError: If it is no tensor.
+        """
+        _need_tensor(self, "a key")
+        return id(self)
+
+    def __str__(self) -> str:
+        """Describe a tensor; in a formatted text, which may be a message, whatever it is.
+
+        Raises:
+            TraceError: If it is no tensor.
+        """
+        _need_tensor(self, "a text")
+        return repr(self)
+
+    def __format__(self, how: str) -> str:
+        """Describe it."""
+        return repr(self)
 
     @classmethod
     def record(cls, name: str) -> None:
@@ -151,6 +187,10 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     _Proxy.record(f"i{_name}")
 for _name in ("and", "or", "xor", "lshift", "rshift"):
     _Proxy.record(f"i{_name}")
+
+
+class _Attribute(Attribute, _Proxy):
+    """An attribute, such as the shape; or a method, which is called next."""
 
 
 class _StateProxy(_Proxy):
@@ -178,14 +218,34 @@ class _StateProxy(_Proxy):
         return self.tensor.numel()
 
 
+def _need_tensor(proxy: Proxy, use: str) -> None:
+    """Refuse to treat what is no tensor as something that depends on its value."""
+    if kind(proxy.node) == VALUE:
+        raise TraceError(
+            f"A number, shape or the like is {use}, but it is not known while tracing."
+        )
+
+
 def _assumed_class(proxy: Proxy) -> type:
     """Return the class of what a proxy stands for, where it is not known: a tensor."""
     what = kind(proxy.node)
-    if what == VALUE:
-        return type(proxy)
     if what == TENSORS or isinstance(what, tuple):
         return tuple
     return type(proxy.tensor) if isinstance(proxy, _StateProxy) else Tensor
+
+
+def _is_instance(proxy: Proxy, classes: Any) -> bool:
+    """Say whether a proxy stands for an instance of classes: of tensors, if it is no value."""
+    if kind(proxy.node) == VALUE and classes is Tensor:
+        return False
+    _need_tensor(proxy, "asked for its class")
+    return issubclass(_assumed_class(proxy), classes)
+
+
+def _has_attribute(proxy: Proxy, name: str) -> bool:
+    """Say whether what a proxy stands for has an attribute."""
+    _need_tensor(proxy, "asked for an attribute")
+    return hasattr(_assumed_class(proxy), name)
 
 
 class _State:
@@ -341,7 +401,7 @@ class BackpackTracer(Tracer):
         """Record an ``assert`` of the user; any other control flow is an error."""
         frame = _users_frame()
         line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if not _is_plain_assert(line):
+        if frame is None or not (_is_plain_assert(line) and _is_branching(frame)):
             return super().to_bool(obj)
         self.create_proxy("call_function", torch._assert, (obj, line.strip()), {})
         return True
@@ -385,12 +445,15 @@ class BackpackTracer(Tracer):
         """Record calls that torch does not show to a tracer.
 
         Tensors of a size that is not known yet, training flags of functions of torch, random
-        tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` be true.
+        tensors, autograd functions of the user. And let ``isinstance(x, Tensor)`` be true, and
+        ``hasattr(x, name)`` if tensors have such an attribute.
         """
         patched: list[tuple[Any, str]] = [(torch, name) for name in (*STRICT, *RANDOM)]
         patched += [(torch.nn.utils.rnn, function.__name__) for function in WRAPPED]
         originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
-        apply, original_isinstance = vars(AutogradFunction)["apply"], builtins.isinstance
+        apply = vars(AutogradFunction)["apply"]
+        asked = {"isinstance": _is_instance, "hasattr": _has_attribute}
+        builtin = {name: getattr(builtins, name) for name in asked}
 
         def wrap(original: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -404,22 +467,28 @@ class BackpackTracer(Tracer):
             original = apply.__get__(None, cls)
             return wrap(original, False)(*args, **kwargs)
 
-        def wrapped_isinstance(value: Any, classes: Any) -> bool:
-            if type(value) in (_Proxy, _StateProxy) and _is_users(sys._getframe(1)):
-                return issubclass(_assumed_class(value), classes)
-            return original_isinstance(value, classes)
+        def answered(name: str) -> Callable[[Any, Any], bool]:
+            def wrapper(value: Any, what: Any) -> bool:
+                known = type(value) in (_Proxy, _Attribute, _StateProxy) and _is_users(
+                    sys._getframe(1)
+                )
+                return (asked if known else builtin)[name](value, what)
+
+            return wrapper
 
         try:
             for owner, name, original in originals:
                 setattr(owner, name, wrap(original, name in RANDOM))
             AutogradFunction.apply = classmethod(wrapped_apply)  # type: ignore[assignment]
-            builtins.isinstance = wrapped_isinstance  # type: ignore[assignment]
+            for name in asked:
+                setattr(builtins, name, answered(name))
             yield
         finally:
             for owner, name, original in originals:
                 setattr(owner, name, original)
             AutogradFunction.apply = apply
-            builtins.isinstance = original_isinstance
+            for name, original in builtin.items():
+                setattr(builtins, name, original)
 
     def _explain(self, root: Any, error: Exception) -> str:
         where = f"{type(root).__name__}"

@@ -123,6 +123,7 @@ def _pick_layer(user: Node, cat: Node, of_layers: list[Node], directions: int) -
         return
     index = user.args[1]
     first, *rest = index if isinstance(index, tuple) else (index,)
-    if isinstance(first, int):
-        k, direction = divmod(first % (len(of_layers) * directions), directions)
+    count = len(of_layers) * directions
+    if isinstance(first, int) and -count <= first < count:
+        k, direction = divmod(first % count, directions)
         user.args = (of_layers[k], (direction, *rest))

@@ -174,6 +174,11 @@ def look_up(node: Node) -> Function:
 
 
 def _look_up_method(name: str) -> Function:
+    if name == "__setitem__":
+        return Function(set_item, SET_ITEM, in_place=True)
+    same = getattr(operator, name, None)  # such as __iadd__
+    if same in INDEX.functions:
+        return INDEX.functions[same]
     plain = name.rstrip("_")
     if name in INDEX.methods or plain == name or name.startswith("__") or name in NOT_IN_PLACE:
         return Function(name, INDEX.methods.get(name))
