@@ -140,9 +140,20 @@ class Laplace:
     @prior_precision.setter
     def prior_precision(self, value: ByName) -> None:
         each = by_parameter(value, self._names, "prior precision")
-        self.posterior = self._damped(self._by_weight(each)).inverse()
+        precision = self._damped(self._by_weight(each))
+        self._need_positive(precision.spectrum, value)
+        self.posterior = precision.inverse()
         is_one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
         self._prior_precision = each[0] if is_one else dict(zip(self._names, each, strict=True))
+
+    def _need_positive(self, spectrum: Tensor, delta: ByName) -> None:
+        """Refuse the eigenvalues of what is no precision of a normal distribution."""
+        if not spectrum.min() > 0:
+            raise ValueError(
+                f"With a prior precision of {delta}, the curvature {self.curvature!r} is not "
+                "positive definite: there is no normal distribution. Use more, or the GGN instead "
+                "of the Hessian."
+            )
 
     def _by_weight(self, each: Sequence[float]) -> Tensor:
         """Repeat a number of each parameter for all of its weights, ``[P]``."""
@@ -203,7 +214,8 @@ class Laplace:
             δ; by the names of the parameters, unless it is one for the model.
 
         Raises:
-            ValueError: If the curvature has no block for each parameter, or there is no such kind.
+            ValueError: If the curvature has no block for each parameter, is not positive definite
+                with the smallest value, or there is no such kind.
         """
         if per not in ("model", "layer", "parameter"):
             raise ValueError(f"per is 'model', 'layer' or 'parameter', got {per!r}.")
@@ -218,6 +230,7 @@ class Laplace:
         """Return the best precision of some weights, a mask ``[P]``."""
         spectrum = self.curvature.spectrum[self.curvature.by_eigenvector(weights, "group")].double()
         squares = float(self.mean[weights].double().square().sum())
+        self._need_positive(spectrum + lowest, lowest)  # else the likelihood has no bound
 
         def evidence(x: float) -> float:
             return len(spectrum) * x - exp(x) * squares - float((spectrum + exp(x)).log().sum())

@@ -190,9 +190,12 @@ def test_wrong_shapes() -> None:
 
 def test_shift_goes_to_the_factors() -> None:
     A, B = rand_spd(2), rand_spd(3)
-    inverse = kfacs_to_mat(inv_kfacs([A, B], shift=[1.0, 2.0]))
     damped = kron(A + torch.eye(2), B + 2 * torch.eye(3))
-    torch.testing.assert_close(inverse @ damped, torch.eye(6, dtype=torch.float64))
+    for shift in ([1.0, 2.0], torch.tensor([1.0, 2.0])):
+        inverse = kfacs_to_mat(inv_kfacs([A, B], shift=shift))
+        torch.testing.assert_close(inverse @ damped, torch.eye(6, dtype=torch.float64))
+    inverse = kfacs_to_mat(inv_kfacs([A, B], shift=torch.tensor(2.0)))
+    torch.testing.assert_close(inverse, kfacs_to_mat(inv_kfacs([A, B], shift=2.0)))
 
 
 def test_factors_of_any_layout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Iterator
 from math import pi
@@ -22,6 +23,7 @@ from backpack.linalg import (
     EKFAC,
     GGN,
     DiagonalGGN,
+    DiagonalHessian,
     EmpiricalFisher,
     Hessian,
     KroneckerGGN,
@@ -171,6 +173,24 @@ def test_fit_prior_precision(kind: Any) -> None:
         assert laplace.log_marginal_likelihood(other) < best
     assert_close(laplace.posterior.to_dense(), laplace.curvature.inverse(delta).to_dense())
     assert laplace.fit_prior_precision(10 * delta, 20 * delta) == pytest.approx(10 * delta)
+
+
+def test_negative_curvature_is_no_precision() -> None:
+    """A prior can make up for it; without, variances would be negative."""
+    model, loss, X, y = problem("mlp")
+    data = batches(10 * X, y)
+    least = float(DiagonalHessian(model, loss, data).spectrum.min()) * N
+    assert least < -0.1
+    with pytest.raises(ValueError, match=r"precision of 0.1, .*not positive definite.*Use more"):
+        Laplace(model, loss, data, DiagonalHessian, prior_precision=0.1)
+    laplace = Laplace(model, loss, data, DiagonalHessian, prior_precision=1 - least)
+    assert_close(laplace.posterior.spectrum.max(), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="not positive definite"):
+        laplace.prior_precision = -least / 2
+    with pytest.raises(ValueError, match="not positive definite"):
+        laplace.fit_prior_precision()
+    assert laplace.prior_precision == 1 - least
+    assert laplace.fit_prior_precision(0.5 - least, 1 - least) <= 1 - least
 
 
 @pytest.mark.parametrize("kind", [KroneckerGGN, DiagonalGGN, EKFAC])
@@ -346,6 +366,16 @@ def test_last_layer() -> None:
         assert_close(one.outputs(X)[1], expected)
     drawn = laplace.sample_outputs(X, 5, linearized=False)
     assert drawn.shape == (5, N, 3)
+
+
+def test_last_layer_in_training_mode() -> None:
+    """The pass that looks for it does not change what the model knows of its data."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    before = copy.deepcopy(model.state_dict())
+    data = batches(torch.randn(N, 3), torch.randint(3, (N,)))
+    with pytest.raises(ValueError, match="training mode"):
+        Laplace(model, nn.CrossEntropyLoss(), data, params="last")
+    assert_close(dict(model.state_dict()), dict(before))
 
 
 class OfTensors(nn.Module):

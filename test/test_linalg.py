@@ -610,6 +610,8 @@ def test_algebra() -> None:
         c.submatrix([0])
     with pytest.raises(ValueError, match="There are 4 rows"):
         a.submatrix([4])
+    with pytest.raises(ValueError, match=r"a slice or a list, got shape \[\]"):
+        a.submatrix(torch.tensor(3))
     with pytest.raises(ValueError, match="one precision"):
         a + Counting(A.float())
     with pytest.raises(ValueError, match="not square"):
@@ -973,6 +975,17 @@ def test_other_kronecker_methods(method: str, reduction: str) -> None:
                 share = 1 if reduction == "sum" and i == 0 else size / N
                 total[i] += share * factor
     assert_close(operator.factors, totals)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_indefinite_factors_have_products_alone(sign: int) -> None:
+    """Eigenvalues that are zero but for rounding are taken for zero; others were, too."""
+    matrix = sign * (torch.ones(3, 3) - 0.01 * torch.eye(3))
+    operator = KroneckerOperator([[torch.eye(2), matrix]])
+    assert_close(operator.to_dense(), torch.kron(torch.eye(2), matrix))
+    for use in (lambda: operator.inverse(1.0), operator.root, lambda: operator.logdet(1.0)):
+        with pytest.raises(ValueError, match=r"\[3, 3\] is not positive semidefinite"):
+            use()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -279,7 +279,7 @@ def chosen_parameters(
     The first batch ``(X, y)`` shows which layer is called last.
 
     Raises:
-        ValueError: If there is no such name.
+        ValueError: If there is no such name, or the model is in training mode and should not be.
     """
     if not isinstance(params, str):
         return list(params)
@@ -299,6 +299,7 @@ def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
 
     if isinstance(model, DistributedDataParallel):
         model = model.module
+    check_is_function_of_samples(model)  # its buffers would change
     X, *_ = next(iter(data))
     device = next(model.parameters()).device
     handles = [module.register_forward_hook(note) for module in model.modules()]

@@ -448,6 +448,10 @@ def _numbers(index: Index, size: int, device: torch.device | Tensor) -> Tensor:
     if not isinstance(index, slice):
         index = torch.as_tensor(index, device=device)
         index = index if index.numel() or index.dtype is torch.bool else index.long()
+        if index.dim() != 1:
+            raise ValueError(
+                f"Rows or columns are a slice or a list, got shape {list(index.shape)}."
+            )
     try:
         return torch.arange(size, device=device)[index]
     except IndexError as error:

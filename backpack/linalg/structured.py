@@ -196,7 +196,8 @@ class KroneckerOperator(SpectralOperator):
             for the weights of transposed convolutions. Default: as they are. ``[P]``
 
     Raises:
-        ValueError: If a factor is neither a square matrix nor a vector, or there is none.
+        ValueError: If a factor is neither a square matrix nor a vector, or there is none; and if
+            one is found not to be positive semidefinite, when it is decomposed.
     """
 
     def __init__(self, factors: Blocks, order: Tensor | None = None):
@@ -220,10 +221,18 @@ class KroneckerOperator(SpectralOperator):
 
     @cached_property
     def _eigenpairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        return [
-            [eigh_semidefinite(factor, in_double=True) for factor in block]
-            for block in self.factors
-        ]
+        return [[self._decomposed(factor) for factor in block] for block in self.factors]
+
+    def _decomposed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues and eigenvectors of a factor, if it is positive semidefinite."""
+        values, basis = eigh_semidefinite(factor, in_double=True)
+        negative = values.sum() - diagonal_of(factor).sum()  # which are zero among these
+        if negative > torch.finfo(factor.dtype).eps ** 0.5 * values.sum():
+            raise ValueError(
+                f"{self!r}: a factor of shape {list(factor.shape)} is not positive semidefinite. "
+                "Its inverse, spectrum, determinant and samples would be those of another matrix."
+            )
+        return values, basis
 
     @property
     def spectrum(self) -> Tensor:

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Size, Tensor
 
-Shift = float | Sequence[float] | None
+Shift = float | Tensor | Sequence[float | Tensor] | None
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
@@ -103,7 +103,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     Args:
         factors: Square Kronecker factors, ``[D_1, D_1], [D_2, D_2], ...``
         shift: Multiple of the identity added to the factors before they are inverted. A number
-            for all of them, or one per factor. ``None`` adds nothing.
+            for all of them, or one per factor, which may be a vector. ``None`` adds nothing.
 
     Returns:
         The inverses ``(A + shift·I)⁻¹, ...``, ``[D_1, D_1], [D_2, D_2], ...``
@@ -119,13 +119,15 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     if shift is None:
         return [_inverse(factor) for factor in factors]
 
+    if isinstance(shift, Tensor) and shift.dim():  # one for each
+        shift = list(shift)
     shifts = list(shift) if isinstance(shift, Sequence) else [shift] * len(factors)
     if len(shifts) != len(factors):
         raise ValueError(f"Got {len(shifts)} shifts for {len(factors)} factors.")
     return [_inverse(_shifted(f, value)) for f, value in zip(factors, shifts, strict=True)]
 
 
-def _shifted(factor: Tensor, value: float) -> Tensor:
+def _shifted(factor: Tensor, value: float | Tensor) -> Tensor:
     """Add a multiple of the identity: ``[D, D]``, or ``[D]``."""
     if factor.dim() == 1:
         return factor + value
