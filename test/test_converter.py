@@ -961,6 +961,20 @@ def test_recurrent_layers_of_a_single_sequence() -> None:
     assert_same(convert(net), net, torch.rand(7, 4), None)
 
 
+@pytest.mark.parametrize("layer", [-4, -3, 2, 3])
+def test_final_state_of_a_layer(layer: int) -> None:
+    class State(Recurrent):
+        def forward(self, x: Tensor, state: Any) -> Tensor:
+            return self.rnn(x)[1][layer]
+
+    net = State(nn.GRU, "")
+    if layer in (-3, 2):
+        assert_same(convert(net), net, torch.rand(7, 2, 4), None)
+    else:  # there are three, and no other is meant
+        with pytest.raises(IndexError, match="out of "):
+            convert(net)(torch.rand(7, 2, 4), None)
+
+
 def test_splitting_draws_no_random_numbers() -> None:
     net = Documented()
     before = torch.get_rng_state()

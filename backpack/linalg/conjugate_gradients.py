@@ -22,7 +22,8 @@ class Solution(NamedTuple):
     solution: Tensor
     """Of the shape of the right-hand sides, ``[P]`` or ``[P, V]``."""
     residuals: Tensor
-    """Norm of the residual of each, relative to that of its right-hand side. ``[V]``"""
+    """Norm of the residual of each, relative to that of its right-hand side, as the iteration has
+    it. Rounding keeps the one of the solution above about ``eps ‖A‖ ‖x‖ / ‖b‖``. ``[V]``"""
     iterations: Tensor
     """After how many iterations each was accepted or given up. ``[V]``"""
     converged: bool
