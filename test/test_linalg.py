@@ -1300,6 +1300,24 @@ def test_training_mode_is_refused(kind: Any, make: Callable[[], list[nn.Module]]
     build(kind, problem)
 
 
+@pytest.mark.parametrize("kind", [DiagonalGGN, DiagonalHessian, KroneckerGGN, EKFAC])
+def test_random_functions_are_refused(kind: Any) -> None:
+    """No module is there to tell of them, and a single pass has one matrix of many."""
+
+    class Random(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(dropout(x, training=self.training))
+
+    problem = PROBLEMS["mlp"]()._replace(model=Random(*mlp()))
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"draws random numbers.*model\.eval\(\)"):
+        build(kind, problem)
+    assert torch.equal(torch.get_rng_state(), state)
+    problem.model.eval()
+    plain = problem._replace(model=nn.Sequential(*problem.model))
+    assert_close(build(kind, problem).to_dense(), build(kind, plain).to_dense())
+
+
 def test_other_statistics_of_the_batch_are_refused() -> None:
     problem = PROBLEMS["mlp"]()
     problem.model.insert(1, nn.BatchNorm1d(4, track_running_stats=False))  # type: ignore[operator]

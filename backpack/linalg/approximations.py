@@ -31,7 +31,7 @@ from backpack.extensions.secondorder.hbp import (
     strategies,
 )
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, check_read_again, output_of
+from backpack.linalg.objective import Objective, check_read_again, output_drawing_nothing
 from backpack.linalg.passes import values_of
 from backpack.linalg.structured import (
     DiagonalOperator,
@@ -442,7 +442,7 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
     ):
         for X, targets in objective:
             with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
-                output = output_of("The curvature", model, X, objective.loss_function)
+                output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
                 loss = loss_of(output, *targets)
                 weight = objective.weight(output, targets)
                 if weight == 0 and (totals or objective.group is None):  # no target counts

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms
 from backpack.core.engine.checks import check_one_process
+from backpack.core.record.generators import evaluated_apart
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
 from backpack.utils.batches import map_tensors
@@ -248,6 +249,25 @@ def output_of(what: str, model: Module, X: Any, loss_function: Module | None = N
         raise ValueError(
             f"{what} needs a model that returns a tensor, got {type(output).__name__}{entries}. "
             "Wrap the model in a module that picks one."
+        )
+    return output
+
+
+def output_drawing_nothing(
+    what: str, model: Module, X: Any, loss_function: Module | None = None
+) -> Any:
+    """Return the output as :func:`output_of`, of a model that draws no random numbers.
+
+    For what is computed in one pass, and cannot notice that another one has other numbers.
+
+    Raises:
+        ValueError: If it draws some, or as for :func:`output_of`.
+    """
+    output, is_random = evaluated_apart(lambda: output_of(what, model, X, loss_function))
+    if is_random:
+        raise ValueError(
+            f"{what} is not defined for a model whose forward pass draws random numbers, such as "
+            "functional.dropout(x). Call model.eval() first, and let it draw none then."
         )
     return output
 
