@@ -692,6 +692,36 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Influence(model, loss, data, curvature, DAMPING).scores(queries, folder=tmp_path)
 
 
+def test_a_folder_is_of_one_data_set_and_one_order(tmp_path: Path) -> None:
+    """Results that were read are those that were computed; one label of many makes other data."""
+    model, loss, size = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 10)), nn.CrossEntropyLoss(), 400
+    X, y = torch.rand(size, 3), torch.randint(10, (size,))
+    queries = X[:2], y[:2]
+
+    def scores(X: Tensor, y: Tensor, scale: float = 1.0) -> Any:
+        def measure(*batch: Tensor) -> Tensor:
+            return 1e-5 * scale * nn.functional.cross_entropy(*batch, reduction="sum")
+
+        influence = Influence(model, loss, [(X, y)], "identity", measure=measure)
+        return influence.scores(queries, by="parameter", folder=tmp_path)
+
+    computed, again = scores(X, y), scores(X, y)
+    assert [*again] == [*computed] == [name for name, _ in model.named_parameters()]
+    for name, values in computed.items():
+        assert torch.equal(again[name], values)
+    for n in range(2, size, 7):
+        corrected = y.clone()
+        corrected[n] = (y[n] + 1) % 10
+        with pytest.raises(ValueError, match="other data"):
+            scores(X, corrected)
+        changed = X.clone()
+        changed[n] *= 2
+        with pytest.raises(ValueError, match="other data"):
+            scores(changed, y)
+    with pytest.raises(ValueError, match="other queries"):
+        scores(X, y, scale=2)
+
+
 def test_damping_that_is_set_later() -> None:
     model, loss, X, y = problem("mlp")
     influence, other = (

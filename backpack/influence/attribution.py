@@ -225,7 +225,8 @@ class Attribution:
                 weight, each = products(X, targets)
                 found = weight, dict(zip(self.names, each, strict=True))
                 shards.write((X, targets), *found)
-            yield found
+            weight, by_name = found
+            yield weight, {name: by_name[name] for name in self.names}  # files have another order
 
     def _of_queries(
         self, queries: Any, ext: FirstOrderBackpropExtension | None = None

@@ -104,10 +104,15 @@ def _has_rows(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested
 
 
-def _some_entries(x: Tensor) -> Tensor:
-    """Return rows along the first axis, with some thousand entries at most: images have more."""
+def rows_of(x: Tensor) -> Tensor:
+    """Return rows along the first axis, ``[R, P]``: one of a number."""
     count = x.shape[0] if x.dim() else 1
-    rows = x.reshape(count, x.numel() // max(count, 1))
+    return x.reshape(count, x.numel() // max(count, 1))
+
+
+def _some_entries(x: Tensor) -> Tensor:
+    """Return rows with some thousand entries at most: images have more."""
+    rows = rows_of(x)
     return rows[:, :: max(1, rows.shape[1] // 4096)]
 
 
