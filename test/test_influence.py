@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import gc
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -760,6 +761,18 @@ def test_tracin(tmp_path: Path) -> None:
     assert_close(dict(model.state_dict()), own)
     with pytest.raises(ValueError, match="learning rate for each: got 2 and 1"):
         TracIn(model, loss, data, checkpoints, [0.1])
+
+
+def test_projections_stay_those_of_the_model() -> None:
+    """Whatever is extended around it later, queries are projected as the samples were."""
+    model, loss, X, y = problem("mlp")
+    influence = ProjectedInfluence(model, loss, batches(X, y), ProjectedGrad(7), DAMPING)
+    expected = influence.scores((X[N:], y[N:]))
+    around = extend(nn.Sequential(model, nn.Softmax(1)))
+    assert_close(influence.scores((X[N:], y[N:])), expected)
+    del around
+    gc.collect()
+    assert_close(influence.scores((X[N:], y[N:])), expected)
 
 
 def features(model: nn.Module, X: Tensor, y: Tensor, dim: int) -> list[Tensor]:

@@ -73,7 +73,7 @@ class TracIn(Attribution):
                 f"Needs checkpoints, and a learning rate for each: got {len(self._checkpoints)} "
                 f"and {len(self._rates)}."
             )
-        self._projection = None if projection is None else _of_all(projection)
+        self._projection = projection and _within(projection, self._objective.model)
 
     def _norm(self, weights: float) -> float:
         return 1.0
@@ -183,7 +183,7 @@ class ProjectedInfluence(Attribution):
         super().__init__(model, loss_function, train_data, *options)
         if not damping > 0:
             raise ValueError(f"The damping has to be positive, got {damping}.")
-        self._projection = _of_all(ProjectedGrad(256) if projection is None else projection)
+        self._projection = _within(projection or ProjectedGrad(256), self._objective.model)
         self.damping = damping
         rows, self._weight = [], 0.0
         with self._objective.telling():
@@ -223,8 +223,10 @@ class ProjectedInfluence(Attribution):
         return self._gathered([own])[0] / self._number_of_terms
 
 
-def _of_all(projection: ProjectedGrad) -> ProjectedGrad:
-    """Refuse a projection of some samples of each batch: the others would have no number.
+def _within(projection: ProjectedGrad, model: Module) -> ProjectedGrad:
+    """Return a projection with the names of a model's parameters; refuse one of some samples.
+
+    The others would have no number.
 
     Raises:
         ValueError: If it is one.
@@ -234,4 +236,4 @@ def _of_all(projection: ProjectedGrad) -> ProjectedGrad:
             f"{projection!r} looks at some samples of each batch alone, but all are numbered. "
             "Leave subsampling out, and give the data that you want to compare."
         )
-    return projection
+    return projection.within(model)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import Literal
 from zlib import crc32
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from backpack.context import CTX
 from backpack.core.engine.products import Products
@@ -38,6 +39,7 @@ class ProjectedGrad(FirstOrderBackpropExtension):
 
     needs = ("factored",)
     shape = ("N", "D")
+    _model: Module | None = None  # in which parameters have their names
 
     def __init__(
         self,
@@ -70,10 +72,17 @@ class ProjectedGrad(FirstOrderBackpropExtension):
         self.outer = outer
         super().__init__("grad_projected", subsampling=subsampling)
 
+    def within(self, model: Module) -> ProjectedGrad:
+        """Return a copy with the directions of a model, whatever is extended around it."""
+        other = copy(self)
+        other._model = model
+        return other
+
     def extract(self, products: Products) -> Tensor:
         """Return ``[N, D]``."""
         gradients = products["factored"]
-        own = _name(products.parameter) or gradients.label
+        models = _whole_models() if self._model is None else [self._model]
+        own = _name(products.parameter, models) or gradients.label
         name = f"{self.seed} {own} {list(gradients.shape[1:])}"
         number = crc32(name.encode())
         first, *others = gradients.shape[1:] or (1,)
@@ -95,13 +104,13 @@ class ProjectedGrad(FirstOrderBackpropExtension):
                 yield entries.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
 
 
-def _name(p: Parameter) -> str:
-    """Return the name of a parameter in the first model that was extended with it, if it lives."""
+def _whole_models() -> Iterator[Module]:
+    """List the models that were extended, and live, without their parts."""
+    return (model for model in CTX.extended() if not vars(model).get("_backpack_name"))
+
+
+def _name(p: Parameter, models: Iterable[Module]) -> str:
+    """Return the name of a parameter in the first model that has it."""
     own = home(p)
-    for model in CTX.extended():
-        if vars(model).get("_backpack_name"):
-            continue  # a part of one
-        for name, other in model.named_parameters():
-            if other is own:
-                return name
-    return ""
+    names = (n for model in models for n, other in model.named_parameters() if other is own)
+    return next(names, "")
