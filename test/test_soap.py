@@ -80,9 +80,11 @@ def test_without_rotations_it_is_adam() -> None:
     assert_close(p, q)
 
 
-def test_state_dict_continues_identically() -> None:
-    grads = gradients((3, 4), 8)
-    p = nn.Parameter(torch.ones(3, 4).double())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_state_dict_continues_identically(dtype: torch.dtype) -> None:
+    """The state has a better precision than the parameter may have."""
+    grads = gradients((3, 4), 8).to(dtype)
+    p = nn.Parameter(torch.ones(3, 4, dtype=dtype))
     optimiser = SOAP([p], bases_every=3)
     take(p, optimiser, grads[:4])
     q = nn.Parameter(p.detach().clone())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -119,10 +121,24 @@ class SOAP(Optimizer):
                         self._update(group, p, p.grad)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` has returned, in the precision that steps are computed in.
+
+        Args:
+            state_dict: The state.
+        """
+        super().load_state_dict(state_dict)  # which rounds to the precision of the parameters
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                to = partial(Tensor.to, device=p.device, dtype=_precision(p))
+                self.state[p] = tree_map_only(Tensor, to, state_dict["state"][number])
+
     def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
             raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))  # small squares underflow
+        grad = grad.to(_precision(grad))
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             axes = [k for k, size in enumerate(p.shape) if size > 1]
@@ -162,6 +178,11 @@ class SOAP(Optimizer):
         step = _turned(mean / root, axes, [basis.T for basis in bases])
         step = own_part(step.contiguous(), average) if axes else step
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * step)
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    """Return the precision of what belongs to a tensor: small squares underflow in less."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _turned(tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor]) -> Tensor:
