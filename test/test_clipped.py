@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,6 +140,19 @@ def test_samples_without_gradient_are_not_clipped() -> None:
     p: Any = model.weight
     assert p.clip_norms.tolist() == [0, 5]
     assert_close(p.grad_clipped, torch.tensor([[0.3, 0.4]]))
+
+
+def test_derivatives_where_a_gradient_is_zero() -> None:
+    """A sum of clipped gradients is differentiable in the samples that it leaves alone, too."""
+    model, loss = extend(nn.Linear(2, 1).double()), extend(nn.MSELoss(reduction="sum"))
+    X = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).double()
+    y = torch.stack([model(X[0]).detach(), torch.zeros(1)])  # no residual, and a large one
+    with backpack(ClippedGrad(0.5)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*create_graph=True")
+        loss(model(X), y).backward(create_graph=True)
+    (found,) = torch.autograd.grad(model.weight.grad_clipped.sum(), model.weight)
+    # the first is 2 (wᵀ x - y) x, the second has length R, whatever w
+    assert_close(found, (2 * X[0].sum() * X[0])[None])
 
 
 def test_subsampling_and_others() -> None:

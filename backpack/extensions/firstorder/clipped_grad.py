@@ -96,10 +96,12 @@ class ClippedGrad(FirstOrderBackpropExtension):
             members = {p: FactoredGrad.of(collected.pop(p)) for p in group if p in collected}
             if not members:
                 continue
-            norms = _joint_norms(list(members.values()))
+            squares = _joint_squares(list(members.values()))
             if self.loss_reduction == "mean":
-                norms = norms * len(norms)
-            factors = (self.max_norm / norms).clamp(max=1)  # infinity, without a gradient
+                squares = squares * len(squares) ** 2
+            norms = squares.sqrt()
+            # of zero, a root has no derivative: what is not clipped does not depend on it
+            factors = (squares / self.max_norm / self.max_norm).clamp(min=1).rsqrt()
             if self.weights is not None:
                 if self.weights.shape != norms.shape:
                     raise ValueError(
@@ -132,8 +134,8 @@ def _checked(groups: Groups) -> Groups:
     return groups
 
 
-def _joint_norms(gradients: Sequence[FactoredGrad]) -> Tensor:
-    """Return the norm of each sample's gradient over several parameters.
+def _joint_squares(gradients: Sequence[FactoredGrad]) -> Tensor:
+    """Return the squared norm of each sample's gradient over several parameters.
 
     Args:
         gradients: Those of each parameter, ``[N, *p]``.
@@ -155,4 +157,4 @@ def _joint_norms(gradients: Sequence[FactoredGrad]) -> Tensor:
     precision = reduce(torch.promote_types, (s.dtype for s in squares))
     device = squares[0].device
     total: Any = sum(s.to(device, precision) for s in squares)
-    return total.sqrt()
+    return total
