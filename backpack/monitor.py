@@ -361,12 +361,15 @@ def _own(p: Parameter, attribute: str) -> Tensor:
 def _vectors(params: Sequence[Parameter], attribute: str, is_alone: bool = False) -> list[Tensor]:
     """Return the entries of an attribute for each parameter, ``[K]``.
 
+    They are dense, and at least in single precision: norms of what is in half would overflow.
+
     Args:
         params: The parameters.
         attribute: The attribute.
         is_alone: Do not ask other processes for their samples and shards.
     """
-    vectors = [_entries(_own(p, attribute), is_alone).flatten() for p in params]
+    own = [_entries(_own(p, attribute), is_alone).to_dense().flatten() for p in params]
+    vectors = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in own]
     found = [averaged(p, attribute) for p in params]
     for of in dict.fromkeys(found):
         if of is not None and of.is_of_samples and not is_alone:

@@ -57,6 +57,8 @@ class Results:
         Raises:
             AttributeError: If the parameter does not have it.
         """
+        if name == "_parameter":  # not there yet while a copy is made
+            raise AttributeError(name)
         there = saved(self._parameter)
         if name in there:
             return there[name]

@@ -251,6 +251,21 @@ class Collected:
         pass
 
 
+def test_gradients_of_any_kind(tmp_path: Path) -> None:
+    """Sums and norms of half precision that are too large for it, and sparse gradients."""
+    model = nn.Embedding(300, 300, sparse=True).half()
+    model.weight.grad = torch.full((300, 300), 300.0).half()
+    with Monitor(model, ["grad.norm", "grad.sum"], CSVWriter(tmp_path / "log.csv")) as monitor:
+        found = monitor.step()
+        assert float(found["grad.norm"]) == pytest.approx(300 * 300, rel=1e-3)
+        assert float(found["grad.sum"]) == pytest.approx(300 * 300 * 300, rel=1e-3)
+        model.weight.grad = None
+        model(torch.tensor([2, 2, 5])).float().sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.is_sparse
+        found = monitor.step()
+        assert float(found["grad.norm"]) == pytest.approx((300 * (2**2 + 1)) ** 0.5)
+
+
 def test_histograms_are_copies(model: Any) -> None:
     def entries(params: Any) -> Tensor:
         return params[0].grad.flatten()

@@ -117,6 +117,7 @@ def test_results_of_a_parameter() -> None:
     with pytest.raises(AttributeError, match=message):
         _ = results_of(weight).kfac
     assert not hasattr(results_of(nn.Parameter(torch.zeros(1))), "kfac")
+    assert copy.copy(results_of(weight)).grad_batch is weight.grad_batch
 
 
 def test_summary() -> None:
