@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.results import Attributes, put_in_place, saved
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.utils.kroneckers import EigenKronecker
@@ -90,8 +91,8 @@ class MoveResults:
     >>> model.weight.grad_batch.device
     device(type='cpu')
 
-    Tensors move, in lists, too, and :class:`~backpack.utils.kroneckers.EigenKronecker`; functions
-    stay. What belongs to a result (its gradient, that samples were mixed) stays with it, and an
+    Tensors move, in lists, too, :class:`~backpack.utils.kroneckers.EigenKronecker` and factored
+    gradients; functions stay. What belongs to a result (its gradient, that samples were mixed) stays with it, and an
     error later in the backward pass takes it back wherever it is.
     """
 
@@ -111,7 +112,7 @@ class MoveResults:
                 put_in_place(p, name, self._moved(value))
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | FactoredGrad):
             return value.to(self.device)
         if isinstance(value, list):
             return list(map(self._moved, value))
@@ -241,7 +242,10 @@ def summary(model: Module) -> Summary:
 
 @torch.no_grad()
 def _row(parameter: str, quantity: str, value: Any) -> Row:
-    """Describe a tensor, or a function."""
+    """Describe a tensor, factored gradients (with the memory of what is kept), or a function."""
+    if isinstance(value, FactoredGrad):
+        size, squares = value.kept_entries * value.dtype.itemsize, value.square_norms()
+        return Row(parameter, quantity, tuple(value.shape), size, float(squares.sum().sqrt()))
     if not isinstance(value, Tensor):
         return Row(parameter, quantity, None, 0, None)
     entries = value.coalesce().values() if value.is_sparse else value

@@ -144,6 +144,19 @@ def test_summary() -> None:
     assert "[5, 2, 3]" in table._repr_html_()
 
 
+def test_factored_gradients() -> None:
+    """They have a shape and a norm, and move as others do."""
+    dense, factored = passed(BatchGrad()), passed(BatchGrad(factored=True))
+    (row,) = (row for row in summary(factored).rows if row.quantity == "grad_batch")
+    (expected,) = (row for row in summary(dense).rows if row.quantity == "grad_batch")
+    value: Any = factored.get_parameter("0.weight").grad_batch
+    assert row[:3] == expected[:3] and row.bytes == 4 * value.kept_entries
+    assert row.norm == pytest.approx(expected.norm)
+    library.results.MoveResults("meta")(factored)
+    moved: Any = factored.get_parameter("0.weight").grad_batch
+    assert moved.device.type == "meta" and moved.shape == value.shape
+
+
 def test_summary_of_other_gradients() -> None:
     """Sparse ones, those of low precision, and none."""
     model = nn.Embedding(4, 2, sparse=True)
