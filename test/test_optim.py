@@ -1502,3 +1502,25 @@ def test_data_that_are_not_finite_are_named() -> None:
         extend(nn.MSELoss())(model(X), torch.rand(4, 2)).backward()
     with pytest.raises(torch.linalg.LinAlgError, match="not finite: the data"):
         optimiser.step()
+
+
+def test_state_without_eigenvectors_is_refused() -> None:
+    """That of one of several processes, which solved for other parameters, in a program of one."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    optimiser = KFAC(model.parameters(), inverse_every=2)
+
+    def backward() -> None:
+        optimiser.zero_grad()
+        with backpack(*optimiser.extensions):
+            lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+
+    for _ in range(3):
+        backward()
+        optimiser.step()
+    state = optimiser.state_dict()
+    for values in state["state"].values():
+        del values["eigenvalues"], values["eigenvectors"]
+    optimiser.load_state_dict(state)
+    backward()
+    with pytest.raises(RuntimeError, match=r"no eigenvectors of parameter . of group 0"):
+        optimiser.step()

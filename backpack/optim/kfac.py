@@ -216,6 +216,9 @@ class KFAC(PreconditionedOptimizer):
     def _directions(self, trained: Sequence[Trained]) -> list[Tensor]:
         systems, spread = self._systems(trained), self._spread
         due = [one for one in systems if one.is_decomposed]
+        if spread is not None:
+            spread.place([p for group in self.param_groups for p in group["params"]])
+        self._check_decomposed(systems)
         if spread is None:
             for one in due:
                 self._decompose(one.state)
@@ -317,22 +320,24 @@ class KFAC(PreconditionedOptimizer):
                 "in the optimiser. Train both, or use joint_bias=False."
             )
 
-    def _decompose_together(
-        self, spread: Spread, systems: Sequence[System], due: Sequence[System]
-    ) -> None:
-        """Decompose what is this process's, and take the rest that it solves with from others."""
-        spread.place([p for group in self.param_groups for p in group["params"]])
-        for one in due:
-            if spread.decomposes(one.p):
-                self._decompose(one.state)
+    def _check_decomposed(self, systems: Sequence[System]) -> None:
+        """Refuse a state that lacks the eigenvectors which this process solves with."""
         for one in systems:
-            known = "eigenvectors" in one.state or one.is_decomposed
-            if spread.solves(one.p) and not known:
+            solves = self._spread is None or self._spread.solves(one.p)
+            if solves and not (one.is_decomposed or "eigenvectors" in one.state):
                 raise RuntimeError(
                     f"KFAC has no eigenvectors of {self._describe(one.p)}: its state is that of a "
                     "process that was no worker of it. Save and load states of several processes "
                     "with torch.distributed.checkpoint, see backpack.optim.load_checkpoint."
                 )
+
+    def _decompose_together(
+        self, spread: Spread, systems: Sequence[System], due: Sequence[System]
+    ) -> None:
+        """Decompose what is this process's, and take the rest that it solves with from others."""
+        for one in due:
+            if spread.decomposes(one.p):
+                self._decompose(one.state)
         if due or spread.sends_results:
             shapes = [list(one.p.shape) for one in systems]
             spread.group.agree(f"step of KFAC: {len(due)} decompositions, directions of {shapes}")
