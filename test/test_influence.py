@@ -723,13 +723,16 @@ def test_a_folder_is_of_one_data_set_and_one_order(tmp_path: Path) -> None:
         scores(X, y, scale=2)
 
 
-def test_damping_that_is_set_later() -> None:
+def test_damping_and_curvature_that_are_set_later() -> None:
     model, loss, X, y = problem("mlp")
     influence, other = (
         Influence(model, loss, batches(X, y), damping=damping) for damping in (DAMPING, 10.0)
     )
     influence.self_scores()
     influence.damping = 10.0
+    assert_close(influence.self_scores(), other.self_scores())
+    influence.curvature = DiagonalGGN(model, loss, batches(X, y))
+    other = Influence(model, loss, batches(X, y), influence.curvature, 10.0)
     assert_close(influence.self_scores(), other.self_scores())
 
 

@@ -128,11 +128,11 @@ class Influence(Attribution):
         return self.curvature.solve(vectors, self.damping, self._tolerance)
 
     def _inverse(self) -> SpectralOperator:
-        known: tuple[float, SpectralOperator] | None = vars(self).get("_inverted")
-        if known is None or known[0] != self.damping:
-            known = self.damping, self.curvature.inverse(self.damping)  # type: ignore[union-attr]
-            self._inverted = known
-        return known[1]
+        damping, curvature, inverse = vars(self).get("_inverted", (None, None, None))
+        if damping != self.damping or curvature is not self.curvature:
+            inverse = self.curvature.inverse(self.damping)  # type: ignore[union-attr]
+            self._inverted = self.damping, self.curvature, inverse
+        return inverse
 
     def token_scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
         """Compute what each position (token) of the training samples contributes to their scores.
