@@ -92,8 +92,8 @@ class MoveResults:
     device(type='cpu')
 
     Tensors move, in lists, too, :class:`~backpack.utils.kroneckers.EigenKronecker` and factored
-    gradients; functions stay. What belongs to a result (its gradient, that samples were mixed) stays with it, and an
-    error later in the backward pass takes it back wherever it is.
+    gradients; functions stay. What belongs to a result (its gradient, that samples were mixed)
+    stays with it, and an error later in the backward pass takes it back wherever it is.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
