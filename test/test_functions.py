@@ -109,6 +109,35 @@ def test_functions_of_one_tensor(name: str) -> None:
     agrees(network(name, lambda: Between(*(make() for make in FUNCTIONS[name])), (3,)))
 
 
+class Gated(nn.Module):
+    """A gate for all entries, which is a function of a single number."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.number = function, nn.Parameter(torch.rand(()))
+        self.stem, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        return self.head(self.stem(x).tanh() * self.function(self.number))
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, F.softplus, torch.exp])
+def test_gates_that_are_numbers(function: Any) -> None:
+    case = network("gated", lambda: Gated(function), (3,))
+    model, lossfunc, X, y = case.build()
+    converted = extend(model, use_converter=True)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian()):
+        extend(lossfunc)(converted(X), y).backward()
+    for name, truth in (
+        ("grad_batch", oracle.batch_grad),
+        ("diag_ggn_exact", oracle.ggn_diag),
+        ("diag_h", oracle.hessian_diag),
+    ):
+        for p, expected in zip(model.parameters(), truth(*case.reference()), strict=True):
+            close(getattr(p, name), expected)
+
+
 class Combined(nn.Module):
     """A function of two tensors."""
 

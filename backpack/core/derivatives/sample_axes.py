@@ -152,8 +152,12 @@ class SampleAxes(Interface):
                 self._check_leading(call, layout, shape)
             else:
                 self._check_fixed(call, i, layout, shape)
+        # a number is a loss, unless it is made of numbers that have no samples (parameters)
+        tensors = [*zip(call.layouts_in, call.shape_in, strict=True)]
+        known = [one for one in tensors if one[0] is not None]
+        of_numbers = bool(known) and not any(shape or one.is_batched for one, shape in known)
         return [
-            self._layout_out(call, i, shape) if shape else None
+            self._layout_out(call, i, shape) if shape or of_numbers else None
             for i, shape in enumerate(call.shape_out)
         ]
 
