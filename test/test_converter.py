@@ -1667,3 +1667,32 @@ def test_torchvision(name: str) -> None:
         result, expected = converted(x), model(x)
     assert expected.isfinite().all() and expected.std() > 0
     torch.testing.assert_close(result, expected)
+
+
+class First(nn.Module):
+    """Takes the first of what a module returns, if it returns several."""
+
+    def __init__(self, module: nn.Module, reads: int = 1) -> None:
+        super().__init__()
+        self.first, self.module, self.reads = nn.Linear(3, 4), module, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.module(*[self.first(x)] * self.reads)
+        return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize(
+    "module, reads",
+    [
+        (nn.MultiheadAttention(4, 1, batch_first=True), 3),
+        (nn.LSTM(4, 2, batch_first=True), 1),
+        (nn.AdaptiveMaxPool1d(2, return_indices=True), 1),
+        (nn.Linear(4, 4), 1),
+        (nn.Sequential(nn.Tanh()), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_class_of_what_a_module_returns(module: Any, reads: int) -> None:
+    model, X = First(module, reads), torch.rand(5, 2, 3)
+    expected = model(X)
+    torch.testing.assert_close(extend(model, use_converter=True)(X), expected)

@@ -266,3 +266,42 @@ def test_assumptions_are_corrected_together() -> None:
     derived = Layout(3, 5, True, sources=[Layout.of_axis([5, 3], 0, assumed=True)])
     with pytest.raises(ValueError, match="assumption"):
         derived.correct([3, 5], 0)
+
+
+class WithNeighbours(nn.Module):
+    """Lets a module read the features of each sample, and those of the one before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.first, self.module = nn.Linear(3, 4), module
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found = self.module(h.roll(1, 0), h, *[h] * isinstance(self.module, ATTENTION))
+        return found[0] if isinstance(found, tuple) else found
+
+
+ATTENTION = (nn.MultiheadAttention, nn.TripletMarginLoss)
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Bilinear(4, 4, 2),
+        nn.MultiheadAttention(4, 1, batch_first=True),
+        nn.TripletMarginLoss(),
+        nn.MSELoss(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_that_combine_samples_in_different_orders(module: Any, converter: Any) -> None:
+    """Pairs of a sample and another one (negative examples) are no samples."""
+    model = extend(WithNeighbours(module), use_converter=converter)
+    output = model(torch.rand(5, 2, 3))
+    loss = extend(nn.MSELoss())(output, torch.rand_like(output)) if output.dim() else output
+    with (
+        pytest.raises(ValueError, match=f"{type(module).__name__}.*combines different samples"),
+        backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()

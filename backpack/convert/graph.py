@@ -24,11 +24,11 @@ from backpack.convert.tracing import (
     TRACING,
     BackpackTracer,
     ConversionError,
+    kind_of_output,
     optional_arguments,
     place_of,
 )
 from backpack.core.record.functions import (
-    PACKED,
     TENSOR,
     UNKNOWN,
     VALUE,
@@ -343,7 +343,7 @@ class _Converter:
         inputs = [n for n in nodes_in(node.args, node.kwargs) if kind(n) != VALUE]
         is_view = isinstance(module, VIEWS) and inputs
         memory = inputs[0].meta["backpack_memory"] if is_view else None
-        self._finish(node, source, _kind_of_output(module, node), memory)
+        self._finish(node, source, kind_of_output(module, node), memory)
         if getattr(module, "inplace", False) is True and inputs:
             self._change_in_place(inputs[0], node, node)
 
@@ -475,20 +475,3 @@ def _without_flags(arguments: Any) -> Any:
         return bool(leaf) if isinstance(leaf, TrainingFlag) else leaf
 
     return map_leaves(constant, arguments)
-
-
-def _kind_of_output(module: Module, node: Node) -> Kind:
-    """Return what is known about the output of a module."""
-    first = kind(node.args[0]) if node.args else UNKNOWN
-    if isinstance(module, nn.Identity):
-        return first
-    if isinstance(module, nn.RNNBase):
-        output = PACKED if first == PACKED else TENSOR
-        return (output, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
-    if isinstance(module, ReduceTuple):
-        return first[module.index] if isinstance(first, tuple) else UNKNOWN
-    is_pair = isinstance(module, (nn.MultiheadAttention, nn.LSTMCell))
-    if is_pair or getattr(module, "return_indices", False):
-        return (TENSOR, TENSOR)
-    is_known = type(module).__module__.startswith("torch.nn.modules")
-    return TENSOR if is_known and not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else UNKNOWN

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.node import Node
@@ -30,7 +30,16 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack.core.derivatives import derivatives_of
-from backpack.core.record.functions import TENSORS, VALUE, TrainingFlag, kind
+from backpack.core.record.functions import (
+    PACKED,
+    TENSOR,
+    TENSORS,
+    UNKNOWN,
+    VALUE,
+    Kind,
+    TrainingFlag,
+    kind,
+)
 from backpack.core.record.generators import generator_states, have_changed, set_generators
 from backpack.core.record.lookup import kind_of_call
 from backpack.core.record.tape import has_rules
@@ -38,6 +47,7 @@ from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch
 from backpack.custom_module.function_module import leaves_in
 from backpack.custom_module.parameter_module import ParameterModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.rnn_layers import RNNLayers
 
 # Modules that never are in the graph: the tracer records what their forward pass does.
@@ -218,6 +228,23 @@ class _StateProxy(_Proxy):
         return self.tensor.numel()
 
 
+def kind_of_output(module: Module, node: Node) -> Kind:
+    """Return what is known about the output of a module."""
+    first = kind(node.args[0]) if node.args else UNKNOWN
+    if isinstance(module, nn.Identity):
+        return first
+    if isinstance(module, nn.RNNBase):
+        output = PACKED if first == PACKED else TENSOR
+        return (output, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
+    if isinstance(module, ReduceTuple):
+        return first[module.index] if isinstance(first, tuple) else UNKNOWN
+    is_pair = isinstance(module, (nn.MultiheadAttention, nn.LSTMCell))
+    if is_pair or getattr(module, "return_indices", False):
+        return (TENSOR, TENSOR)
+    is_known = type(module).__module__.startswith("torch.nn.modules")
+    return TENSOR if is_known and not isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) else UNKNOWN
+
+
 def _need_tensor(proxy: Proxy, use: str) -> None:
     """Refuse to treat what is no tensor as something that depends on its value."""
     if kind(proxy.node) == VALUE:
@@ -239,6 +266,8 @@ def _is_instance(proxy: Proxy, classes: Any) -> bool:
     if kind(proxy.node) == VALUE and classes is Tensor:
         return False
     _need_tensor(proxy, "asked for its class")
+    if proxy.node.op == "call_module" and kind(proxy.node) == UNKNOWN:
+        raise TraceError("The class of what a module returns is not known while tracing.")
     return issubclass(_assumed_class(proxy), classes)
 
 
@@ -383,6 +412,9 @@ class BackpackTracer(Tracer):
         node.meta["backpack_place"] = _users_place()
         if node.op in ("call_function", "call_method"):
             node.meta["backpack_kind"] = kind_of_call(node)
+        elif node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            node.meta["backpack_kind"] = kind_of_output(module, node)
         return node
 
     def proxy(self, node: Node) -> Proxy:

@@ -134,6 +134,7 @@ class SampleAxes(Interface):
             ValueError: If the samples are not where the module needs them.
         """
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
+        self._check_partners(call)
         for i, layout in enumerate(call.layouts_in):
             is_fixed = self.batch_axis is BatchAxis.FIXED
             if layout is None and call.computed[i] and is_fixed and self.batch_axis_in(module, i):
@@ -153,13 +154,24 @@ class SampleAxes(Interface):
             else:
                 self._check_fixed(call, i, layout, shape)
         # a number is a loss, unless it is made of numbers that have no samples (parameters)
-        tensors = [*zip(call.layouts_in, call.shape_in, strict=True)]
-        known = [one for one in tensors if one[0] is not None]
-        of_numbers = bool(known) and not any(shape or one.is_batched for one, shape in known)
+        tensors = zip(call.layouts_in, call.shape_in, strict=True)
+        batched = [bool(shape) or one.is_batched for one, shape in tensors if one is not None]
+        of_numbers = bool(batched) and not any(batched)
         return [
             self._layout_out(call, i, shape) if shape or of_numbers else None
             for i, shape in enumerate(call.shape_out)
         ]
+
+    def _check_partners(self, call: Call) -> None:
+        """Refuse inputs whose samples come in different orders: they would meet others."""
+        known = [one for one in call.layouts_in if one is not None and one.is_batched]
+        orders = {one.owners for one in known if not one.is_constant}
+        if len(orders) > 1:
+            raise ValueError(
+                f"{call!r} combines different samples of the batch: those of its inputs come in "
+                "different orders, because a function before has rearranged or chosen some. "
+                "Extensions need modules that act on each sample alone."
+            )
 
     def _check_leading(self, call: Call, layout: Layout, shape: Size) -> None:
         """Refuse samples along one of the last axes of an input, whose entries are combined."""

@@ -267,16 +267,19 @@ class Layout:
     @property
     def ancestors(self) -> set[Layout]:
         """All that this was found from, itself included."""
-        root = self._root
-        return {root}.union(*(source.ancestors for source in root._sources))
+        found = {self._root: None}
+        waiting = [self._root]  # one may be its own source, once layouts that agree are one
+        for root in waiting:
+            new = {source._root: None for source in root._sources if source._root not in found}
+            found |= new
+            waiting += new
+        return {*found}
 
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
-        root = self._root
-        root._facts = (1, 0, False, root._facts[3])
+        for root in self.ancestors:
+            root._facts = (1, 0, False, root._facts[3])
         Layout.on_correction()
-        for source in root._sources:
-            source.mark_unbatched()
 
     def unify(self, other: Layout) -> None:
         """Let two layouts that agree be one, so that they are corrected together."""
