@@ -432,11 +432,11 @@ class Backpropagation:
         self.is_long = plan.base * plan.size >= MANY_COLUMNS
         self.collects = False  # whether several sources add up in diagonals at calls' outputs
         self.diagonals: dict[Call, Diagonal] = {}
-        # of the source at hand: the call at whose output its diagonal was collected, if it was;
-        # whether memory is scarce, since not even what it emits is one slice of a large network;
-        # whether all that it emits stays one slice, however large tensors become on the way
+        # of the source at hand: the call at whose output its diagonal was collected, if it was
         self.collected_at: Call | None = None
+        # whether memory is scarce: not even what it emits is one slice of a large network
         self.returns_memory = False
+        # whether all that it emits stays one slice, however large tensors become on the way
         self.is_one_slice = False
         device = plan.calls[0].outputs[0].device
         self.limit = sys.maxsize if is_unsliced else slice_bytes.on(device, self.is_large)
@@ -583,7 +583,8 @@ class Backpropagation:
         call, limit = source.call, self.limit
         size = call.outputs[0].element_size()
         whole = self._entries(call, call.shape_in)
-        # no more columns than entries, as a rule: all at once, or one row to count them
+        # There are rarely more columns than entries. If that many fit, emit all; else emit one row,
+        # just to count them.
         few = size * whole * (whole // max(1, plan.base)) <= limit
         num_v = source.num_columns(self._rows(call, self.subsampling) if few else slice(0, 1))
         if self.mixing:

@@ -130,7 +130,7 @@ class BackwardPass:
         self.reached_calls: dict[Call, Call] = {}  # and what this pass works on in their place
         self.calls: list[Call] = []  # those that are not done yet
         self.deferred: list[Call] = []
-        self.unsupported: dict[Call, str | None] = {}  # why calls are; None for those that are not
+        self.unsupported: dict[Call, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
         # whether it runs inside of another backward pass of the same context, such as by
@@ -139,10 +139,10 @@ class BackwardPass:
         # whose gradients this pass has to accumulate, in autograd's place
         self.owed: set[Parameter] = set()
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
-        # what first order has read is not needed again: see _is_read_later
+        # whether second order reads gradients at outputs again: see _is_read_later
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
-        self.restricted = True  # whether autograd can tell which parameters it accumulates into
+        self.restricted = True  # whether autograd tells which parameters it accumulates into
         self.sample_flow = SampleFlow(self.first_order, entry)
         self.sharded = checks.sharded_modules()
         # what parameters were before hooks of this pass could change them

@@ -62,7 +62,7 @@ MAX_DEPTH = 3
 _LAYOUT = operator.attrgetter("layout")
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
-_newest_before = -1  # what that was when a context was left last
+_newest_before = -1  # what _newest was when the last context was left
 
 
 class Call(ModuleState):
@@ -91,7 +91,7 @@ class Call(ModuleState):
         origins_in: Identity of each input; None where nothing can travel further back.
         origins_out: Identity of each output.
         is_transparent: Whether the output has the entries of the input: nothing to differentiate.
-        repeats: Number of the input whose entries the output has, though it is not transparent:
+        repeats: Index of the input whose entries the output has, though it is not transparent:
             an extension has a rule for it.
         reads_functions: Whether it has read what no recorded call has returned, but has a gradient.
         computed: Which inputs a function has computed from what recorded calls returned.
@@ -101,7 +101,7 @@ class Call(ModuleState):
         recompute_depth: How many calls in a row have to run to compute the output again.
 
         layouts_in: Where the samples are in each input; None for data and for what is no tensor.
-        layouts_out: Where the samples are in each output; None for a scalar loss.
+        layouts_out: Where the samples are in each output; None for a loss, and if it is not known.
         relied_on: What was known of the inputs when the rule found the layouts of the outputs.
         misplaced: What is wrong with the place of the batch axis, if anything.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
@@ -110,8 +110,8 @@ class Call(ModuleState):
         is_plain: Whether all tensors have their samples first, and the rule sees them so.
         is_direct: Whether that is where the rule expects the samples of columns, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
-        unbatched_inputs: Numbers of the inputs that have no samples, in a call that has.
-        copies: Number of samples for which a call without samples (of parameters) stands.
+        unbatched_inputs: Indices of the inputs that have no samples, in a call that has.
+        copies: How many samples share this call, if it depends on parameters alone; else 1.
 
         g_out: Gradients with respect to the outputs, once the backward pass has reached them.
         g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
