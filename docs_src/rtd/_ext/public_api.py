@@ -21,6 +21,7 @@ INTERNAL = (
     "backpack.convert",
     "backpack.core",
     "backpack.distributed",
+    "backpack.hessianfree.graph",
     "backpack.influence.",  # what the packages export is public
     "backpack.linalg.",
     "backpack.optim.",
