@@ -1696,3 +1696,32 @@ def test_the_class_of_what_a_module_returns(module: Any, reads: int) -> None:
     model, X = First(module, reads), torch.rand(5, 2, 3)
     expected = model(X)
     torch.testing.assert_close(extend(model, use_converter=True)(X), expected)
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_unsigned_integers_in_differences(converter: Any) -> None:
+    """Their negative is no negative number."""
+
+    class Difference(nn.Module):
+        def __init__(self, function: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.linear, self.function = nn.Linear(3, 3), function
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.function(self.linear(x), y)
+
+    x, y = torch.rand(4, 3), torch.arange(12, dtype=torch.uint8).reshape(4, 3)
+    for right in (
+        lambda h, y: h - y.to(h.dtype),
+        lambda h, y: h + y,
+        lambda h, y: h * (255 - y),
+        lambda h, y: h * (y - y.flip(1)),
+        lambda h, y: h - y.int(),
+    ):
+        model = Difference(right)
+        expected = model(x, y)
+        torch.testing.assert_close(extend(model, use_converter=converter)(x, y), expected)
+    for wrong in (lambda h, y: h - y, lambda h, y: torch.sub(h, y, alpha=2)):
+        model = extend(Difference(wrong), use_converter=converter)
+        with pytest.raises(RuntimeError, match=r"torch.uint8 is subtracted .* y.to\(x.dtype\)"):
+            model(x, y)

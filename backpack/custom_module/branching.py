@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from functools import reduce
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -12,15 +13,36 @@ from torch.nn import Module
 class SumModule(Module):
     """Sum of any number of tensors."""
 
+    # whether the last input has been multiplied with a negative number, in the place of ``-``
+    _subtracts = False
+
+    @classmethod
+    def of_difference(cls) -> SumModule:
+        """Return a sum that stands for a difference: of the first input and the negative second."""
+        module = cls()
+        module._subtracts = True
+        return module
+
     def forward(self, *inputs: Tensor) -> Tensor:
         """Add the inputs up, ``[N, *]`` each.
 
         Raises:
             ValueError: If there is no input.
+            RuntimeError: If unsigned integers were subtracted from something else: their negative
+                is no negative number.
         """
         if not inputs:
             raise ValueError("SumModule needs at least one input.")
-        return reduce(operator.add, inputs)
+        result = reduce(operator.add, inputs)
+        if self._subtracts and isinstance(inputs[-1], Tensor):
+            dtype = inputs[-1].dtype
+            if not dtype.is_signed and dtype not in (torch.bool, result.dtype):
+                raise RuntimeError(
+                    f"A tensor of {dtype} is subtracted from one of another type. A converted "
+                    "model adds the negative of what is subtracted, and unsigned integers have "
+                    "none: convert it before, x - y.to(x.dtype)."
+                )
+        return result
 
 
 class Parallel(Module):

@@ -196,7 +196,9 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
 
 def subtract(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
     """``input - alpha * other``."""
-    return Apply(SumModule(), (input, scaled(other, -alpha))) if is_number(alpha) else None
+    if not is_number(alpha):
+        return None
+    return Apply(SumModule.of_difference(), (input, scaled(other, -alpha)))
 
 
 def subtract_from(input: Any, other: Any, *, alpha: Any = 1) -> Apply | None:
