@@ -28,6 +28,7 @@ from torch import Generator, Tensor
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Parameter
 
 from backpack import disable
+from backpack.core.derivatives.terms import torch_loss
 from backpack.distributed.data_group import ProcessGroupChoice, check_same
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
@@ -37,7 +38,6 @@ from backpack.linalg.objective import (
     check_read_again,
     chosen_parameters,
     output_of,
-    torch_loss,
 )
 from backpack.linalg.structured import SpectralOperator
 from backpack.utils.by_name import ByName, by_parameter, positive

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack.context import disable
-from backpack.core.derivatives.terms import REDUCTIONS, num_terms
+from backpack.core.derivatives.terms import REDUCTIONS, num_terms, torch_loss
 from backpack.core.engine.checks import check_one_process
 from backpack.core.record.generators import evaluated_apart
 from backpack.distributed.data_group import DataGroup, telling
@@ -270,12 +270,6 @@ def output_drawing_nothing(
             "functional.dropout(x). Call model.eval() first, and let it draw none then."
         )
     return output
-
-
-def torch_loss(kind: type) -> type | None:
-    """Return the loss of ``torch.nn`` that a class is or inherits from; those take a tensor."""
-    each = (one for one in kind.__mro__ if one.__module__ == "torch.nn.modules.loss")
-    return next(each, None)
 
 
 def check_read_again(what: str, data: Iterable[Any]) -> None:

@@ -448,15 +448,18 @@ def _have_close_slopes(
     If torch has none of the others, there is nothing to be wrong.
     """
     leaves = [x for x in of if isinstance(x, Tensor) and x.requires_grad]
+    pairs = zip(some, others, strict=True)
+    known = [(x, y) for x, y in pairs if x is not None and y is not None]
+    if not leaves or not any(x.requires_grad or y.requires_grad for x, y in known):
+        return True
     generator = torch.Generator().manual_seed(0)
-    known = [(x, y) for x, y in zip(some, others, strict=True) if x is not None and y is not None]
     along = [drawn(x.shape, generator).to(x) for x, _ in known]
 
-    def slopes(values: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def slopes(values: Sequence[Tensor]) -> Sequence[Tensor]:
         terms = [(v * a).sum() for v, a in zip(values, along, strict=True) if v.requires_grad]
-        if not (terms and leaves):
-            return [None] * len(leaves)
-        return _grad(sum(terms), leaves, retain_graph=True, allow_unused=True)
+        if not terms:
+            return [torch.zeros_like(x) for x in leaves]
+        return _grad(sum(terms), leaves, retain_graph=True, materialize_grads=True)
 
     with torch.enable_grad():
         try:

@@ -429,9 +429,8 @@ def _of_derivative(
 
     def derivative(values: Iterable[Any]) -> list[Tensor]:
         terms = [(x * a).sum() for x, a in zip(values, along, strict=True)]
-        whole = sum(terms) + sum(0 * p.sum() for p in of)  # which may be constant
-        options: Any = {"retain_graph": True, "materialize_grads": True}
-        return list(torch.autograd.grad(whole, of, **options))  # type: ignore[arg-type]
+        whole: Any = sum(terms) + sum(0 * p.sum() for p in of)  # which may be constant
+        return list(torch.autograd.grad(whole, of, retain_graph=True, materialize_grads=True))
 
     try:
         exact = derivative(expected)

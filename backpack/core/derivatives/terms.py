@@ -15,7 +15,12 @@ from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.batches import tensors_of
 
 REDUCTIONS = ("mean", "sum", "batchmean")
-TORCHS = "torch.nn.modules.loss"  # where the losses of torch are
+
+
+def torch_loss(kind: type) -> type[Module] | None:
+    """Return the loss of ``torch.nn`` that a class is or inherits from; those take a tensor."""
+    modules = (one for one in kind.__mro__ if issubclass(one, Module))
+    return next((one for one in modules if one.__module__ == "torch.nn.modules.loss"), None)
 
 
 def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> float:
@@ -41,8 +46,9 @@ def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> flo
     if reduction == "sum":
         return 1.0
     with torch.no_grad():
-        is_torchs = any(one.__module__ == TORCHS for one in type(loss).__mro__)
-        if is_torchs and type(loss).forward.__module__ != TORCHS:
+        base = torch_loss(type(loss))
+        is_torchs = base is not None
+        if base is not None and type(loss).forward is not base.forward:
             is_torchs = _unreduced(loss, output, targets).dim() > 0
         classes = is_torchs and isinstance(loss, (CrossEntropyLoss, NLLLoss))
         if classes and not targets[0].is_floating_point():
