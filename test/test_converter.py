@@ -1314,7 +1314,19 @@ def added_up(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 # What Python makes of numbers, shapes and attributes while they are not known.
+def class_of_several(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    found = torch.linalg.qr(m.linear(x))  # of which the table of functions knows nothing
+    return found[0] if isinstance(found, tuple) else x
+
+
+def class_of_one(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    found = torch.linalg.inv(x @ x.mT + torch.eye(x.shape[-2]))
+    return found if isinstance(found, Tensor) else x
+
+
 ASKING: dict[str, Run] = {
+    "class of several results": class_of_several,
+    "class of a result": class_of_one,
     "class of a size": lambda m, x, y: x * (2 if isinstance(x.size(0), int) else 3),
     "class of a shape": lambda m, x, y: x * (2 if isinstance(x.shape, (tuple, list)) else 3),
     "key": lambda m, x, y: x * {2: 5.0, 3: 6.0}.get(x.dim(), 1.0),
@@ -1338,6 +1350,14 @@ def test_what_is_not_known_while_tracing(name: str) -> None:
         for _ in range(2):
             x = x if name not in ("filled", "added up") or x.dim() == 3 else x[None]
             torch.testing.assert_close(net(x, x), plain(x, x))
+
+
+def test_options_that_a_module_refuses() -> None:
+    """`F.hardtanh` takes an empty range, which `nn.Hardtanh` does not: it stays a function."""
+    net = Net(lambda m, x, y: F.hardtanh(m.linear(x), 0.5, 0.5))
+    for converted in (convert(net), extend(copy.deepcopy(net), use_converter="record")):
+        X = torch.rand(2, 6)
+        torch.testing.assert_close(converted(X, X), torch.full((2, 6), 0.5))
 
 
 def test_attributes_of_tensors_and_keys() -> None:

@@ -194,6 +194,67 @@ def test_functions_that_are_random() -> None:
         run(problem, extensions.DiagGGNExact())
 
 
+# Functions that look affine at random values, and their data.
+CURVED: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "labels": (
+        lambda h, d: F.cosine_embedding_loss(h, d[:, :4], d[:, 4], reduction="none"),
+        torch.cat([torch.rand(3, 4), torch.tensor([[1.0], [-1.0], [1.0]])], 1),
+    ),
+    "masked": (lambda h, d: torch.masked.logaddexp(h, d, other_mask=d > 0.5), torch.rand(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_curvature_at_the_values_of_the_call(name: str) -> None:
+    """A function that is affine at random values has the Hessian of where it is."""
+    function, data = CURVED[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.linear(x[:, :3]), x[:, 3:])
+
+    torch.manual_seed(0)
+    net = Net().double()
+    X = torch.cat([torch.rand(3, 3), data], 1).double()
+    y = torch.rand_like(net(X).detach())
+    lossfunc = nn.MSELoss()
+    expected = oracle.hessian_diag(net, lossfunc, X, y)
+    net, lossfunc = extend(net, use_converter=True), extend(lossfunc)
+    with backpack(extensions.DiagHessian()):
+        lossfunc(net(X), y).backward()
+    close([p.diag_h for p in net.parameters()], expected)
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+def test_running_statistics_change_once(converter: Any) -> None:
+    """Derivatives evaluate a function again, which changes its arguments in place."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 8)
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("var", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x).unflatten(1, (2, 4))
+            return F.instance_norm(x, self.mean, self.var, use_input_stats=True).flatten(1)
+
+    torch.manual_seed(0)
+    net = Net().double()
+    plain, X, y = copy.deepcopy(net), torch.rand(3, 3).double(), torch.rand(3, 8).double()
+    expected = oracle.hessian_diag(plain, nn.MSELoss(), X, y)
+    net, lossfunc = extend(net, use_converter=converter), extend(nn.MSELoss())
+    with backpack(extensions.DiagHessian(), extensions.DiagGGNExact()):
+        lossfunc(net(X), y).backward()
+    close([p.diag_h for p in net.parameters()], expected)
+    close([*net.buffers()], [plain.mean, plain.var])
+
+
 # --------------------------------------------------------------------------------------
 # Positive curvature
 # --------------------------------------------------------------------------------------

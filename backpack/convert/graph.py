@@ -392,7 +392,7 @@ class _Converter:
         if row is not None and row.convert is not None and not on_values(node):
             try:
                 what = row.convert(*args, **kwargs)
-            except TypeError:  # arguments that the module does not have
+            except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
                 what = None
         if what is None:
             result = self._as_function(node, function)

@@ -394,7 +394,7 @@ class Recorder(TorchFunctionMode):
         if function.row is not None and function.row.convert is not None:
             try:
                 what = function.row.convert(*args, **kwargs)
-            except TypeError:  # arguments that the module does not have
+            except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
                 what = None
         name = name_of(function)
         if what is None or (at_once and what.is_nested):

@@ -41,7 +41,7 @@ from backpack.core.record.functions import (
     kind,
 )
 from backpack.core.record.generators import generator_states, have_changed, set_generators
-from backpack.core.record.lookup import kind_of_call
+from backpack.core.record.lookup import kind_of_call, look_up, name_of
 from backpack.core.record.tape import has_rules
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.converted_module import Branch
@@ -266,8 +266,12 @@ def _is_instance(proxy: Proxy, classes: Any) -> bool:
     if kind(proxy.node) == VALUE and classes is Tensor:
         return False
     _need_tensor(proxy, "asked for its class")
-    if proxy.node.op == "call_module" and kind(proxy.node) == UNKNOWN:
-        raise TraceError("The class of what a module returns is not known while tracing.")
+    node = proxy.node
+    if kind(node) == UNKNOWN and node.op.startswith("call_"):
+        function = None if node.op == "call_module" else look_up(node)
+        if function is None or function.row is None:
+            what = "a module" if function is None else name_of(function)
+            raise TraceError(f"The class of what {what} returns is not known while tracing.")
     return issubclass(_assumed_class(proxy), classes)
 
 

@@ -300,11 +300,32 @@ class FunctionDerivatives(AutomaticDerivatives):
             found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
+    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        """Return the output for other inputs and parameters.
+
+        Data, such as running statistics, that a function may change in place is copied.
+        """
+        if treatment_by(c.module) is None:
+            inputs = tuple(
+                x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in inputs
+            )
+        return super().evaluate(c, params, *inputs)
+
     sees_samples_first = never  # the rule needs to know the axes
 
     def is_curved(self, call: Call) -> bool:
-        """Return whether the function is not affine."""
-        return not call.saved["affine"]
+        """Return whether the function is not affine, at random values or at those of the call.
+
+        It may be piecewise so, or for other data: a loss of targets that are 1 or -1.
+        """
+        if not call.saved["affine"]:
+            return True
+        if _moves_entries(call.module):
+            return False
+        try:
+            return self._bends(call, "hessian_is_zero", of_params=False)
+        except NotImplementedError:  # torch has no second derivative, such as of grid_sample
+            return False
 
     def axes_in(self, c: Context) -> list[int | None]:
         """Return the batch axis of each input."""

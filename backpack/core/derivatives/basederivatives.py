@@ -717,7 +717,7 @@ class BaseDerivatives(SampleAxes):
         like = next(t for t in [*params.values(), *inputs] if t is not None)
         for i, t in enumerate(inputs):
             x, axis = evaluation.inputs[i], evaluation.axes_in[i]
-            if t is None and (axis is None or not x.is_floating_point()):
+            if t is None and (axis is None or not c.call.is_differentiated(i)):
                 continue
             if t is None:
                 shape = self.shape_of_rows(x.shape, axis or 0, c.rows)

@@ -594,6 +594,8 @@ def second_products(
 
     def of_samples(start: int, size: int, width: int | None = None) -> Values:
         own = {key: t[:width] for key, t in tangents.items()}
+        if size == count:  # outputs may have more rows than inputs
+            return _second_of_samples(evaluation, g_out, own, numbers)
         own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
         g = [
             None if m is None or a is None else m.narrow(a, start, size)
@@ -653,11 +655,10 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     g_out = [None if g is None else draw(y) for g, y in pairs]
     if not any(g is not None for g in g_out):
         return False
-    numbers = range(evaluation.num_samples)
     for group in groups:
         tangents = {key: draw(evaluation.value(key), 1) for key in group}
         if tangents:
-            found = second_products(evaluation, g_out, tangents, numbers, sum_batch=True)
+            found = _second_of_samples(evaluation, g_out, tangents, None)
             if any(bool((product != 0).any()) for product in found.values()):
                 return True
     return False
@@ -672,9 +673,12 @@ def _second_of_samples(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
     tangents: Mapping[Any, Tensor],
-    numbers: Sequence[int],
+    numbers: Sequence[int] | None,
 ) -> dict[Any, Tensor]:
-    inputs, separable = evaluation.rows(None if evaluation.is_whole(numbers) else numbers)
+    """Apply the second derivative for the sum over some samples, or over whatever there is."""
+    if numbers is not None and evaluation.is_whole(numbers):
+        numbers = None
+    inputs, separable = evaluation.rows(numbers)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(tangents), inputs)
     whole = tangents

@@ -354,9 +354,12 @@ class Call(ModuleState):
 
     @property
     def goes_on(self) -> bool:
+        """Whether any input needs a gradient."""
+        return any(map(self.is_differentiated, range(len(self.inputs))))
+
+    def is_differentiated(self, i: int) -> bool:
         """Whether an input needs a gradient."""
-        tensors = zip(self.inputs, self.origins_in, strict=True)
-        return any(mark is not None or getattr(x, "requires_grad", False) for x, mark in tensors)
+        return self.origins_in[i] is not None or getattr(self.inputs[i], "requires_grad", False)
 
     def whole_inputs(self) -> tuple[Any, ...]:
         """Return the inputs; those that were not kept are computed again."""

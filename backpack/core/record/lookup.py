@@ -10,13 +10,24 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch.fx.node import Node, map_arg
 from torch.nn import functional as F
 
-from backpack.core.record.functions import MOVES, TABLE, UNKNOWN, VALUE, Kind, Row, kind
+from backpack.core.record.functions import (
+    MOVES,
+    TABLE,
+    TENSOR,
+    TENSORS,
+    UNKNOWN,
+    VALUE,
+    Kind,
+    Row,
+    kind,
+)
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
 # Methods that overwrite their tensor, whatever the method without the underscore does.
@@ -193,13 +204,26 @@ def kind_of_call(node: Node) -> Kind:
     if on_values(node):
         return VALUE
     if function.row is None:
-        return UNKNOWN
+        return _kind_by_schema(function.target)
     if not callable(function.row.result):
         return function.row.result
     try:
         return function.row.result(*node.args, **node.kwargs)
     except TypeError:  # unusual arguments
         return UNKNOWN
+
+
+def _kind_by_schema(target: Callable[..., Any] | str) -> Kind:
+    """Return what a function of torch that the table does not have returns, by its declaration."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if not isinstance(target, str | BuiltinFunctionType):
+        return UNKNOWN
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    results = {tuple(str(r.type) for r in schema.returns) for schema in schemas} - {()}
+    if not results or any("Tensor" not in kinds[0] for kinds in results):
+        return UNKNOWN
+    several = {len(kinds) > 1 or kinds != ("Tensor",) for kinds in results}
+    return UNKNOWN if len(several) > 1 else TENSORS if several.pop() else TENSOR
 
 
 def on_values(node: Node) -> bool:
