@@ -1,0 +1,169 @@
+"""Every function for which torch has example arguments, between a layer and a loss.
+
+The examples are those that torch tests its own derivatives with (``op_db``): other shapes, options
+and special cases than we would think of. A quantity is right, or refused with a clear error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack import backpack, extend, extensions
+
+PARTS = 8
+EXAMPLES = 4  # of each function
+LARGEST = 150  # entries of an example
+# What is random under a seed of its own, which a traced model does not set again.
+SEEDED = "dropout", "rrelu", "scaled_dot_product_attention", "bernoulli", "normal", "multinomial"
+
+
+class Around(nn.Module):
+    """A linear layer, whose outputs vary the first argument of a function a little.
+
+    Arguments with a row, or a number, for each sample are data, others are buffers.
+    """
+
+    def __init__(self, function: Callable[..., Any], x: Tensor, arguments: Any):
+        super().__init__()
+        self.layer = nn.Linear(3, math.prod(x.shape[1:]))
+        self.function, self.shape = function, x.shape
+        self.leaves, self.spec = tree_flatten(arguments)
+        data = [x]
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.dtype == x.dtype and leaf.shape in (x.shape, x.shape[:1]):
+                data.append(leaf)
+            else:
+                self.register_buffer(f"argument{i}", leaf.detach())
+        self.shapes = [d.shape for d in data]
+        rows = [torch.rand(len(x), 3), *[d.detach().reshape(len(x), -1) for d in data]]
+        self.sizes = [row.shape[1] for row in rows]
+        self.data = torch.cat(rows, 1)
+
+    def forward(self, X: Tensor) -> Tensor:
+        z, *rows = X.split(self.sizes, 1)
+        data = [row.reshape(shape) for row, shape in zip(rows, self.shapes, strict=True)]
+        x, *others = data
+        h = x + 0.05 * self.layer(z).reshape(self.shape)
+        leaves = []
+        for i, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                leaves.append(leaf)
+            elif hasattr(self, f"argument{i}"):
+                leaves.append(getattr(self, f"argument{i}"))
+            else:
+                leaves.append(others.pop(0))
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.function(h, *args, **kwargs)
+
+
+def gradients_of_rows(model: Around, lossfunc: Any, X: Tensor, y: Tensor) -> list[Tensor]:
+    """Gradient that each row of the layer adds, wherever functions have moved its entries."""
+    rows: list[Tensor] = []
+    hook = model.layer.register_forward_hook(lambda _, __, out: rows.append(out))
+    loss = lossfunc(model(X), y)
+    hook.remove()
+    (g,) = torch.autograd.grad(loss, rows)
+    return [torch.einsum("no,ni->noi", g, X[:, :3]), g]
+
+
+QUANTITIES: dict[Any, Callable[..., list[Tensor]]] = {
+    extensions.BatchGrad: gradients_of_rows,
+    extensions.DiagGGNExact: oracle.ggn_diag,
+    extensions.DiagHessian: oracle.hessian_diag,
+}
+
+
+def examples(op: Any) -> Iterator[Around]:
+    """Make models of examples that have samples, and a derivative everywhere."""
+    for sample in op.sample_inputs("cpu", torch.float64, requires_grad=True):
+        x = sample.input
+        fits = isinstance(x, Tensor) and x.dtype == torch.float64 and x.layout == torch.strided
+        if fits and x.dim() and len(x) > 1 and x.numel() <= LARGEST:
+            yield Around(op.op, x, (sample.args, sample.kwargs))
+
+
+def output_of(model: Around) -> Tensor | None:
+    """Compute what the model returns; None if that is nothing for a loss."""
+    try:
+        out = model(model.data)
+    except (RuntimeError, ValueError):  # an example of an error
+        return None
+    if not isinstance(out, Tensor) or not (out.dim() and out.numel() and out.requires_grad):
+        return None
+    is_usual = (
+        out.dtype == torch.float64
+        and out.layout == torch.strided
+        and out.numel() <= LARGEST
+        and bool(out.isfinite().all())
+    )
+    return out if is_usual else None
+
+
+def outcome(model: Around, target: Tensor, extension: Any) -> str:
+    """Compare one quantity; ``"right"``, ``"refused"``, ``"undefined"`` or what is wrong."""
+    lossfunc = nn.MSELoss(reduction="sum")
+    try:
+        expected = QUANTITIES[extension](model, lossfunc, model.data, target)
+    except (RuntimeError, NotImplementedError):  # torch has no second derivative
+        return "undefined"
+    if not all(bool(e.isfinite().all()) for e in expected):
+        return "undefined"
+    try:
+        extended = extend(model, use_converter=True)
+        with backpack(extension()):
+            extend(lossfunc)(extended(model.data), target).backward()
+    except (ValueError, NotImplementedError):
+        return "refused"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    found = [getattr(p, extension().savefield) for p in extended.parameters()]
+    for f, e in zip(found, expected, strict=True):
+        if f.shape != e.shape or not torch.allclose(f, e, rtol=1e-6, atol=1e-8):
+            return f"{f} is not {e}"
+    return "right"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_right_or_refused(part: int) -> None:
+    """Quantities of the layer agree with autograd, whatever function comes behind."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    counts: Counter[str] = Counter()
+    wrong = []
+    for op in op_db[part::PARTS]:
+        if not (op.supports_autograd and op.supports_dtype(torch.float64, "cpu")):
+            continue
+        if any(word in op.name for word in SEEDED):
+            continue
+        torch.manual_seed(0)
+        for model in islice(examples(op), EXAMPLES):
+            model = model.double()
+            out = output_of(model)
+            if out is None:
+                continue
+            target = torch.rand_like(out).detach()
+            for extension in QUANTITIES:
+                if extension is extensions.BatchGrad and len(out) != len(model.data):
+                    continue
+                result = outcome(model, target, extension)
+                counts[result if result in ("right", "refused", "undefined") else "wrong"] += 1
+                if result not in ("right", "refused", "undefined"):
+                    leaves = [x.shape if isinstance(x, Tensor) else x for x in model.leaves]
+                    what = extension.__name__, op.name, model.shape, leaves, result
+                    wrong.append(" ".join(map(str, what)))
+    assert not wrong, "\n".join(wrong)
+    assert counts["right"] > counts["refused"] > 0, counts
