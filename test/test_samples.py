@@ -745,3 +745,22 @@ def test_labels_of_chosen_rows_are_no_mixture() -> None:
         y = torch.randint(2, (int(mask(X).sum()),))
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
     torch.testing.assert_close(model.head.weight.grad_batch.sum(0), model.head.weight.grad)
+
+
+@pytest.mark.parametrize("converter", [False, True, "record"])
+@pytest.mark.parametrize("split", ["first", "second"])
+def test_layers_that_read_several_samples_as_one_are_named(converter: Any, split: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if split == "first":
+            return m.head(m.layer(x.view(2, 2, 3)).flatten(0, 1))
+        return m.head(m.layer(x).view(2, 2, -1)).flatten(0, 1)
+
+    model = extend(Model(forward), use_converter=converter)
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(4, 3)), torch.randint(2, (4,)))
+    with (
+        backpack(extensions.SumGradSquared()),
+        pytest.warns(UserWarning, match="individual gradients of some layers are") as caught,
+    ):
+        loss.backward()
+    layer = "layer" if split == "first" else "head"
+    assert any(f"'{layer}' (Linear) has 2" in str(w.message) for w in caught)

@@ -96,6 +96,7 @@ class SampleFlow:
         single: Losses that read rows of one sample alone.
         unknown: Functions that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
+        split: Layers that read several samples as one row.
     """
 
     # What was found out of the functions before a module, by their structure.
@@ -112,6 +113,7 @@ class SampleFlow:
         self.data: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
+        self.split: dict[str, None] = {}
         self.single: dict[str, None] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
@@ -220,6 +222,8 @@ class SampleFlow:
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
         if is_loss and not call.is_plain:
             self._check_owners(call)
+        if call.trained and not call.is_usual:
+            self._check_split(call)
         if call.is_followed:
             return
         after = None
@@ -290,6 +294,13 @@ class SampleFlow:
             self.single[f"{describe(call.module)} reads {shape}, all of it of sample {number}"] = (
                 None
             )
+
+    def _check_split(self, call: Call) -> None:
+        """Notice an axis of samples that a reshape has split: its parts are taken for samples."""
+        layout, place = call.layouts_out[0], call.place_out(0)
+        if layout is not None and place is not None and place.samples != layout.samples:
+            name = f"{describe(call.module)} has {place.samples} rows of {layout.samples} samples"
+            self.split[name] = None
 
     def _note_size(self, call: Call, own: int, reader: Call, rows: int) -> None:
         self.sizes[f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"] = None
@@ -380,6 +391,15 @@ class SampleFlow:
                 "in a layer before: recurrent layers and attention need batch_first=True for data "
                 "that has it there, and a token is chosen by h[:, 0], not h[0].",
             )
+        if self.split and results:
+            names = checks.listed([*reversed(self.split)])
+            warn(
+                "The individual gradients of some layers are those of several samples each, "
+                f"because a reshape has split the batch axis: {names}. Let these layers read "
+                "[N·T, *], or call the model with data of shape [N, T, *], if samples are of "
+                "several rows.",
+            )
+            marks["_backpack_mixing"] = f"layers that read several samples as one ({names})"
         if sizes and results:
             names = checks.listed([*reversed(sizes)])
             warn(
