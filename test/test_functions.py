@@ -229,6 +229,27 @@ def test_curvature_at_the_values_of_the_call(name: str) -> None:
     close([p.diag_h for p in net.parameters()], expected)
 
 
+def test_vectors_and_samples_that_a_batching_rule_confuses() -> None:
+    """A rule of torch (of ``as_strided_scatter``) is wrong for the first of several vectors."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.source = nn.Linear(3, 3), nn.Parameter(torch.rand(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_strided_scatter(self.linear(x), self.source, (2, 2), (2, 1), 0)
+
+    torch.manual_seed(0)
+    X, y = torch.rand(3, 3).double(), torch.rand(3, 3).double()
+    net, lossfunc = Net().double(), nn.MSELoss()
+    expected = oracle.ggn_diag(net, lossfunc, X, y)
+    net, lossfunc = extend(net, use_converter=True), extend(lossfunc)
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(net(X), y).backward()
+    close({n: p.diag_ggn_exact for n, p in net.named_parameters()}["source"], expected[0])
+
+
 @pytest.mark.parametrize("converter", [True, "record"])
 def test_running_statistics_change_once(converter: Any) -> None:
     """Derivatives evaluate a function again, which changes its arguments in place."""

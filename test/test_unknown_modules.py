@@ -575,3 +575,38 @@ def test_derivatives_of_individual_gradients(norm: str) -> None:
         extend(nn.MSELoss())(model(X), y).backward(create_graph=True)
     found = torch.autograd.grad(model[1].w.grad_batch.square().sum(), [*model[0].parameters()])
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+class Slope(nn.Module):
+    """Reads its parameter for negative numbers alone."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((1,), 0.3))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.prelu(x, self.slope)
+        for child in self.children():
+            h = child(h)
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("negative", [[], [1]])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_samples_without_a_gradient_tell_nothing_of_others(
+    is_leaf: bool, negative: list[int]
+) -> None:
+    """Torch has a wrong batching rule of ``prelu``: samples without a gradient do not show it."""
+    X, y, lossfunc = torch.rand(3, 4), torch.tensor([0, 2, 1]), nn.CrossEntropyLoss()
+    X[negative] *= -1
+    head = nn.Linear(4, 3)
+    model = nn.Sequential(Slope(), head) if is_leaf else Slope(head=head)
+    truths = [f(model, lossfunc, X, y) for f in (oracle.batch_grad, oracle.batch_ggn_diag)]
+    extend(model, use_converter=False if is_leaf else "record")
+    run(model, X, y, extensions.BatchGrad(), extensions.BatchDiagGGNExact())
+    for p, each, diagonal in zip(model.parameters(), *truths, strict=True):
+        torch.testing.assert_close(p.grad_batch, each)
+        torch.testing.assert_close(p.diag_ggn_exact_batch, diagonal)

@@ -9,7 +9,7 @@ samples (a parameter) is needed for each sample apart, and is computed sample by
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -188,6 +188,8 @@ def _quietly() -> Iterator[None]:
 
 def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     """Whether two tensors agree, up to rounding of their precision, or to a coarser one."""
+    if one.shape != other.shape:
+        return False
     if one.is_meta:
         return True
     one, other = one.detach(), other.detach()
@@ -250,10 +252,11 @@ def pull_back(
         except RuntimeError:  # an operation without a batching rule
             found = None
         # some of the rules are wrong (of group_norm in torch 2.11, if differentiable)
-        exact = _grad(outs, xs, [m[-1] for m in vectors], **options)
         if found is not None:
-            last = [None if b is None else b[-1] for b in found]
-            if _are_close(last, exact) and _have_close_slopes(last, exact, [*xs, *vectors]):
+            weights = _drawn_weights(num_v)
+            exact = _grad(outs, xs, [_combined(m, weights) for m in vectors], **options)
+            both = [None if b is None else _combined(b, weights) for b in found]
+            if _agree(both, exact, [*xs, *vectors]):
                 return found
     each = [_grad(outs, xs, [m[v] for m in vectors], **options) for v in range(num_v)]
     return [None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True)]
@@ -342,19 +345,33 @@ def per_sample_products(
     """
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
-    def of_sample(i: int, width: int | None = None) -> dict[Any, Tensor | None]:
+    def of_sample(i: int) -> dict[Any, Tensor | None]:
         own = [
-            None if m is None or a is None else m[:width].narrow(a + 1, i, 1)
+            None if m is None or a is None else m.narrow(a + 1, i, 1)
             for m, a in zip(mats, evaluation.axes_out, strict=True)
         ]
         return transposed_products(evaluation, own, keys, [numbers[i]])
+
+    def are_right(found: Mapping[Any, Tensor | None]) -> bool:
+        vectors = _drawn_weights(max(len(m) for m in mats if m is not None))
+        samples = _drawn_weights(len(numbers))
+        if not _have_shape(found.values(), len(vectors), len(samples)):
+            return False
+        own = [
+            None if m is None or a is None else _weighted(_combined(m, vectors), samples, a)[None]
+            for m, a in zip(mats, evaluation.axes_out, strict=True)
+        ]
+        exact = transposed_products(evaluation, own, keys, rows)
+        both = [None if f is None else _combined(f, vectors, samples)[None] for f in found.values()]
+        of = [*evaluation.inputs, *map(evaluation.value, found)]
+        return _agree(both, [exact[key] for key in found], of)
 
     if VMAP.is_on and separable and len(numbers) > 1:
         try:
             found = _vmapped_products(evaluation, mats, keys, inputs)
         except Exception:  # no batching rule, a compiler that knows no vmap: one sample at a time
             found = None
-        if found is not None and _agree(evaluation, found, of_sample, len(numbers) - 1):
+        if found is not None and are_right(found):
             return found
     each = [of_sample(i) for i in range(len(numbers))]
     results: dict[Any, Tensor | None] = {}
@@ -407,30 +424,38 @@ def moved_products(
     }
 
 
+def _drawn_weights(count: int) -> Tensor:
+    return drawn((count,), torch.Generator().manual_seed(0))
+
+
+def _have_shape(found: Iterable[Tensor | None], *shape: int) -> bool:
+    """Whether all have these first axes: sums over axes of one entry are no error of torch."""
+    return all(f is None or f.shape[: len(shape)] == shape for f in found)
+
+
+def _combined(values: Tensor, *weights: Tensor) -> Tensor:
+    """Add up what is along the first axes, with weights."""
+    for each in weights:
+        values = torch.tensordot(each.to(values), values, 1)
+    return values
+
+
+def _weighted(values: Tensor, weights: Tensor, axis: int) -> Tensor:
+    """Multiply what is along an axis by weights."""
+    return values * weights.to(values).reshape(-1, *[1] * (values.dim() - axis - 1))
+
+
 def _agree(
-    evaluation: Evaluation,
-    found: Mapping[Any, Tensor | None],
-    of_sample: Callable[[int, int], Mapping[Any, Tensor | None]],
-    last: int,
+    found: Sequence[Tensor | None], exact: Sequence[Tensor | None], of: Sequence[Any]
 ) -> bool:
-    """Compare results of ``vmap`` for two samples: some of its rules are wrong (prelu, nested).
+    """Compare a combination of all results of ``vmap`` with the product of that combination.
 
-    If they have a graph, that of the last one: the derivative may be wrong (of layer_norm, twice)
-    though the values are right.
+    Some of torch's rules are wrong (of prelu, nested). If the results have a graph, so do their
+    derivatives, which may be wrong (of layer_norm, twice) though the values are right.
     """
-
-    def both(i: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        exact = of_sample(i, 1)
-        values = [found[key] for key in exact]
-        own = [None if v is None else v[:1, i] for v in values]
-        pairs = zip(exact.values(), own, strict=True)
-        return own, [e if e is None or o is None else e.reshape(o.shape) for e, o in pairs]
-
-    with torch.no_grad():
-        if not all(_are_close(*both(i)) for i in (0, last)):
-            return False
-    of = [*evaluation.inputs, *map(evaluation.value, found)]
-    return not torch.is_grad_enabled() or _have_close_slopes(*both(last), of)
+    if not _are_close(found, exact):
+        return False
+    return not torch.is_grad_enabled() or _have_close_slopes(found, exact, of)
 
 
 def _are_close(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
@@ -592,16 +617,37 @@ def second_products(
     count = len(numbers)
     axes = {key: evaluation.axis(key) for key in tangents}
 
-    def of_samples(start: int, size: int, width: int | None = None) -> Values:
-        own = {key: t[:width] for key, t in tangents.items()}
+    def of_samples(start: int, size: int) -> Values:
         if size == count:  # outputs may have more rows than inputs
-            return _second_of_samples(evaluation, g_out, own, numbers)
+            return _second_of_samples(evaluation, g_out, tangents, numbers)
+        own = dict(tangents)
         own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
         g = [
             None if m is None or a is None else m.narrow(a, start, size)
             for m, a in zip(g_out, evaluation.axes_out, strict=True)
         ]
         return _second_of_samples(evaluation, g, own, numbers[start : start + size])
+
+    def are_right(found: Values) -> bool:
+        vectors = _drawn_weights(len(next(iter(tangents.values()))))
+        samples = _drawn_weights(count)
+        if not _have_shape(found.values(), len(vectors), count):
+            return False
+        g = [
+            None if m is None or a is None else _weighted(m, samples, a)
+            for m, a in zip(g_out, evaluation.axes_out, strict=True)
+        ]
+        own = {key: _combined(t, vectors)[None] for key, t in tangents.items()}
+        exact = _second_of_samples(evaluation, g, own, numbers)
+        both = []
+        for key, axis in axes.items():
+            each = _combined(found[key], vectors)
+            if axis is None:
+                both.append(_combined(each, samples)[None])
+            else:
+                both.append(_weighted(each, samples, 0).movedim(0, axis)[None])
+        of = [*evaluation.inputs, *map(evaluation.value, found)]
+        return _agree(both, [exact[key] for key in axes], of)
 
     def put_together(each: Sequence[Values]) -> Values:
         found = {}
@@ -618,15 +664,20 @@ def second_products(
         if size < count and not evaluation.rows([numbers[0]])[1]:
             size = count
         return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
+    if any(tangents[k].shape[a + 1] != count for k, a in axes.items() if a is not None):
+        module, shapes = evaluation.c.module, [list(x.shape) for x in evaluation.c.outputs]
+        raise NotImplementedError(
+            f"The second derivative of {describe(module)} for single samples: its outputs "
+            f"{shapes} have another number of rows for each sample than its inputs. Give it "
+            "inputs with a batch axis, or let a reshape behind it merge the axes."
+        )
     inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
     if VMAP.is_on and separable and count > 1:
         try:
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
             found = None
-        if found is not None and _agree(
-            evaluation, found, lambda i, w: of_samples(i, 1, w), count - 1
-        ):
+        if found is not None and are_right(found):
             moved = {k: found[k].movedim(1, a + 1) for k, a in axes.items() if a is not None}
             return found | moved
     return put_together([of_samples(i, 1) for i in range(count)])
