@@ -87,6 +87,11 @@ def permuted_tokens(m: Any, x: Tensor) -> Tensor:
     return m.gru(m.tokens(x.transpose(0, 1)).permute(1, 0, 2))[0][:, -1]
 
 
+def samples_last_and_first(m: Any, x: Tensor) -> Tensor:
+    """Behind an axis of one entry, which a batch of one cannot be told from."""
+    return m.first(x[:, :3])[..., :1].permute(1, 2, 0).sin().movedim(2, 0).flatten(1)
+
+
 def class_token(m: Any, x: Tensor) -> Tensor:
     token = m.bias.expand(x.shape[0], 1, -1)
     return torch.cat((token, m.first(x), 2 * token), 1).sin().sum(1)
@@ -110,6 +115,7 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]
     "positions, with an axis of one": (positions_with_an_axis, text),
     "attention pooling": (attention_pooling, steps),
     "a parameter as the sequence": (started_by_a_parameter, steps),
+    "samples last, then first": (samples_last_and_first, steps),
     "class token": (class_token, steps),
     "rows of a table": (rows_of_a_table, vectors),
     "padded tables": (padded_tables, vectors),
@@ -129,7 +135,7 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name: str, n: int, create_graph: bool) -> None:
     function, data = RIGHT[name]

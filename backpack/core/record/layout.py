@@ -296,7 +296,7 @@ class Layout:
         before, samples, *_ = self._root._facts
         if self.owners is not None:
             return _place_of_owners(before, self.owners, tuple(shape))
-        if before == 1 and shape and shape[0] == samples:
+        if shape and shape[0] == samples and 1 in (before, samples):
             return Place(0, 1, samples)
         return _place(before, samples, tuple(shape))
 
