@@ -14,6 +14,7 @@ from cases import CASES, Case, Problem, select
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import BaseDerivatives, register
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.utils.kroneckers import kfacs_to_mat
 
@@ -412,3 +413,65 @@ def test_nothing_is_an_alias() -> None:
             tensors += value if isinstance(value, list) else [value]
         pointers = [t.untyped_storage().data_ptr() for t in tensors]
         assert len(set(pointers)) == len(pointers)
+
+
+class Pair(nn.Module):
+    """Multiplies with two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.rand(3))
+        self.other = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one * self.other
+
+
+@register(Pair)
+class PairDerivatives(BaseDerivatives):
+    """The rule is linear in each parameter."""
+
+    params = ("one", "other")
+
+    def vjp(self, c: Any, v: Any) -> Any:
+        return v * c.params["one"] * c.params["other"]
+
+    def one_vjp(self, c: Any, v: Any) -> Any:
+        return v * c.x * c.params["other"]
+
+    def other_vjp(self, c: Any, v: Any) -> Any:
+        return v * c.x * c.params["one"]
+
+
+@pytest.mark.parametrize(
+    ("build", "one", "other"),
+    [
+        (Pair, "one", "other"),
+        (lambda: nn.LayerNorm(3), "weight", "bias"),
+        (lambda: nn.RNNCell(3, 3), "bias_ih", "bias_hh"),
+        (lambda: nn.GRUCell(3, 3), "weight_ih", "weight_hh"),
+    ],
+    ids=["rule of a user", "LayerNorm", "RNNCell", "GRUCell"],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_parameter_under_two_names(
+    build: Callable[[], nn.Module], one: str, other: str, times: int
+) -> None:
+    """Of one module, which may be called twice."""
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        module = build()
+        setattr(module, other, getattr(module, one))
+        layers = [nn.Linear(3, 3), nn.Tanh(), module, *[nn.Tanh(), module][: 2 * times - 2]]
+        model = nn.Sequential(*layers, nn.Linear(3, 2)).double()
+        X, y = torch.rand(4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+        return Problem(model, nn.CrossEntropyLoss(), X, y)
+
+    exts = [extensions.BatchGrad(), extensions.DiagHessian(), extensions.BatchDiagHessian()]
+    params = run(problem(), *exts, extensions.GGNMP(), extensions.HMP())
+    check(params, "grad_batch", oracle.batch_grad(*problem()))
+    check(params, "diag_h", oracle.hessian_diag(*problem()))
+    check(params, "diag_h_batch", oracle.batch_hessian_diag(*problem()))
+    torch.testing.assert_close(products(params, "ggnmp"), oracle.ggn_blocks(*problem()))
+    torch.testing.assert_close(products(params, "hmp"), oracle.hessian_blocks(*problem()))

@@ -53,13 +53,13 @@ class Reached(NamedTuple):
 
     Attributes:
         c: The call as its rule sees it, at the rows that the vectors hold.
-        name: Name of the parameter, if the call uses it.
+        names: Names of the parameter, if the call uses it: several where some are tied.
         fed: The inputs that it influences.
         inputs: The tangents at all inputs, None for zero.
     """
 
     c: Context
-    name: str | None
+    names: Sequence[str]
     fed: list[Feed]
     inputs: list[Tensor | None]
 
@@ -95,7 +95,9 @@ class CurvatureBlock:
         self.subsampling = subsampling
         self.differentiable = differentiable
         self.read = plan.read
-        self.names = dict(reversed(plan.uses[parameter]))
+        self.names: dict[Call, list[str]] = {}
+        for call, name in plan.uses[parameter]:
+            self.names.setdefault(call, []).append(name)
 
     def __repr__(self) -> str:
         """Name the matrix, and the shape of what it is multiplied with."""
@@ -178,22 +180,21 @@ class CurvatureBlock:
         reached: list[Reached] = []
         for passage in self.plan.passages(samples):
             call, rows, feeds = passage
-            name = self.names.get(call)
+            names = self.names.get(call, ())
             fed = [feed for feed in feeds if feed.origin in tangents]
-            if name is None and not fed:
+            if not names and not fed:
                 continue
             inputs: list[Tensor | None] = [None] * len(call.origins_in)
             for feed in fed:
                 inputs[feed.slot] = _at_input(feed, tangents[feed.origin])
             c = context_of(call, rows)
-            reached.append(Reached(c, name, fed, inputs))
+            reached.append(Reached(c, names, fed, inputs))
             if call in self.plan.losses:
                 continue
             parts = []
             if fed:
                 parts.append(call_products.forward(c, inputs))
-            if name is not None:
-                parts.append(call_products.param_forward(c, name, mat))
+            parts += [call_products.param_forward(c, name, mat) for name in names]
             for origin, *terms in zip(call.origins_out, *parts, strict=True):
                 if origin is not None:
                     tangents[origin] = reduce(operator.add, terms)
@@ -213,15 +214,14 @@ class CurvatureBlock:
                 backs = self._loss_product(c, at.inputs)
             elif at.fed and has_cotangent:
                 backs = call_products.transposed(c, columns)
-            if at.name is not None and has_cotangent:
-                method = "param_vjp" if per_sample else "param_vjp_sum"
-                product = call_products.param(c, method, at.name, columns)
-                found.append(self._of_samples(product) if per_sample else product)
+            method = "param_vjp" if per_sample else "param_vjp_sum"
+            names = at.names if has_cotangent else ()
+            products = [call_products.param(c, method, name, columns) for name in names]
             if self.modify is not None and call not in self.plan.losses:
-                seconds, second = self._second(c, at, mat, per_sample)
+                seconds, of_names = self._second(c, at, mat, per_sample)
                 backs = list(map(_sum, backs, seconds))
-                if second is not None:
-                    found.append(self._of_samples(second) if per_sample else second)
+                products += of_names.values()
+            found += map(self._of_samples, products) if per_sample else products
             for feed in at.fed:
                 back = backs[feed.slot]
                 if back is not None:
@@ -235,31 +235,26 @@ class CurvatureBlock:
 
     def _second(
         self, c: Context, at: Reached, mat: Tensor, per_sample: bool
-    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    ) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
         """Apply the module's second derivative to the tangents at its inputs (and parameter)."""
-        call, name, inputs = c.call, at.name, at.inputs
+        call, names, inputs = c.call, at.names, at.inputs
         derivatives = call.derivatives
         none: list[Tensor | None] = [None] * len(inputs)
         assert derivatives is not None
         curved = derivatives.is_curved(call)
         diagonal = curved and derivatives.hessian_is_diagonal(call.module)
-        is_bent = name is not None and derivatives.bends_params(call)
+        is_bent = len(names) > 1 or (bool(names) and derivatives.bends_params(call))
         if self.modify is not identity:
-            if not (at.fed and curved):
-                return none, None
-            return self._modified(c, inputs, diagonal), None
-        if name is not None and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or is_bent):
+            return self._modified(c, inputs, diagonal) if at.fed and curved else none, {}
+        if names and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or is_bent):
             if self.plan.mixing:
                 raise NotImplementedError(
-                    f"Hessian products for the parameter '{name}' of {describe(call.module)}, "
+                    f"Hessian products for the parameter '{names[0]}' of {describe(call.module)}, "
                     "which is reused or enters nonlinearly, in a network that mixes samples (batch "
                     "normalisation in training mode)."
                 )
-            backs, products = call_products.second(c, inputs, {name: mat}, not per_sample)
-            return backs, products[name]
-        if at.fed and curved:
-            return call_products.second(c, inputs, {})[0], None
-        return none, None
+            return call_products.second(c, inputs, dict.fromkeys(names, mat), not per_sample)
+        return call_products.second(c, inputs, {}) if at.fed and curved else (none, {})
 
     def _modified(
         self, c: Context, inputs: list[Tensor | None], diagonal: bool

@@ -936,7 +936,7 @@ def release(calls: Iterable[Call], keeps_tensors: bool) -> None:
 
 
 class Users:
-    """Tells which parameters several calls use: all that live when it is asked, or did before."""
+    """Tells which parameters are used several times: by all calls that live, or did before."""
 
     def __init__(self) -> None:
         """Look at no call yet."""
@@ -946,15 +946,14 @@ class Users:
         self._last: int | None = None
 
     def is_alone(self, call: Call) -> bool:
-        """Return whether no other call uses a parameter of one."""
+        """Return whether a call alone uses its parameters, and each of them once."""
         if self._last != _newest:
             self._last = _newest
             for other in all_live_calls():
                 if other.params and other.index not in self._seen:
                     self._seen.add(other.index)
-                    own = set(map(id, other.params.values()))
-                    self._shared |= self._used & own
-                    self._used |= own
+                    for p in map(id, other.params.values()):
+                        (self._shared if p in self._used else self._used).add(p)
         return self._shared.isdisjoint(map(id, call.params.values()))
 
 
