@@ -30,6 +30,7 @@ from backpack.convert.recording import is_recorded
 from backpack.core.derivatives import AutomaticDerivatives
 from backpack.core.record import calls
 from backpack.custom_module.permute import Permute
+from backpack.custom_module.reduce_tuple import ReduceTuple
 
 N, WIDTH, CLASSES = 3, 6, 3
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -732,10 +733,10 @@ def test_transformers_of_torch(
 # ------------------------------------------------------------------ computed parameters
 
 
-def normalised(module: nn.Module) -> nn.Module:
+def normalised(module: nn.Module, name: str = "weight") -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return nn.utils.weight_norm(module)
+        return nn.utils.weight_norm(module, name)
 
 
 def pruned(module: nn.Module) -> nn.Module:
@@ -805,6 +806,53 @@ def test_parametrisations(name: str, layer: str, training: bool) -> None:
         with oracle.exact_weight_norm():
             expected = truth(reference, F.cross_entropy, X, y)
         compare(model, {field: expected})
+
+
+OF_RECURRENT = {
+    "weight_norm": lambda m: parametrizations.weight_norm(m, "weight_hh_l0"),
+    "coupled": lambda m: nn.utils.parametrize.register_parametrization(m, "bias_hh_l0", Sine()),
+    "old_weight_norm": lambda m: normalised(m, "weight_ih_l0"),
+    "prune": lambda m: prune.random_unstructured(m, "weight_hh_l0", amount=0.4),
+}
+
+
+class Sine(nn.Module):
+    def forward(self, p: Tensor) -> Tensor:
+        return p.sin()
+
+
+@pytest.mark.parametrize("route", [False, True, "record"])
+@pytest.mark.parametrize("name", OF_RECURRENT)
+def test_parametrisations_of_recurrent_layers(name: str, route: bool | str) -> None:
+    """They have parameters for each layer, under names of their own."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        recurrent = OF_RECURRENT[name](nn.GRU(2, 3, num_layers=2, batch_first=True))
+        layers = [nn.Unflatten(1, (2, 2)), recurrent, ReduceTuple(0), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(6, CLASSES)).double()
+
+    X, y = data()
+    for field in ["grad_batch", "diag_ggn_exact", "diag_h"]:
+        ext, truth = TRUTHS[field]
+        torch.manual_seed(1)  # pruning draws
+        model = extend(build(), use_converter=route)
+        out = model(X)
+        with backpack(ext()):
+            extend(nn.CrossEntropyLoss())(out, y).backward()
+        with oracle.exact_weight_norm():
+            torch.manual_seed(1)
+            expected = truth(build(), F.cross_entropy, X, y)
+        compare(model, {field: expected})
+
+
+def test_a_recurrent_layer_that_is_parametrised_after_extend() -> None:
+    model = extend(nn.Sequential(nn.GRU(2, 3), ReduceTuple(0), nn.Linear(3, 2)))
+    parametrizations.weight_norm(model[0], "weight_hh_l0")
+    loss = extend(nn.MSELoss())(model(torch.rand(1, 4, 2)), torch.rand(1, 4, 2))
+    message = pytest.raises(NotImplementedError, match=r"extend\(model\) once more")
+    with message, backpack(extensions.DiagGGNExact()):
+        loss.backward()
 
 
 @pytest.mark.parametrize("route", [False, "record"])

@@ -608,7 +608,7 @@ def is_open(module: Module) -> bool:
     if rule is None:
         return isinstance(module, OPEN)
     own = rule.own(module)
-    return any(name not in own for name in rule.params)
+    return any(name not in own for name in rule.param_names(module))
 
 
 def is_recorded(root: Module) -> bool:

@@ -123,6 +123,9 @@ class Rule(Protocol):
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
         """Return the module's own parameters by name."""
 
+    def param_names(self, module: Any) -> Sequence[str]:
+        """Return the names of the parameters that the rule knows."""
+
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
     ) -> dict[str, Any]:

@@ -109,7 +109,9 @@ class RecurrentDerivatives(BaseDerivatives):
     def param_names(self, module: Module) -> tuple[str, ...]:
         """Return the names of the parameters of all layers and directions."""
         names = [kind + suffix for suffix in self.suffixes(module) for kind in Weights._fields]
-        return tuple([name for name in names if getattr(module, name, None) is not None])
+        # not getattr, which would evaluate a parametrisation
+        own, kind = {**vars(module), **module._parameters}, type(module)
+        return tuple([n for n in names if own.get(n) is not None or hasattr(kind, n)])
 
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]

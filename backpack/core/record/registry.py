@@ -30,7 +30,10 @@ ELSEWHERE: dict[str, Rule] = {}
 FALLBACKS: dict[str, Rule] = {}
 
 # Methods that a subclass may override without changing what the module computes.
-HARMLESS = {"__init__", "extra_repr", "__repr__", "reset_parameters", "__setstate__"}
+HARMLESS = {
+    *("__init__", "extra_repr", "__repr__", "reset_parameters"),
+    *("__getstate__", "__setstate__"),
+}
 
 
 def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleClass]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -38,7 +38,6 @@ from backpack.core.record.registry import (
     own_parameters,
 )
 from backpack.core.record.weights import IS_SOMETHING, TENSORS
-from backpack.core.types import Rule
 from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
@@ -158,10 +157,9 @@ COMPLEX = (
 )
 
 
-def _computed_parameters(module: Module, rule: Rule) -> str | None:
+def _computed_parameters(names: Sequence[str], own: Collection[str]) -> str | None:
     """Tell which parameters of the rule a module computes from others; None if it has all."""
-    own = rule.own(module)
-    computed = [name for name in rule.params if name not in own]
+    computed = [name for name in names if name not in own]
     if not computed:
         return None
     return (
@@ -275,11 +273,13 @@ def record(
     call = Call(module, args, kwargs, outputs, rule, was_first)
     if MIXED_DATA:
         call.mixed_data = mixed_by(tensors)
-    if rule is not None and rule.params and not call.read[0].keys() >= set(rule.params):
-        computed = _computed_parameters(module, rule)
-        if computed is not None:
-            note_miss(module, arguments, outputs, computed, missed)
-            return replaced
+    if rule is not None:
+        names = rule.params or ("parametrizations" in module._modules and rule.param_names(module))
+        if names and not call.read[0].keys() >= set(names):
+            computed = _computed_parameters(names, rule.own(module))
+            if computed is not None:
+                note_miss(module, arguments, outputs, computed, missed)
+                return replaced
     if repeated is not None:
         call.repeats = call.origins_in.index(repeated)
     if not isinstance(output, Tensor):
