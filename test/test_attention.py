@@ -507,6 +507,21 @@ class LearnedQuery(nn.Module):
         return self.head(F.scaled_dot_product_attention(self.query, h, h)).mean(1)
 
 
+class Groups(Called):
+    """Heads of values have other groups than those of keys."""
+
+    def __init__(self) -> None:
+        super().__init__(self.attend, (N, 4), (N, 2), 0)
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v[:, :1], enable_gqa=True)
+
+
+def test_groups_of_keys_and_of_values() -> None:
+    agrees(lambda: problem(Groups, 2))
+
+
 class Tied(Network):
     """Two weights of the layer are one."""
 

@@ -240,18 +240,18 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
         assert axis is not None
         return axis
 
-    def _group(self, c: Context) -> int:
-        """Return how many query heads share a head of keys and values."""
-        q, k, *_ = c.inputs
-        return q.shape[-3] // k.shape[-3] if c.module.enable_gqa else 1
+    def _groups(self, c: Context) -> list[int]:
+        """Return how many query heads share a head of keys, and of values."""
+        q, *others = c.inputs[:3]
+        return [q.shape[-3] // x.shape[-3] if c.module.enable_gqa else 1 for x in others]
 
     def _attention(self, c: Context) -> Attention:
         """Return the evaluation at hand, for the selected samples."""
 
         def compute() -> Attention:
             q, k, v, mask = [*c.inputs, None][:4]
-            group, module = self._group(c), c.module
-            k, v = _repeated(k, group), _repeated(v, group)
+            module = c.module
+            k, v = map(_repeated, (k, v), self._groups(c))
             scale = 1 / sqrt(q.shape[-1]) if module.scale is None else module.scale
             if mask is not None and mask.dtype == torch.bool:
                 mask = additive(~mask, q)
@@ -266,17 +266,17 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
     def _tangents(self, c: Context, t: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the tangents of queries, keys and values, zeros for None."""
         num_v = next(len(one) for one in t if one is not None)
-        axis, group = self._axis(c), self._group(c)
-        dq, dk, dv = (
+        axis = self._axis(c)
+        dq, *others = (
             _or_zeros(one, num_v, c.select(x, axis))
             for one, x in zip(t[:3], c.inputs[:3], strict=True)
         )
-        return [dq, _repeated(dk, group), _repeated(dv, group)]
+        return [dq, *map(_repeated, others, self._groups(c))]
 
     def _at_inputs(self, c: Context, found: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what arrives at each input of the call."""
-        (q, k, v), group = found, self._group(c)
-        return [q, _summed(k, group), _summed(v, group), *[None] * (len(c.inputs) - 3)]
+        q, *others = found
+        return [q, *map(_summed, others, self._groups(c)), *[None] * (len(c.inputs) - 3)]
 
     # ------------------------------------------------------------------ products
 
