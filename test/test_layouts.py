@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import oracle
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, extend, extensions
 from backpack.core.record import calls
@@ -311,3 +312,79 @@ def test_modules_that_combine_samples_in_different_orders(module: Any, converter
         backpack(extensions.BatchGrad()),
     ):
         loss.backward()
+
+
+class Rearranged(nn.Module):
+    """Lets a module read samples in another order, with what has no samples at the same places.
+
+    That are masks and states that are stored, or parameters.
+    """
+
+    def __init__(self, module: nn.Module, order: Sequence[int], *others: Any) -> None:
+        super().__init__()
+        self.first, self.module, self.last = nn.Linear(3, 4), module, nn.Linear(4, 2)
+        self.others = nn.ParameterList(x for x in others if isinstance(x, nn.Parameter))
+        self.stored = [x for x in others if not isinstance(x, nn.Parameter)]
+        self.order = torch.tensor(order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([h := self.first(x), h.sin()])[self.order]
+        repeated = [both, both] if isinstance(self.module, nn.MultiheadAttention) else []
+        found = self.module(both, *repeated, *self.others, *self.stored)
+        found = found[0] if isinstance(found, tuple) else found
+        return (
+            self.last(torch.zeros_like(both).index_add(0, self.order, found))
+            .unflatten(0, (2, -1))
+            .square()
+            .mean((0, 2))
+        )
+
+
+IN_ORDER, SOME = [0, 1, 2, 3, 4, 5], [4, 0, 3, 2, 5, 1]
+PARTNERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "padding": lambda: (
+        nn.MultiheadAttention(4, 1, batch_first=True),
+        torch.tensor([[i == 0, i == 1, False] for i in range(6)]),
+    ),
+    "masks of heads": lambda: (
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        *(None, False, torch.randn(12, 3, 3, dtype=torch.float64)),
+    ),
+    "mask of all": lambda: (
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        *(None, False, torch.randn(3, 3, dtype=torch.float64)),
+    ),
+    "state": lambda: (
+        nn.GRU(4, 4, batch_first=True),
+        torch.randn(1, 6, 4, dtype=torch.float64),
+    ),
+    "parameter as a state": lambda: (
+        nn.GRU(4, 4, batch_first=True),
+        nn.Parameter(torch.randn(1, 6, 4)),
+    ),
+    "parameter": lambda: (nn.Bilinear(4, 4, 4), nn.Parameter(torch.randn(6, 3, 4))),
+}
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("order", [IN_ORDER, SOME], ids=["merged", "rearranged"])
+@pytest.mark.parametrize("name", PARTNERS)
+def test_what_has_no_samples_is_read_at_the_places_of_those(
+    name: str, order: list[int], converter: Any
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        module, *others = PARTNERS[name]()
+        return Rearranged(module, order, *others).double()
+
+    X, y = torch.rand(3, 3, 3, dtype=torch.float64), torch.tensor([0, 1, 1])
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = build(), nn.CrossEntropyLoss(), X, y
+        grads, diagonals = oracle.batch_grad(*truth), oracle.batch_ggn_diag(*truth)
+    model = extend(build(), use_converter=converter)
+    loss = extend(nn.CrossEntropyLoss())(model(X), y)
+    with backpack(extensions.BatchGrad(), extensions.BatchDiagGGNExact()):
+        loss.backward()
+    for p, grad, diagonal in zip(model.parameters(), grads, diagonals, strict=True):
+        torch.testing.assert_close(p.grad_batch, grad)
+        torch.testing.assert_close(p.diag_ggn_exact_batch, diagonal)

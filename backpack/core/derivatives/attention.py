@@ -465,12 +465,10 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             )
         return super().layouts(call)
 
-    def axes_in(self, c: Context) -> list[int | None]:
-        """Return the batch axis of each input; a mask for all samples has none."""
-        axes = super().axes_in(c)
-        if len(axes) > 5 and axes[5] is not None and c.inputs[5].dim() == 2:
-            axes[5] = None
-        return axes
+    def axis_of(self, module: Any, i: int, x: Any) -> int | None:
+        """Return the batch axis of an input; a mask for all samples has none."""
+        is_for_all = i == 5 and isinstance(x, Tensor) and x.dim() == 2
+        return None if is_for_all else self.batch_axis_in(module, i)
 
     def has_formula(self, c: Context) -> bool:
         """Whether there is a formula: each parameter that the call has read is a known one."""

@@ -73,10 +73,14 @@ class SampleAxes(Interface):
         """Return the batch axis of output ``i`` as the rule sees it."""
         return 0
 
+    def axis_of(self, module: Module, i: int, x: Any) -> int | None:
+        """Return the batch axis of x, which is input ``i``; None if it is the same for all."""
+        return self.batch_axis_in(module, i)
+
     def axes_in(self, c: Context) -> list[int | None]:
         """Return the batch axis of each input as the rule sees it; None if it has no samples."""
         return [
-            self.batch_axis_in(c.module, i) if isinstance(x, Tensor) and x.dim() > 0 else None
+            self.axis_of(c.module, i, x) if isinstance(x, Tensor) and x.dim() > 0 else None
             for i, x in enumerate(c.inputs)
         ]
 
@@ -240,21 +244,21 @@ class SampleAxes(Interface):
         self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
         """Return inputs and outputs with the samples where the rule expects them."""
-        leading = self.batch_axis is BatchAxis.LEADING
+        module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
+        rows = None if leading else call.scattered_rows()
 
-        def view(x: Any, layout: Layout | None, axis: int) -> Any:
-            if not isinstance(x, Tensor) or (layout is None and x.dim() == 0):
+        def view(x: Any, layout: Layout | None, axis: int | None) -> Any:
+            if not isinstance(x, Tensor) or axis is None or (layout is None and x.dim() == 0):
                 return x
-            if layout is None:  # data: like the others
-                merged = main is not None and main.before > 1 and axis == 0
-                first = call.place_in(0) if merged else None
-                rows = first is not None and first.outer > 1 and len(x) == len(inputs[0])
-                layout = main if leading or rows else None
-            if layout is None:
-                return x
-            if not layout.is_batched and not call.is_unbatched:
-                return x  # each sample reads its own row of it
+            if layout is None and leading:  # data: like the others
+                layout = main
+            if layout is None or not (layout.is_batched or call.is_unbatched):
+                # each sample reads its own row: the one at the same place as those of the others
+                if rows is None or x.shape[axis] % rows.length:
+                    return x
+                x = x.movedim(axis, 0).unflatten(0, (rows.length, -1))
+                return rows.place.to_canonical(x).flatten(0, 1).movedim(0, axis)
             if not layout.is_batched:
                 if call.is_of_copies:
                     return x
@@ -262,9 +266,8 @@ class SampleAxes(Interface):
             place = layout.place(x.shape)
             return x if place is None else place.to_canonical(x).movedim(0, axis)
 
-        module = call.module
         xs = [
-            view(x, layout, self.batch_axis_in(module, i))
+            view(x, layout, self.axis_of(module, i, x))
             for i, (x, layout) in enumerate(zip(inputs, call.layouts_in, strict=True))
         ]
         ys = [

@@ -342,7 +342,9 @@ class _MovedView(_RuleView):
         return not self.follows and i in self.call.unbatched_inputs
 
     def _numbers(self, size: int) -> Tensor:
-        return torch.as_tensor(list(self.c.numbers(size)))
+        rows = self.call.scattered_rows()
+        own = torch.arange(size) if rows is None else rows.positions()
+        return own[list(self.c.numbers(len(own)))]
 
     def _to(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
         if mat is None or axis == 0 or (axis is None and place is None):
