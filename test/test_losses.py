@@ -23,6 +23,7 @@ from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine.backpropagation import slice_bytes
+from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.subsampling import subsample
@@ -740,6 +741,8 @@ def test_precisions(cls: type[nn.Module], dtype: torch.dtype) -> None:
     [
         (nn.HuberLoss(delta=0.5), real),
         (nn.GaussianNLLLoss(), variance(5, N, D)),
+        (nn.GaussianNLLLoss(), variance(5, 1, D)),
+        (nn.GaussianNLLLoss(), variance(1, N, D)),
         (nn.BCEWithLogitsLoss(WEIGHT, pos_weight=POSITIVE), binary),
         (nn.MultiLabelSoftMarginLoss(WEIGHT), binary),
         (nn.BCEWithLogitsLoss(EACH), binary),
@@ -761,6 +764,36 @@ def test_samples_along_the_second_axis(loss: nn.Module, target: Target) -> None:
     diagonal = H.reshape(5 * N * D, -1).diagonal().reshape(5, N, D)
     close(params[1].diag_ggn_exact_batch, diagonal.sum(0))
     close(params[1].diag_h, diagonal.sum((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.MultiLabelSoftMarginLoss(reduction="sum"), binary),
+        (nn.GaussianNLLLoss(), variance(5, D)),
+        (nn.GaussianNLLLoss(), variance(5, 1, N)),
+        (
+            nn.BCEWithLogitsLoss(
+                pos_weight=torch.tensor([0.3, 2.0, 0.1, 1.1], dtype=torch.float64)
+            ),
+            binary,
+        ),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
+)
+def test_samples_along_the_last_axis(loss: nn.Module, target: Target) -> None:
+    """Options that belong to an axis of the prediction belong to it as the loss was called."""
+    model, X, arguments = (
+        nn.Linear(INPUTS, D),
+        torch.randn(N, 5, INPUTS),
+        target(torch.randn(5, D, N)),
+    )
+    moved = nn.Sequential(model, Permute(1, 2, 0))
+    exts = [ext() for ext in (*GGN, *HESSIAN)]
+    params = run(moved, loss, arguments, *exts, X=X)
+    problem = model, lambda f, _: loss(f.permute(1, 2, 0), *arguments), X, None
+    check_hessian(params, *problem)
+    check_ggn(params, *problem)
 
 
 # --------------------------------------------------------------------------------------

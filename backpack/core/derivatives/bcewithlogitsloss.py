@@ -21,4 +21,8 @@ class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
     def weight(self, c: Context) -> Tensor | float:
         """Return ``w (q y + 1 - y)``."""
         weight, pos_weight, y = super().weight(c), c.params.get("pos_weight"), c.inputs[1]
-        return weight if pos_weight is None else weight * (as_prediction(c, pos_weight) * y + 1 - y)
+        return (
+            weight
+            if pos_weight is None
+            else weight * (as_prediction(c.call, pos_weight) * y + 1 - y)
+        )

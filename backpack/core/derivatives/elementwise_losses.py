@@ -5,6 +5,7 @@ The factor c is that of the reduction, 1/(N D) for the mean; the weight w is tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
         """Weight of each entry without the factor of the reduction: ``[N, *d]``."""
         # that of a loss of a user may be neither a parameter nor a buffer
         weight = c.params.get("weight", getattr(c.module, "weight", None))
-        return 1.0 if weight is None else as_prediction(c, weight)
+        return 1.0 if weight is None else as_prediction(c.call, weight)
 
     def _scale(self, c: Context) -> Tensor:
         """Return ``c w``: ``[N, *d]``."""
@@ -124,10 +125,10 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
         return t * self._hessian(c)
 
 
-def as_prediction(c: Context, tensor: Tensor) -> Tensor:
+def as_prediction(call: Call, tensor: Tensor) -> Tensor:
     """Broadcast a tensor to the prediction, and bring its samples to the same place."""
-    place = c.call.place_in(0)
-    whole = tensor.expand(c.call.shape_in[0] or ())
+    place = call.place_in(0)
+    whole = tensor.expand(call.shape_in[0] or ())
     if place is not None and place.owners is not None:  # rows as they are
         return whole.movedim(place.axis, 0)
     return whole if place is None else place.to_canonical(whole)
@@ -185,12 +186,20 @@ class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
     The variance v (at least ``eps``) is data.
     """
 
+    def seen(
+        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Broadcast the variance to the prediction as it was called with, before axes move."""
+        xs, ys = super().seen(call, inputs, outputs)
+        if isinstance(inputs[2], Tensor):
+            xs[2] = as_prediction(call, _of_last_axis(inputs[2], inputs[0]))
+        return xs, ys
+
     def _variance(self, c: Context) -> Tensor:
         x, var = c.input, c.inputs[2]
         if not isinstance(var, Tensor):
             return torch.full_like(x, max(var, c.module.eps))
-        missing = var.dim() == x.dim() - 1  # one variance for all entries of the last axis
-        return (var.unsqueeze(-1) if missing else var).expand(x.shape).clamp(min=c.module.eps)
+        return _of_last_axis(var, x).expand(x.shape).clamp(min=c.module.eps)
 
     def second(self, c: Context) -> Tensor:
         """Return ``1/v``."""
@@ -200,6 +209,11 @@ class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
         """Return ``(f - y)/v`` with ``y ~ N(f, v)``: a standard normal over ``sqrt(v)``."""
         variance = self._variance(c)
         return drawn(torch.randn_like, variance, mc_samples) / variance.sqrt()
+
+
+def _of_last_axis(var: Tensor, x: Tensor) -> Tensor:
+    """Return the variance with the last axis of x, if it is one for all of its entries."""
+    return var.unsqueeze(-1) if var.dim() == x.dim() - 1 else var
 
 
 @register(PoissonNLLLoss)
@@ -306,5 +320,5 @@ class MultiLabelSoftMarginLossDerivatives(LogisticLossDerivatives):
 
     def weight(self, c: Context) -> Tensor | float:
         """Return the weight, with the mean over the C classes unless the reduction includes it."""
-        classes = 1 if c.module.reduction == "mean" else c.input.shape[-1]
-        return super().weight(c) / classes
+        shape = c.call.shape_in[0] or c.input.shape  # before axes move
+        return super().weight(c) / (1 if c.module.reduction == "mean" else shape[-1])
