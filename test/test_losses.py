@@ -796,6 +796,18 @@ def test_samples_along_the_last_axis(loss: nn.Module, target: Target) -> None:
     check_ggn(params, *problem)
 
 
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.1, 2, 200, dtype=torch.float64)])
+def test_classes_as_bytes(weight: Tensor | None) -> None:
+    """They are neither a mask, nor is the class 156 what -100 would be."""
+    f, y = torch.randn(N, 200, requires_grad=True), torch.tensor([156, 1, 0, 2])
+    found = []
+    for target in (y, y.byte()):
+        loss = nn.CrossEntropyLoss(weight)
+        _rule, _out = start(loss, f, target)
+        found.append(outer(*signed_root(loss)))
+    close(*found)
+
+
 # --------------------------------------------------------------------------------------
 # Losses of users, and losses that are not convex
 # --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def _scale(self, c: Context) -> Tensor:
         """Return the factor a in front of ``diag(p) - p pᵀ``: ``[N, 1, *d]``."""
-        x, y, *_ = c.inputs
+        x, y = c.input, _target(c.inputs)
         if x.dim() < 2:
             raise ValueError(
                 f"{describe(c.module)}: the prediction needs a batch axis, got shape "
@@ -68,14 +69,14 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
 
     def divides_by_targets(self, call: Call) -> bool:
         """Return whether a mean is that over the weights, or the targets that are not ignored."""
-        y, module = call.inputs[1], call.module
+        y, module = _target(call.inputs), call.module
         if module.reduction != "mean" or y.is_floating_point():
             return False
         return module.weight is not None or bool((y == module.ignore_index).any())
 
     def counted(self, c: Context) -> Tensor | None:
         """Return which targets are not ``ignore_index``: ``[N, *d]``; None for probabilities."""
-        y = c.inputs[1]
+        y = _target(c.inputs)
         if y.is_floating_point() or y.is_meta:
             return None
         return c.select(y != c.module.ignore_index)
@@ -168,6 +169,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             p, scale = memoise(c.saved, "p", tensors, (rows,), compute)
         product = p * t
         return scale * torch.addcmul(product, p, product.sum(2, keepdim=True), value=-1)
+
+
+def _target(inputs: Sequence[Any]) -> Tensor:
+    """Return the target; classes as int64: uint8 would be a mask, and -100 the class 156."""
+    y: Tensor = inputs[1]
+    return y if y.is_floating_point() else y.long()
 
 
 def _drawn(p: Tensor, count: int) -> Tensor:
