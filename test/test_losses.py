@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import AutomaticLossDerivatives, derivatives_of
 from backpack.core.derivatives.loss_hessian import LossHessian
+from backpack.core.derivatives.terms import num_terms
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -806,6 +807,15 @@ def test_classes_as_bytes(weight: Tensor | None) -> None:
         _rule, _out = start(loss, f, target)
         found.append(outer(*signed_root(loss)))
     close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight", [None, torch.ones(D)])
+def test_terms_are_counted_exactly(dtype: torch.dtype, weight: Tensor | None) -> None:
+    """Also more of them than the precision of the prediction has numbers for."""
+    y = torch.zeros(100_001, dtype=torch.long)
+    output, loss = torch.zeros(len(y), D, dtype=dtype), nn.CrossEntropyLoss(weight)
+    assert num_terms(loss, output, [y]) == len(y)
 
 
 # --------------------------------------------------------------------------------------

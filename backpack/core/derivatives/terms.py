@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import CrossEntropyLoss, Module, NLLLoss
-from torch.nn.functional import nll_loss
 
 from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.utils.batches import tensors_of
@@ -52,10 +51,10 @@ def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> flo
             is_torchs = _unreduced(loss, output, targets).dim() > 0
         classes = is_torchs and isinstance(loss, (CrossEntropyLoss, NLLLoss))
         if classes and not targets[0].is_floating_point():
-            ones = torch.ones_like(output)
-            return float(
-                nll_loss(-ones, targets[0], loss.weight, None, loss.ignore_index, None, "sum")
-            )
+            y = targets[0].long()
+            counted = y[y != loss.ignore_index]
+            each = torch.ones_like(counted) if loss.weight is None else loss.weight[counted]
+            return float(each.sum(dtype=torch.promote_types(each.dtype, torch.float32)))
         if isinstance(loss, WeightedLoss):
             y, _, *options = targets
             return float(loss.loss.forward(output, y, *options).numel())
