@@ -789,12 +789,23 @@ def test_samples_along_the_last_axis(loss: nn.Module, target: Target) -> None:
         torch.randn(N, 5, INPUTS),
         target(torch.randn(5, D, N)),
     )
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = loss
+
+        def forward(self, f: Tensor, _: Any) -> Tensor:
+            return self.loss(f.permute(1, 2, 0), *arguments)
+
     moved = nn.Sequential(model, Permute(1, 2, 0))
-    exts = [ext() for ext in (*GGN, *HESSIAN)]
+    exts = [*(ext() for ext in (*GGN, *HESSIAN)), extensions.KFAC(fisher="empirical")]
     params = run(moved, loss, arguments, *exts, X=X)
-    problem = model, lambda f, _: loss(f.permute(1, 2, 0), *arguments), X, None
+    problem = model, Moved(), X, None
     check_hessian(params, *problem)
     check_ggn(params, *problem)
+    for p, factors in zip(params, oracle.kfac_empirical(*problem), strict=True):
+        same(p.kfac, factors)
 
 
 @pytest.mark.parametrize("weight", [None, torch.linspace(0.1, 2, 200, dtype=torch.float64)])

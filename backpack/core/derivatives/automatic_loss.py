@@ -28,7 +28,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout
-from backpack.core.record.module_state import cast, describe
+from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
 from backpack.utils.functional import functional_call
 
@@ -71,10 +71,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again: with its own arguments, never moved."""
-        inputs, precision = [*c.call.inputs], c.call.precision
-        if precision is not None:
-            inputs = [cast(x, precision) for x in inputs]
-        return Evaluation(self, c, inputs, [], [])
+        return Evaluation(self, c, self.as_called(c), [], [])
 
     def check_call(self, c: Context) -> None:
         """Refuse a call that is not a function of its inputs.

@@ -31,7 +31,7 @@ from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.module_state import describe
+from backpack.core.record.module_state import cast, describe
 from backpack.core.record.registry import derivatives_of
 
 # Columns at the prediction, or one entry (None for zero) for each input.
@@ -117,7 +117,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
 
         The sum of the outer products of the terms' gradients ``W g``, divided by W.
         """
-        args, _ = c.call.arguments(c.inputs)
+        args, _ = c.call.arguments(self.as_called(c))
         terms = num_terms(c.module, args[0], args[1:])
         return c.select(self._gradient(c) * sqrt(terms)).unsqueeze(0)
 
@@ -170,14 +170,22 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
 
     # A loss as a module: its Jacobian is the gradient with respect to the prediction.
 
+    def as_called(self, c: Context) -> list[Any]:
+        """Return the inputs of the call as they were, whose axes options such as weights fit."""
+        inputs, precision = c.call.whole_inputs(), c.call.precision
+        return [x if precision is None else cast(x, precision) for x in inputs]
+
     def _gradient(self, c: Context) -> Tensor:
-        differentiable = torch.is_grad_enabled()
+        differentiable, inputs = torch.is_grad_enabled(), self.as_called(c)
         with torch.enable_grad():
-            x = c.input if differentiable else c.input.detach()
+            x = inputs[0] if differentiable else inputs[0].detach()
             x = x if x.requires_grad else x.requires_grad_()
             with disable():
-                loss = self.evaluate(c, {}, x, *c.inputs[1:])
-            return torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
+                loss = self.evaluate(c, {}, x, *inputs[1:])
+            gradient = torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
+        if c.call.is_plain:
+            return gradient
+        return self.seen(c.call, [gradient, *inputs[1:]], c.call.outputs)[0][0]
 
     def jvp(self, c: Context, t: Any) -> Tensor:
         """Multiply with the gradient, and sum."""
