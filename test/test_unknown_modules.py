@@ -184,6 +184,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
+@pytest.mark.parametrize("largest", [None, 0, 2])
+def test_any_mixing_is_found(dtype: torch.dtype, share: float, largest: int | None) -> None:
+    """Also little of it, and that of one sample which determines the others."""
+    leaf = Leaf(lambda m, x: (x - share * x.mean(0)) * m.w)
+    X, y = torch.randn(N, 4), torch.randint(4, (N,))
+    if largest is not None:
+        leaf, X[largest] = Leaf(lambda m, x: x / x.abs().max() * m.w), 5.0
+    model = nn.Sequential(leaf, nn.Tanh()).to(dtype)
+    with pytest.raises(NotImplementedError, match="mixes the samples"):
+        run(model, X.to(dtype), y, extensions.DiagGGNExact())
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     make, reason = REFUSED[name]
