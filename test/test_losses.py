@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -944,11 +945,35 @@ def test_coupling_of_any_two_samples_is_found() -> None:
         def forward(self, f: Tensor, i: int, j: int) -> Tensor:
             return f.square().sum() + 0.01 * f[i, 1] * f[j, 2]
 
+    model, loss = extend(network(SETTING)), Two()
     for i in range(N):
         for j in range(N):
-            loss, f = Two(), torch.randn(N, D, requires_grad=True)
-            rule, _out = start(loss, f, i, j)
+            rule, _out = start(loss, model(data()), i, j)
             assert rule.couples_terms(seen(loss)) == (i != j)
+            assert rule.couples_samples_unseen(seen(loss).call) == (i != j)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "mixes"),
+    [
+        (Dice(whole=True), (torch.ones(N, D),), True),
+        (Dice(whole=False), (torch.ones(N, D),), False),
+        (Focal(), (torch.ones(N, dtype=torch.long),), False),
+        (nn.TripletMarginLoss(), (torch.ones(N, D), torch.zeros(N, D)), False),
+        (WeightedLoss(nn.L1Loss(reduction="none")), (torch.ones(N, D), torch.ones(N)), False),
+        (WeightedLoss(nn.L1Loss(reduction="none")), (torch.ones(D), torch.ones(N)), False),
+    ],
+)
+def test_individual_gradients_of_a_loss_that_mixes_samples_are_told(
+    loss: nn.Module, arguments: Any, mixes: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(network(SETTING), loss, arguments, extensions.BatchGrad())
+    name = type(loss).__name__
+    assert (
+        any(f"mixes the samples of a batch, in {name}" in str(w.message) for w in caught) == mixes
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

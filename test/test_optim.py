@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from backpack import backpack, extend, extensions
 from backpack import clear as backpack_clear
 from backpack.core.engine.backpropagation import slice_bytes
+from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.optim import (
     DPSGD,
     KFAC,
@@ -1476,6 +1477,28 @@ def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
     told = pytest.warns(UserWarning, match="mixes the samples of a batch, in L1Loss")
     with told, backpack(extensions.BatchGrad()):
         value.backward()
+
+
+def test_dp_sgd_refuses_losses_that_mix_samples() -> None:
+    class Centred(nn.Module):
+        reduction = "mean"
+
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return (z - z.mean(0)).square().sum(1).mean()
+
+    for loss in (Centred(), WeightedLoss(nn.HingeEmbeddingLoss(reduction="none"))):
+        arguments = (torch.ones(4), torch.ones(4))[: 2 - isinstance(loss, Centred)]
+        model = extend(nn.Linear(3, 1))
+        optimiser = DPSGD(
+            model.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4
+        )
+        told = pytest.warns(
+            UserWarning, match=f"mixes the samples of a batch, in {type(loss).__name__}"
+        )
+        with told, backpack(optimiser.extension):
+            extend(loss)(model(torch.rand(4, 3)), *arguments).backward()
+        with pytest.raises(ValueError, match="would not be private"):
+            optimiser.step()
 
 
 def test_state_of_other_options_is_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,13 +22,18 @@ from torch.nn import (
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
 from backpack.core.derivatives.basederivatives import never, no_axes
-from backpack.core.derivatives.by_autograd import Evaluation, close
+from backpack.core.derivatives.by_autograd import (
+    Evaluation,
+    close,
+    is_same,
+    with_other_samples,
+)
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of
 from backpack.core.record.calls import Call
-from backpack.core.record.context import Context
-from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.context import Context, context_of
+from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
@@ -45,6 +52,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     batch_axis = BatchAxis.LEADING
     trailing_axes = no_axes
+    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool]]] = WeakKeyDictionary()
 
     def hessian_is_psd(self) -> bool:
         """Return False: nothing is known."""
@@ -113,6 +121,56 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             "computed. Draw random numbers outside of the loss and make them inputs, update its "
             "state outside, or register derivatives (backpack.core.derivatives.register)."
         )
+
+    # ------------------------------------------------------------------ samples that meet
+
+    def couples_samples_unseen(self, call: Call) -> bool:
+        """Return whether it mixes samples; found out once for each loss and shape."""
+        known = self._mixing.setdefault(call.module, {})
+        options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
+        key = (call.shape_in, call.training, options)
+        if key not in known:
+            try:
+                known[key] = self._mixes(context_of(call, check=False))
+            except Exception:  # out of its domain
+                known[key] = False
+        return known[key]
+
+    def _mixes(self, c: Context) -> bool:
+        """Return whether a sample's gradient depends on the predictions of others.
+
+        If that of one depends on another, so does that of the other on the one.
+        """
+        evaluation = self.evaluation(c)
+        places = {i: c.call.place_in(i) for i in self.predictions(c)}
+        batched = {i: place for i, place in places.items() if place is not None}
+        counts = {i: p.rows_per_sample(c.call.shape_in[i] or ()) for i, p in batched.items()}
+        given = {i: p.to_canonical(evaluation.inputs[i].detach()) for i, p in batched.items()}
+
+        def gradients(rows: Mapping[int, Tensor]) -> list[Tensor]:
+            leaves = list(evaluation.inputs)
+            for i, place in batched.items():
+                leaves[i] = place.from_canonical(rows[i].unsqueeze(0), counts[i]).squeeze(0)
+                leaves[i].requires_grad_()
+            xs = [leaves[i] for i in batched]
+            with torch.enable_grad():
+                total = evaluation.outputs({}, leaves)[0].sum()
+            found = torch.autograd.grad(total, xs, materialize_grads=True)
+            return [p.to_canonical(g) for p, g in zip(batched.values(), found, strict=True)]
+
+        before = evaluated_alike(partial(gradients, given))
+        samples = max((place.samples for place in batched.values()), default=1)
+        for bit in range((samples - 1).bit_length()):  # any two differ in one of them
+            kept = {
+                i: [row for row in range(len(x)) if not row // counts[i] >> bit & 1]
+                for i, x in given.items()
+            }
+            other = {i: with_other_samples(x, 0, kept[i]) for i, x in given.items()}
+            after = evaluated_alike(partial(gradients, other))
+            pairs = zip(kept.values(), before, after, strict=True)
+            if not all(is_same(b[rows], a[rows]) for rows, b, a in pairs):
+                return True
+        return False
 
     # ------------------------------------------------------------------ Hessian by autograd
 

@@ -143,10 +143,10 @@ class Evaluation:
             return False
         with torch.no_grad():
             before = self.outputs({}, self.inputs)
-            # the first is kept and the others change, and the other way round
-            for is_kept in (True, False):
+            keep: list[Rows] = [[0], slice(1, None)]
+            for kept in keep:
                 changed = [
-                    x if axis is None else _with_other_samples(x, axis, is_kept)
+                    x if axis is None else with_other_samples(x, axis, kept)
                     for x, axis in zip(self.inputs, self.axes_in, strict=True)
                 ]
                 try:
@@ -155,9 +155,8 @@ class Evaluation:
                     if self.rows([0])[1]:
                         return True
                     raise
-                kept = [0] if is_kept else slice(1, None)
                 if not all(
-                    _is_same(take(b, axis, kept), take(a, axis, kept))
+                    is_same(take(b, axis, kept), take(a, axis, kept))
                     for b, a, axis in zip(before, after, self.axes_out, strict=True)
                     if axis is not None
                 ):
@@ -207,7 +206,7 @@ def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two results of the same computation agree, but for the order in which sums add up."""
     if one.shape != other.shape:
         return False
@@ -216,12 +215,12 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=size, atol=size * scale, equal_nan=True)
 
 
-def _with_other_samples(x: Tensor, axis: int, is_kept: bool) -> Tensor:
-    """Change all samples but the first (or that): numbers at will, indices to those of others."""
+def with_other_samples(x: Tensor, axis: int, kept: Rows) -> Tensor:
+    """Change all samples but some: numbers at will, indices to those of their neighbours."""
     new = x.roll(1, -1) * 0.5 + 0.25 if x.is_floating_point() else x.roll(1, axis)
-    is_first = torch.arange(x.shape[axis], device=x.device) == 0
-    shape = [-1 if i == axis else 1 for i in range(x.dim())]
-    return torch.where((is_first == is_kept).reshape(shape), x, new)
+    is_kept = torch.zeros(x.shape[axis], dtype=torch.bool, device=x.device)
+    is_kept[kept] = True
+    return torch.where(is_kept.reshape([-1 if i == axis else 1 for i in range(x.dim())]), x, new)
 
 
 def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of, register
 from backpack.custom_module.weighted_loss import WeightedLoss
@@ -37,6 +38,10 @@ class WeightedLossDerivatives(BaseLossDerivatives):
     def predictions(self, c: Context) -> tuple[int, ...]:
         """Number the inputs that are predictions of the loss inside."""
         return self._rule(c.module).predictions(c)
+
+    def couples_samples_unseen(self, call: Call) -> bool:
+        """Return whether the loss inside does."""
+        return self._rule(call.module).couples_samples_unseen(call)
 
     def couples_terms(self, c: Context) -> bool:
         """Return whether the loss inside does."""
