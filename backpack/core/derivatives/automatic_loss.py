@@ -34,7 +34,7 @@ from backpack.core.derivatives.vectors import first_of
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
-from backpack.core.record.layout import Layout
+from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
 from backpack.utils.functional import functional_call
@@ -130,46 +130,56 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
         key = (call.shape_in, call.training, options)
         if key not in known:
-            try:
-                known[key] = self._mixes(context_of(call, check=False))
-            except Exception:  # out of its domain
-                known[key] = False
+            known[key] = self._meet(call, at_predictions=True)
         return known[key]
 
-    def _mixes(self, c: Context) -> bool:
-        """Return whether a sample's gradient depends on the predictions of others.
+    def divides_by_targets(self, call: Call) -> bool:
+        """Return whether a sample's gradient depends on the targets of others, in this call."""
+        return self._meet(call, at_predictions=False)
 
-        If that of one depends on another, so does that of the other on the one.
+    def _meet(self, call: Call, at_predictions: bool) -> bool:
+        """Return whether a sample's gradient depends on other samples.
+
+        On their predictions (then theirs on those of the sample as well), or on all other tensors
+        that have a row for each sample. It is evaluated for others, whose numbers have a 1 at some
+        place in binary: any two samples differ in one of them.
         """
-        evaluation = self.evaluation(c)
-        places = {i: c.call.place_in(i) for i in self.predictions(c)}
-        batched = {i: place for i, place in places.items() if place is not None}
-        counts = {i: p.rows_per_sample(c.call.shape_in[i] or ()) for i, p in batched.items()}
-        given = {i: p.to_canonical(evaluation.inputs[i].detach()) for i, p in batched.items()}
-
-        def gradients(rows: Mapping[int, Tensor]) -> list[Tensor]:
-            leaves = list(evaluation.inputs)
-            for i, place in batched.items():
-                leaves[i] = place.from_canonical(rows[i].unsqueeze(0), counts[i]).squeeze(0)
-                leaves[i].requires_grad_()
-            xs = [leaves[i] for i in batched]
-            with torch.enable_grad():
-                total = evaluation.outputs({}, leaves)[0].sum()
-            found = torch.autograd.grad(total, xs, materialize_grads=True)
-            return [p.to_canonical(g) for p, g in zip(batched.values(), found, strict=True)]
-
-        before = evaluated_alike(partial(gradients, given))
-        samples = max((place.samples for place in batched.values()), default=1)
-        for bit in range((samples - 1).bit_length()):  # any two differ in one of them
-            kept = {
-                i: [row for row in range(len(x)) if not row // counts[i] >> bit & 1]
-                for i, x in given.items()
+        try:
+            c = context_of(call, check=False)
+            evaluation, numbers = self.evaluation(c), self.predictions(c)
+            places = {i: call.place_in(i) for i in numbers}
+            given = {i: p for i, p in places.items() if p is not None and p.samples > 1}
+            if not given:
+                return False
+            first = next(iter(given))
+            rows = len(evaluation.inputs[first])
+            varied = {
+                i: given.get(i, given[first])
+                for i, x in enumerate(evaluation.inputs)
+                if (i in given if at_predictions else i not in numbers and _has_rows(x, rows))
             }
-            other = {i: with_other_samples(x, 0, kept[i]) for i, x in given.items()}
-            after = evaluated_alike(partial(gradients, other))
-            pairs = zip(kept.values(), before, after, strict=True)
-            if not all(is_same(b[rows], a[rows]) for rows, b, a in pairs):
-                return True
+
+            def gradients(changed: Mapping[int, Tensor]) -> list[Tensor]:
+                leaves = [x.clone() if isinstance(x, Tensor) else x for x in evaluation.inputs]
+                leaves = [changed.get(i, x) for i, x in enumerate(leaves)]
+                xs = [leaves[i].detach().requires_grad_() for i in given]
+                with torch.enable_grad():  # clones: it may write on them
+                    for i, x in zip(given, xs, strict=True):
+                        leaves[i] = x.clone()
+                    total = evaluation.outputs({}, leaves)[0].sum()
+                found = torch.autograd.grad(total, xs, materialize_grads=True)
+                return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
+
+            before = evaluated_alike(partial(gradients, {}))
+            for bit in range((given[first].samples - 1).bit_length()):
+                changed = {i: _changed(evaluation.inputs[i], p, bit) for i, p in varied.items()}
+                after = evaluated_alike(partial(gradients, changed))
+                for b, a, place in zip(before, after, given.values(), strict=True):
+                    kept = _kept(len(b), place.samples, bit)
+                    if not is_same(b[kept], a[kept]):
+                        return True
+        except Exception:  # out of its domain
+            return False
         return False
 
     # ------------------------------------------------------------------ Hessian by autograd
@@ -404,6 +414,22 @@ class _SquareRoot(torch.autograd.Function):
         known = sums > _rounding(sums) ** 0.5 * sums.amax((1, 2), keepdim=True)
         solved = torch.where(known, inside / sums.where(known, 1), 0)
         return (vectors @ solved @ vectors.mT).to(grad.dtype)
+
+
+def _has_rows(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows
+
+
+def _kept(rows: int, samples: int, bit: int) -> list[int]:
+    """Number the rows of samples whose number has a 0 at a place in binary."""
+    return [row for row in range(rows) if not row // (rows // samples) >> bit & 1]
+
+
+def _changed(x: Tensor, place: Place, bit: int) -> Tensor:
+    """Change all rows but those of :func:`_kept`."""
+    own = place.to_canonical(x.detach())
+    other = with_other_samples(own, 0, _kept(len(own), place.samples, bit))
+    return place.from_canonical(other.unsqueeze(0), place.rows_per_sample(x.shape)).squeeze(0)
 
 
 def _precise(matrices: Tensor) -> Tensor:
