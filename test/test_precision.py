@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
-from backpack.core.derivatives import REGISTRY
+from backpack.core.derivatives import REGISTRY, reductions
 
 N = 4
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -429,3 +429,26 @@ def test_gpu(case: Case) -> None:
             torch.testing.assert_close(other.cpu(), one, **TOLERANCE)
         vector = torch.randn(2, *p.shape, dtype=p.dtype)
         torch.testing.assert_close(q.ggnmp(vector.cuda()).cpu(), p.ggnmp(vector), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("columns", "samples"), [(1, 1024), (1024, 2)])
+def test_sums_over_slices_do_not_get_stuck(
+    monkeypatch: pytest.MonkeyPatch, columns: int, samples: int
+) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    monkeypatch.setattr(reductions, "SLICE_ENTRIES", 1)
+
+    def product(rows: slice) -> reductions.Multiply:
+        return lambda part, out: torch.ones(
+            part.stop - part.start, rows.stop - rows.start, 4, dtype=torch.bfloat16
+        )
+
+    like = torch.empty(0, dtype=torch.bfloat16)
+    wanted = {"gradient", "square", "square_norm", "batch_square"}
+    with torch.no_grad():
+        found = reductions.in_slices(product, (columns, samples, 4), 4, like, wanted)
+    assert all(value.dtype == like.dtype for value in found.values())
+    assert torch.equal(found["square"], torch.full((4,), columns * samples).to(like))
+    assert torch.equal(found["gradient"], found["square"])
+    assert torch.equal(found["batch_square"], torch.full((samples, 4), columns).to(like))
+    assert torch.equal(found["square_norm"], torch.full((samples,), 4 * columns).to(like))

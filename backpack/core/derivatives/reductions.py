@@ -205,7 +205,8 @@ def in_slices(
     if len(samples) == len(columns) == 1 and not adds_rows:
         return of_products(product(samples[0])(columns[0], None), wanted, weights)
     whole = memory.empty(shape, like) if "individual" in wanted else None
-    sums = {name: memory.empty(p, like).zero_() for name in wanted & SUMS}
+    precise = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
+    sums = {name: memory.empty(p, precise).zero_() for name in wanted & SUMS}
     each: dict[str, list[Tensor]] = {name: [] for name in wanted & PER_SAMPLE}
     # slices are written to their place, or one after the other to the same memory in the cache
     place = whole if num_v == 1 else None
@@ -225,17 +226,22 @@ def in_slices(
             of_part = None if weights is None else weights[part, span]
             for name, value in of_products(block, wanted & PER_SAMPLE, of_part).items():
                 if part.start == 0:
-                    each[name].append(value)
+                    each[name].append(value.to(precise.dtype))
                 else:
                     each[name][-1].add_(value)
             _accumulate(sums, block, of_part)
     found = {name: torch.cat(values) for name, values in each.items()} | sums
+    found = {name: value.to(like.dtype) for name, value in found.items()}
     return found if whole is None else {"individual": whole, **found}
 
 
 def _accumulate(sums: Mapping[str, Tensor], block: Tensor, weights: Tensor | None) -> None:
-    """Add products ``[V, N, *p]`` and their squares: one by one, unless they are short."""
-    if block[0, 0].numel() < LONG_ROW or not (weights is None or weights.is_cpu):
+    """Add products ``[V, N, *p]`` and their squares: one by one, unless they are short.
+
+    Half precision is rounded once for a slice: a long sum would stay where it is.
+    """
+    is_short = block[0, 0].numel() < LONG_ROW or block.dtype not in PRECISE
+    if is_short or not (weights is None or weights.is_cpu):
         for name, value in of_products(block, sums.keys(), weights).items():
             sums[name].add_(value)
         return
