@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import oracle
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import REGISTRY, reductions
+from backpack.core.engine.backpropagation import slice_bytes
 
 N = 4
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -452,3 +454,22 @@ def test_sums_over_slices_do_not_get_stuck(
     assert torch.equal(found["gradient"], found["square"])
     assert torch.equal(found["batch_square"], torch.full((samples, 4), columns).to(like))
     assert torch.equal(found["square_norm"], torch.full((samples,), 4 * columns).to(like))
+
+
+def test_sums_over_slices_of_the_engine_do_not_get_stuck() -> None:
+    X, y = torch.randn(400, 3, dtype=torch.bfloat16), torch.randint(3, (400,))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).bfloat16()
+    found: list[list[Tensor]] = []
+    for limit in (None, 1):
+        one, loss = extend(copy.deepcopy(model)), extend(nn.CrossEntropyLoss(reduction="sum"))
+        value = loss(one(X), y) + loss(one(X), y)
+        exts = extensions.DiagGGNExact(), extensions.KFLR(), extensions.BatchDiagGGNExact()
+        with slice_bytes(limit) if limit else nullcontext(), backpack(*exts):
+            value.backward()
+        params: list[Any] = list(one.parameters())
+        found.append(
+            [t for p in params for t in (p.diag_ggn_exact, *p.kflr, p.diag_ggn_exact_batch)]
+        )
+    for whole, sliced in zip(*found, strict=True):
+        assert sliced.dtype == torch.bfloat16
+        torch.testing.assert_close(sliced, whole, rtol=0.05, atol=0.02 * float(whole.abs().max()))

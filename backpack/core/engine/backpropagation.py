@@ -279,6 +279,7 @@ class Gathered:
         self.reduction = reduction
         self.before = before
         self.continues = False
+        self.dtype: torch.dtype | None = None  # of slices
         self.value: Any = None
 
     def add(self, value: Any, part: Part) -> None:
@@ -309,11 +310,15 @@ class Gathered:
         shape = list(value.shape)
         for axis, some, all_ in axes:
             shape[axis] = shape[axis] // len(some) * len(all_)
-        self.continues = self._can_add_in_place(shape)
+        self.dtype = precise = value.dtype
+        if self.reduction.column_axis is None:  # a sum in half precision would get stuck
+            precise = torch.promote_types(value.dtype, torch.float32)
+        self.continues = value.dtype is precise and self._can_add_in_place(shape)
         if self.continues:
             self.value, self.before = self.before, None
         else:
-            self.value = memory.empty(shape, value)
+            like = value if value.dtype is precise else value.new_empty(0, dtype=precise)
+            self.value = memory.empty(shape, like)
 
     def _can_add_in_place(self, shape: Sequence[int]) -> bool:
         summed, before = self.reduction.column_axis is None, self.before
@@ -322,9 +327,11 @@ class Gathered:
 
     def total(self) -> Any:
         """Return the quantity of all sources so far."""
-        if self.before is None:
-            return self.value
         value = self.value
+        if isinstance(value, Tensor) and self.dtype is not None:
+            value = value.to(self.dtype)
+        if self.before is None:
+            return value
         if isinstance(value, Tensor) and self._can_add_in_place(value.shape):
             return self.before.add_(value)
         return self.reduction.joined(self.before, value)
