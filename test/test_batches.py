@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import oracle
 import pytest
@@ -95,6 +96,15 @@ def test_per_sample_quantities_of_different_batches(sizes: tuple[int, int], ext:
     with backpack(ext), pytest.raises(ValueError, match=r"batches of different sizes"):
         loss.backward()
     assert not hasattr(model.weight, ext.savefield)
+
+
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 6)])
+def test_subsampling_of_different_batches(sizes: tuple[int, int], ext: Any) -> None:
+    """Two models: an index would be that of another sample in each."""
+    (_, one, _), (_, other, _) = (two_losses(n, n, order=1) for n in sizes)
+    with backpack(ext(subsampling=[0])), pytest.raises(ValueError, match=r"subsampling.*different"):
+        (one + other).backward()
 
 
 def test_a_parameter_of_functions_on_different_batches() -> None:

@@ -218,19 +218,18 @@ class Plan:
                 "no partner in the other. Use one backward pass for each batch."
             )
 
-    def check_one_batch_for_all(self) -> None:
-        """Refuse tensors without samples in a backward pass through batches of different sizes.
+    def check_one_batch_for_all(self, what: str) -> None:
+        """Refuse ``what`` in a backward pass through batches of different sizes.
 
         Raises:
             ValueError: If the sizes differ.
         """
         sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
-            alone = next(call for call in self.calls if call.is_unbatched)
             uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
             raise ValueError(
-                f"{alone!r} has no samples, and is used on batches of different sizes ({uses}): "
-                "samples of one have no partner in the other. Use one backward pass for each batch."
+                f"{what} is used on batches of different sizes ({uses}): samples of one have no "
+                "partner in the other. Use one backward pass for each batch."
             )
 
     @lazy
@@ -338,11 +337,13 @@ class Plan:
         """Refuse indices that are not samples of the batch.
 
         Raises:
-            ValueError: If an index is out of range or there is no common batch axis.
+            ValueError: If an index is out of range, there is no batch axis, or there are several
+                batches of different sizes.
         """
         if not self.calls:
             return
         savefields = ", ".join(ext.savefield for ext in exts)
+        self.check_one_batch_for_all(f"{savefields}: subsampling")
         if not self.base:
             raise ValueError(f"{savefields}: subsampling needs one batch axis in all modules.")
         try:

@@ -22,9 +22,10 @@ def separate_samples(plan: Plan) -> None:
     Only calls that combine such a tensor with one that has samples, and calls above them, take
     part.
     """
-    if not any(map(attrgetter("is_unbatched"), plan.calls)):
+    alone = next(filter(attrgetter("is_unbatched"), plan.calls), None)
+    if alone is None:
         return
-    plan.check_one_batch_for_all()
+    plan.check_one_batch_for_all(f"{alone!r} has no samples, and")
     cotangents: dict[Origin, Factor] = {}
     apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
     for call in reversed(plan.calls):
