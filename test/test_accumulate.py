@@ -215,6 +215,61 @@ def test_an_extension_that_does_not_say_what_it_reads() -> None:
         lossfunc(model(batch(SIZES)[0]), batch(SIZES)[1]).backward()
 
 
+class Power(FirstOrderBackpropExtension):
+    needs = ("gradient",)
+
+    def __init__(self, exponent: int) -> None:
+        super().__init__("power")
+        self.exponent = exponent
+
+    def extract(self, products: Any) -> Tensor:
+        return products["gradient"] ** self.exponent
+
+
+def test_the_latest_extension_makes_the_result() -> None:
+    model, lossfunc = extend(plain_net()), extend(nn.CrossEntropyLoss())
+    accumulate(model, lossfunc, parts()[:2], Power(1))
+    accumulate(model, lossfunc, parts()[2:], Power(2))
+    for p in model.parameters():
+        torch.testing.assert_close(p.power, p.grad**2)
+
+
+@pytest.mark.parametrize("by", ["extract", "hook"])
+def test_a_pass_that_fails_while_it_writes_counts_nothing(by: str) -> None:
+    model, lossfunc = extend(plain_net()), extend(nn.CrossEntropyLoss())
+    accumulate(model, lossfunc, parts(), SquaresOfSome())
+    expected = [p.squares_of_some for p in model.parameters()]
+    library.clear(model)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    for X, y in parts():
+        loss = lossfunc(model(X), y)
+        failing = {"extension_hook": fail} if by == "hook" else {}
+        with pytest.raises(MemoryError), backpack(SquaresOfSome(1), accumulate=True, **failing):
+            loss.backward(retain_graph=True)
+        with backpack(SquaresOfSome(), accumulate=True):
+            loss.backward()
+    torch.testing.assert_close([p.squares_of_some for p in model.parameters()], expected)
+
+
+class SquaresOfSome(FirstOrderBackpropExtension):
+    """Fails behind so many parameters."""
+
+    needs = ("square_norm", "square")
+
+    def __init__(self, count: int = 99) -> None:
+        super().__init__("squares_of_some")
+        self.count = count
+
+    def extract(self, products: Any) -> Tensor:
+        self.count -= 1
+        if self.count < 0:
+            raise MemoryError
+        return products["square"]
+
+
 def test_signal_to_noise() -> None:
     model, lossfunc = extend(plain_net()), extend(nn.CrossEntropyLoss(reduction="sum"))
     accumulate(model, lossfunc, parts(), e.BatchL2Grad())

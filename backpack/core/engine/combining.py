@@ -430,12 +430,8 @@ class Combining:
             is_joined = part.parameter in self.groups
             if old.joined is not None and old.joined.is_sharded and not is_joined:
                 raise NotImplementedError(LOCAL_BEHIND_ALL)
-            if is_joined:
-                whole = _plus(old.joined, part)
-                after.append(Accumulated(whole, None))
-            else:
-                whole = part if old.joined is None else old.joined.plus(part)
-                after.append(Accumulated(old.joined, part))
+            whole = _plus(old.joined, part)
+            after.append(Accumulated(whole, None) if is_joined else Accumulated(old.joined, part))
             samples = [whole.own_samples(ext) for ext in part.exts] if is_joined else []
             (whole.copy() if self.accumulates else whole).extract(writing)
             for ext, count in zip(part.exts, samples, strict=False):
@@ -502,11 +498,11 @@ class _Writing:
 
 
 def _plus(one: Statistics | None, other: Statistics) -> Statistics:
-    """Add the statistics of the pass at hand to those of earlier ones."""
+    """Add the statistics of the pass at hand to those of earlier ones, for its extensions."""
     if one is None:
         return other
     both = one.plus(other)
-    both.is_sharded = other.is_sharded
+    both.exts, both.is_sharded = other.exts, other.is_sharded
     return both
 
 

@@ -119,6 +119,8 @@ class Writer:
         self._collected: dict[Extension, dict[Parameter, Any]] = {}
         # ids of the values, which would outlive what an extension hook drops
         self._written: list[tuple[Parameter, str, int]] = []
+        # what results that were replaced had accumulated
+        self._accumulated: dict[tuple[Parameter, str], Any] = {}
 
     def write(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
         """Make a value an attribute of a parameter, as a tensor (or a list) that nobody else has.
@@ -153,7 +155,9 @@ class Writer:
         if not isinstance(own, Attributes):
             own = p.__dict__ = Attributes(own)
         own.results[name] = None
-        own.accumulated.pop(name, None)
+        state = own.accumulated.pop(name, None)
+        if state is not None:
+            self._accumulated.setdefault((p, name), state)
         own.moved.pop(name, None)
         own.processes.pop(name, None)
         setattr(p, name, value)
@@ -178,9 +182,13 @@ class Writer:
                 yield p, name, value
 
     def undo(self) -> None:
-        """Take back what was written."""
+        """Take back what was written; what had accumulated before goes on to do so."""
         for p, name, _ in self:
             delattr(p, name)
+        for p, name, _ in self._written:
+            _noted(p).accumulated.pop(name, None)
+        for (p, name), state in self._accumulated.items():
+            accumulate(p, name, state)
 
 
 def put_in_place(p: Tensor, name: str, value: Any) -> None:
