@@ -36,6 +36,7 @@ from backpack.core.engine.products import Products
 from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
+from backpack.custom_module.branching import Parallel
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -988,6 +989,24 @@ def test_container_with_own_parameters_is_an_error_for_second_order() -> None:
     with pytest.raises(NotImplementedError, match="WithOwnParameter"):
         run(model, extensions.DiagGGNExact(), batch=data())
     assert not any(vars(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact(), extensions.HMP()], ids=repr)
+def test_functions_of_a_container_with_frozen_parameters_beside_a_branch(ext: Any) -> None:
+    """What reaches the loss through modules alone is not all that does."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+            self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).tanh() * self.scale
+
+    model = extend(nn.Sequential(nn.Linear(3, 2), Parallel(nn.Identity(), Scaled())))
+    with pytest.raises(ValueError, match=r"(?s)through an operation that is not a module.*Tanh"):
+        run(model, ext, batch=data())
 
 
 def test_frozen_parameters() -> None:

@@ -377,8 +377,8 @@ class Plan:
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
                         "to a module with derivatives of its own are supported."
                     )
-                if origin is None or origin.is_output:  # of a call that no gradient has reached
-                    continue
+                if origin is None or (origin.is_output and not origin.by_container):
+                    continue  # of a call that no gradient has reached
                 above, leaves = self._above(x)
                 for leaf in leaves:
                     if isinstance(leaf, Parameter) and leaf in self.uses:
