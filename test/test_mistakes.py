@@ -1019,6 +1019,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "centred": (lambda z: z - z.mean(0), 0, "MeanBackward1"),
     "standardised": (lambda z: (z - z.mean(0)) / z.std(0), 0, "StdBackward0"),
     "softmax over the batch": (lambda z: z.softmax(0), 0, "SoftmaxBackward0"),
+    "norms over the batch": (lambda z: z.renorm(2, 1, 0.1), 0, "RenormBackward0"),
     "sums": (lambda z: z.cumsum(0), 0, "CumsumBackward0"),
     "another sample": (lambda z: z + z.roll(1, 0), 0, "RollBackward0"),
     "two samples swapped": (lambda z: z[[0, 2, 1, 3, 4]], 0, "IndexBackward0"),
@@ -1034,6 +1035,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
 APART: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "elementwise": (lambda z: z.relu() * 2 + z.sigmoid() ** 2, 0),
     "over features": (lambda z: z.softmax(-1) - z.mean(-1, keepdim=True), 0),
+    "norms of samples": (lambda z: z.renorm(2, 0, 0.1), 0),
     "over positions": (lambda z: z - z.mean(1, keepdim=True), N),
     "attention": (per_sample_softmax, N),
     "heads": (
@@ -1403,6 +1405,7 @@ MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax over the batch": lambda z: (z.softmax(0) * TARGET).square().sum(),
     "spread": lambda z: z.std(0).sum(),
     "another sample": lambda z: F.mse_loss(z, z.roll(1, 0)),
+    "norms over the batch": lambda z: z.renorm(2, 1, 0.1).square().sum(),
     "root of the mean": lambda z: F.mse_loss(z, TARGET).sqrt(),
     "dice": lambda z: (z.sigmoid() * TARGET).sum() / z.sigmoid().sum(),
     "weights of the batch": lambda z: (z[:, 0].softmax(0) * z[:, 1]).sum(),

@@ -30,7 +30,7 @@ ELEMENTWISE = words(
 # Functions that bring the entries along some axes together.
 ALONG_AXES = words(
     "Amax Amin Cummax Cummin Cumprod Gather Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp "
-    "Logsumexp Max Median Min Mode Norm Prod Renorm SafeSoftmax Softmax Sort Std Topk Var"
+    "Logsumexp Max Median Min Mode Norm Prod SafeSoftmax Softmax Sort Std Topk Var"
 )
 # Sums (or means) of a function of single entries of all inputs.
 FUSED = words(
@@ -124,6 +124,9 @@ def spread(node: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         axes = list(range(rank - len(node._saved_normalized_shape), rank))
     elif name in CONVOLUTIONS or name.startswith("ScaledDotProduct"):
         axes = list(range(1, rank))
+    elif name == "Renorm":  # of each slice along an axis
+        (kept,) = _axes(node, g.shape)
+        axes = [i for i in range(rank) if i != kept % rank]
     elif name in BATCH_NORMS:
         axes = [i for i in range(rank) if i != 1] if node._saved_training else []
     elif spatial and ("Pool" in name or "Upsample" in name):
