@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
@@ -15,9 +15,28 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
+AXES = {  # that are pooled
+    **dict.fromkeys((nn.MaxPool1d, nn.AdaptiveMaxPool1d, nn.MaxUnpool1d), 1),
+    **dict.fromkeys((nn.MaxPool2d, nn.AdaptiveMaxPool2d, nn.MaxUnpool2d), 2),
+    **dict.fromkeys((nn.MaxPool3d, nn.AdaptiveMaxPool3d, nn.MaxUnpool3d), 3),
+}
+
+
+def _axes(c: Context) -> int:
+    """Return how many of the last axes are pooled: all others may be missing but that of N."""
+    return next(axes for cls, axes in AXES.items() if isinstance(c.module, cls))
+
+
+def _shape(c: Context, tensor: Tensor) -> Size:
+    """Return the sizes of the axes that are pooled."""
+    return tensor.shape[-_axes(c) :]
+
 
 class SelectionDerivatives(BaseDerivatives):
-    """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds."""
+    """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds.
+
+    Letters: n sample, c channel (torch takes inputs without the axis C, too), t position.
+    """
 
     hessian_is_zero = always
 
@@ -50,26 +69,28 @@ class SelectionDerivatives(BaseDerivatives):
         saved, call = c.saved, c.call
         if "indices" not in saved:
             known = "selected" in saved and call.is_plain and not call.is_unbatched
-            saved["indices"] = saved["selected"] if known else self.indices(c)
-        return c.select(saved["indices"]).flatten(2)
+            found = saved["selected"] if known else self.indices(c)
+            saved["indices"] = found.reshape(c.output.shape).flatten(-_axes(c))
+        return c.select(saved["indices"])
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Gather."""
-        return _gathered(t, self._flat_indices(c), c.output)
+        return _gathered(t, self._flat_indices(c), _shape(c, c.output))
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Scatter and add."""
-        index, spatial = _of_each(v, self._flat_indices(c)), c.input.shape[2:]
-        num_v, num_n, channels = v.shape[:3]
+        index, spatial = _of_each(v, self._flat_indices(c)), _shape(c, c.input)
+        num_v, num_n, *channels, _ = index.shape
         # the columns of a sample next to each other: products with a weight need no copy
-        zeros = v.new_zeros(num_n, num_v, channels, spatial.numel()).transpose(0, 1)
-        return zeros.scatter_add_(3, index, v.flatten(3)).unflatten(3, spatial)
+        zeros = v.new_zeros(num_n, num_v, *channels, spatial.numel()).transpose(0, 1)
+        return zeros.scatter_add_(-1, index, v.reshape(index.shape)).unflatten(-1, spatial)
 
     @fast.body("Entries of a matrix are moved, without the Jacobian.", "vjp")
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Scatter entry (s, t) of ``mat`` to (index(s), index(t)), and average."""
         index = self._flat_indices(c)  # within a channel
-        channels, size = index.shape[1], c.input.shape[2:].numel()
+        index = index.reshape(len(index), -1, index.shape[-1])
+        channels, size = index.shape[1], _shape(c, c.input).numel()
         offsets = size * torch.arange(channels, device=mat.device).unsqueeze(1)
         dim = channels * size
         total = mat.new_zeros(dim * dim)
@@ -83,10 +104,11 @@ def _of_each(vectors: Tensor, index: Tensor) -> Tensor:
     return index.expand(len(vectors), *index.shape)
 
 
-def _gathered(mat: Tensor, index: Tensor, like: Tensor) -> Tensor:
-    """Take entries ``[N, C, T]`` of each channel, in the spatial shape of another tensor."""
-    found = mat.flatten(3).gather(3, _of_each(mat, index))
-    return found.reshape(*mat.shape[:3], *like.shape[2:])
+def _gathered(mat: Tensor, index: Tensor, spatial: Size) -> Tensor:
+    """Take entries ``[N, C, T]`` of each channel: ``[V, N, C, *spatial]``."""
+    index = _of_each(mat, index)
+    flat = mat.reshape(*index.shape[:-1], -1)
+    return flat.gather(-1, index).unflatten(-1, spatial)
 
 
 @register(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -96,7 +118,7 @@ class MaxPoolNDDerivatives(SelectionDerivatives):
     def indices(self, c: Context) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""
         x, module = c.input.detach(), c.module
-        pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
+        pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[_axes(c)]
         _, indices = pool(
             x,
             module.kernel_size,
@@ -116,8 +138,8 @@ class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
     def indices(self, c: Context) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""
         x = c.input.detach()
-        pool = {3: F.adaptive_max_pool1d, 4: F.adaptive_max_pool2d, 5: F.adaptive_max_pool3d}
-        return pool[x.dim()](x, c.module.output_size, return_indices=True)[1]
+        pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
+        return pool[_axes(c)](x, c.module.output_size, return_indices=True)[1]
 
 
 @register(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
@@ -129,11 +151,15 @@ class MaxUnpoolNDDerivatives(BaseDerivatives):
     def jvp(self, c: Context, t: Any) -> Tensor:
         """Scatter."""
         t = t if isinstance(t, Tensor) else t[0]
-        spatial, index = c.output.shape[2:], c.select(c.inputs[1]).flatten(2)
-        zeros = t.new_zeros(*t.shape[:3], spatial.numel())
-        return zeros.scatter(3, _of_each(t, index), t.flatten(3)).unflatten(3, spatial)
+        spatial, index = _shape(c, c.output), _of_each(t, self._flat_indices(c))
+        zeros = t.new_zeros(*index.shape[:-1], spatial.numel())
+        return zeros.scatter(-1, index, t.reshape(index.shape)).unflatten(-1, spatial)
 
     def vjp(self, c: Context, v: Tensor) -> tuple[Tensor | None, ...]:
         """Gather."""
-        index, others = c.select(c.inputs[1]).flatten(2), [None] * (len(c.inputs) - 1)
-        return _gathered(v, index, c.input), *others
+        spatial, others = _shape(c, c.input), [None] * (len(c.inputs) - 1)
+        return _gathered(v, self._flat_indices(c), spatial), *others
+
+    def _flat_indices(self, c: Context) -> Tensor:
+        """Return the second argument for the call at hand: ``[N, C, T]``."""
+        return c.select(c.inputs[1]).flatten(-_axes(c))
