@@ -382,6 +382,22 @@ def test_kronecker_factors_in_the_order_of_the_axes(ext: Any) -> None:
     assert [f.shape for f in getattr(module.weight, ext.savefield)] == [(W, W), (D, D)]
 
 
+def test_weight_of_another_vocabulary() -> None:
+    """A program may give a module a weight of more rows, as to tie it to an output layer."""
+    module, y = embedding(), torch.tensor([0, 2, 1, 1])
+    model = nn.Sequential(module, nn.Flatten(), nn.LazyLinear(3, dtype=torch.float64))
+    model(TOKENS)
+    module.weight = nn.Parameter(torch.randn(W + 3, D, dtype=torch.float64))
+    tokens, loss = TOKENS + 3, nn.CrossEntropyLoss()
+    expected = {name: f(model, loss, tokens, y)[0] for name, (_, f) in ORACLES.items()}
+    extend(model), extend(loss)
+    with backpack(*(e for e, _ in ORACLES.values()), extensions.KFLR()):
+        loss(model(tokens), y).backward()
+    for name, value in expected.items():
+        close(getattr(module.weight, name), value)
+    assert [len(f) for f in module.weight.kflr] == [W + 3, D]
+
+
 def test_weights_of_the_samples_from_a_module() -> None:
     """Further modules above ``per_sample_weights`` get their curvature, too."""
 

@@ -126,7 +126,7 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     def weight_vjp(self, c: Context, v: Tensor) -> Tensor:
         """Sum the rows of ``v`` for each sample and token."""
-        looked_up, size = self._lookups(c), c.module.num_embeddings
+        looked_up, size = self._lookups(c), len(c.params["weight"])
         where = looked_up.sample * size + looked_up.token
         return sum_at(looked_up.arrived(v), where, v.shape[1] * size).unflatten(1, (-1, size))
 
@@ -134,14 +134,14 @@ class EmbeddingDerivatives(BaseDerivatives):
     def weight_vjp_sum(self, c: Context, v: Tensor) -> Tensor:
         """Sum the rows of ``v`` for each token."""
         looked_up = self._lookups(c)
-        return sum_at(looked_up.arrived(v), looked_up.token, c.module.num_embeddings)
+        return sum_at(looked_up.arrived(v), looked_up.token, len(c.params["weight"]))
 
     @fast.body("Only the pairs of a sample and a token that occur have entries.", "param_vjp")
     def reduced(
         self, c: Context, name: str, v: Any, wanted: Set[str], weights: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reduce the products of the pairs that occur, see the base class."""
-        looked_up, size, count = self._lookups(c), c.module.num_embeddings, v.shape[1]
+        looked_up, size, count = self._lookups(c), len(c.params["weight"]), v.shape[1]
         keys, pair = (looked_up.sample * size + looked_up.token).unique(return_inverse=True)
         products = sum_at(looked_up.arrived(v), pair, len(keys))  # [V, P, D] for P pairs
         sample, token = keys // size, keys % size
@@ -199,14 +199,14 @@ class EmbeddingDerivatives(BaseDerivatives):
         if approximation == "reduce":
             return [input_factor(self._counts(c, num_n), None, max_size) / prod(axes) ** 2]
         # how often a sample ("expand": a position) reads each token
-        counts = self._lookups(c).token.bincount(minlength=c.module.num_embeddings)
+        counts = self._lookups(c).token.bincount(minlength=len(c.params["weight"]))
         count = num_n * (prod(axes) if approximation == "expand" else 1)
         diagonal = counts.to(c.params["weight"].dtype) / count
         return [diagonal.diag() if len(diagonal) <= max_size else diagonal]
 
     def _counts(self, c: Context, num_n: int, rows_per_sample: int = 1) -> Tensor:
         """Sum the scaled one-hot rows of each sample: ``[N, 1, W]``."""
-        looked_up, size = self._lookups(c), c.module.num_embeddings
+        looked_up, size = self._lookups(c), len(c.params["weight"])
         ones = c.params["weight"].new_ones(1, len(looked_up.token), 1)
         where = looked_up.sample // rows_per_sample * size + looked_up.token
         return sum_at(looked_up.scaled(ones), where, num_n * size).reshape(num_n, 1, size)
