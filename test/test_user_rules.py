@@ -915,6 +915,19 @@ def test_patched_forward_does_not_inherit() -> None:
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, reference, batch))
 
 
+def test_patched_helper_does_not_inherit() -> None:
+    """As in programs that let images wrap around."""
+    model, batch = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2)), data()
+    model.extend([nn.Flatten(), nn.Linear(4, 2)])
+    reference = nn.Sequential(model[0], CausalConv(1, 2, 2), *model[2:])
+    reference.load_state_dict(model.state_dict())
+    helper = model[1]._conv_forward
+    model[1]._conv_forward = lambda x, *args: helper(x.flip(2), *args)
+    params = run(model, extensions.BatchGrad(), extensions.DiagGGNExact(), batch=batch)
+    check(params, "grad_batch", truth(oracle.batch_grad, reference, batch))
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, reference, batch))
+
+
 def test_subclass_that_is_called_differently() -> None:
     assert class_derivatives(CalledDifferently) is None
     assert class_derivatives(RenamedLinear) is class_derivatives(nn.Linear) is not None

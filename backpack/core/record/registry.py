@@ -34,6 +34,8 @@ HARMLESS = {
     *("__init__", "extra_repr", "__repr__", "reset_parameters"),
     *("__getstate__", "__setstate__"),
 }
+# Methods that a program may replace for one module: it then computes something else.
+REPLACED = frozenset({"forward", "_conv_forward"})
 
 
 def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleClass]:
@@ -137,11 +139,12 @@ def _is_of_fsdp(cls: type) -> bool:
 def derivatives_of(module: Module) -> Rule | None:
     """Return the derivatives registered for ``module``, or None.
 
-    A program may replace ``forward``, of a module or of a class: that is another function.
+    A program may replace ``forward``, of a module or of a class, or what a convolution calls there:
+    that is another function.
     """
     kind = type(module)
     rule, forward = _CACHE.get(ref(kind)) or _cached(kind)
-    if rule is None or "forward" in vars(module) or kind.forward is not forward:
+    if rule is None or not REPLACED.isdisjoint(vars(module)) or kind.forward is not forward:
         return None
     return rule
 
