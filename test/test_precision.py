@@ -192,6 +192,20 @@ def test_gradient_scaler() -> None:
     scaler.update()
 
 
+def test_default_epsilon_is_that_of_the_module() -> None:
+    """Not that of the precision in which derivatives are computed."""
+    X, y = (t[:, :2] if t.dim() > 1 else t for t in data())
+    results = []
+    for eps in (None, torch.finfo(torch.float32).eps):
+        model = extend(nn.Sequential(nn.Linear(2, 4, bias=False), nn.RMSNorm(4, eps=eps)))
+        nn.init.constant_(model[0].weight, 1e-4)
+        loss = extend(nn.CrossEntropyLoss())(model(X).double(), y)
+        with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+            loss.backward()
+        results += [[v for p in model.parameters() for v in (p.diag_ggn_exact, p.diag_h)]]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("first", [torch.float64, torch.bfloat16])
 def test_parameters_of_different_precisions(first: torch.dtype) -> None:
     class Cast(nn.Module):

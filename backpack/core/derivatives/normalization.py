@@ -231,8 +231,8 @@ class RMSNormDerivatives(LayerNormDerivatives):
         """Return ε; by default that of the precision torch computes in."""
         if c.module.eps is not None:
             return c.module.eps
-        dtype = torch.promote_types(c.input.dtype, torch.float32)
-        return torch.finfo(dtype).eps
+        own = c.call.inputs[0].dtype  # not the one that the derivatives are computed in
+        return torch.finfo(torch.promote_types(own, torch.float32)).eps
 
 
 def _of_transformers(package: str, prefix: str) -> str:
