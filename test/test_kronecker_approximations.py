@@ -467,3 +467,18 @@ def test_a_part_of_the_batch_whose_targets_are_all_ignored() -> None:
             loss(layer(X).flatten(0, 1), y).backward()
     rows = X.flatten(0, 1)
     close(layer.weight.kflr[1], rows.T @ rows / len(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_factor_of_many_patches_in_low_precision(dtype: torch.dtype) -> None:
+    """The sum over all of them may exceed the largest number of half precision."""
+    body = nn.Conv2d(1, 1, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 2)
+    model = extend(nn.Sequential(*body).to(dtype))
+    X = 1 + torch.rand(N, 1, 160, 160).to(dtype)
+    loss = extend(nn.CrossEntropyLoss())(model(X), torch.arange(N) % 2)
+    with backpack(KFLR()):
+        loss.backward()
+    rows = nn.functional.unfold(X.double(), 2).mT.flatten(0, 1)
+    factor = model[0].weight.kflr[1]
+    assert factor.dtype == dtype
+    torch.testing.assert_close(factor.double(), rows.T @ rows / N, rtol=5e-3, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from contextvars import ContextVar
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
@@ -388,19 +388,19 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         before = [low for low, _ in self._margins(module)]
         if module.padding_mode != "zeros":
             x, before = self._pad(module, x, explicit=True), [0 for _ in before]
-        each = x.unflatten(1, (module.groups, -1)).flatten(0, 1)
+        # at least in single precision: the sum has more digits, and may be large
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        each = wide.unflatten(1, (module.groups, -1)).flatten(0, 1)
         size, stride, dilation = module.kernel_size, module.stride, module.dilation
         kernel = Kernel(size, stride, dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
-        return [patch_gram(each, kernel).div_(count)]
+        return [patch_gram(each, kernel).div_(count).to(x.dtype)]
 
     def kron_inputs_up_to(
         self, c: Context, name: str, approximation: str | None, max_size: float
     ) -> list[Tensor]:
         """Return A of the patches, or its diagonal, for which there need not be all patches."""
-        module = c.module
-        size = module.in_channels // module.groups * prod(module.kernel_size)
-        if name != "weight" or size <= max_size:
+        if name != "weight" or c.params["weight"][0].numel() <= max_size:
             return self.kron_inputs(c, name, approximation)
         return [self._diagonal(c, approximation)]
 
@@ -425,8 +425,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         self, c: Context, approximation: str | None = None, max_size: float = inf
     ) -> Tensor:
         """Return A of patches and one, ``[I/G·k + 1, I/G·k + 1]``, mean over G, or its diagonal."""
-        module = c.module
-        if module.in_channels // module.groups * prod(module.kernel_size) + 1 > max_size:
+        if c.params["weight"][0].numel() + 1 > max_size:
             own = self._diagonal(c, approximation)
             of_one = c.output.shape[2:].numel() if approximation is None else 1
             return torch.cat([own, own.new_full((1,), of_one)])
