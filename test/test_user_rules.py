@@ -876,6 +876,53 @@ class CausalConv(nn.Conv1d):
         return super()._conv_forward(input.flip(2), weight, bias)
 
 
+class LinearOfSines(nn.Linear):
+    """``y = sin(x) Wᵀ + b``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.sin())
+
+
+class Products:
+    """What a rule of it changes."""
+
+    def jvp(self, c: Any, t: Tensor) -> Any:
+        return t * c.x.cos() @ c.params["weight"].T
+
+    def vjp(self, c: Any, v: Tensor) -> Any:
+        return v @ c.params["weight"] * c.x.cos()
+
+
+class EarlierProducts:
+    """The same in the form of earlier versions."""
+
+    def _jac_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, subsampling: Any
+    ) -> Tensor:
+        return mat * subsample(module.input0, subsampling=subsampling).cos() @ module.weight.T
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, subsampling: Any
+    ) -> Tensor:
+        return mat @ module.weight * subsample(module.input0, subsampling=subsampling).cos()
+
+
+@pytest.mark.parametrize("products", [Products, EarlierProducts])
+def test_methods_that_are_mixed_into_a_rule(products: type) -> None:
+    """What the rule says of its methods (such as that they are linear) is not said of these."""
+
+    class OfSines(LinearDerivatives):
+        def affine_inputs(self, c: Any, name: str) -> list[Tensor | None]:
+            return [x if x is None else x.sin() for x in super().affine_inputs(c, name)]
+
+    register(LinearOfSines)(type("Rule", (products, OfSines), {}))
+    model = nn.Sequential(nn.Linear(3, 3), LinearOfSines(3, 3), nn.Sigmoid(), nn.Linear(3, 2))
+    batch = data()
+    params = run(model, extensions.DiagGGNExact(), extensions.DiagHessian(), batch=batch)
+    check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+    check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+
+
 def test_subclass_with_the_same_mathematics_inherits() -> None:
     model, batch = nn.Sequential(RenamedLinear(3, 3), nn.Sigmoid(), nn.Linear(3, 2)), data()
     params = run(model, extensions.BatchGrad(), extensions.DiagHessian(), batch=batch)

@@ -25,6 +25,7 @@ from backpack.core.derivatives.by_autograd import (
     second_products,
     transposed,
 )
+from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.sample_axes import SampleAxes
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
@@ -125,16 +126,17 @@ class BaseDerivatives(SampleAxes):
     def __init_subclass__(cls, **options: Any) -> None:
         """Note what follows from the methods that a subclass overrides."""
         super().__init_subclass__(**options)
-        overridden = _overridden(cls)
+        own = own_attributes(cls)
+        overridden = _overridden(own)
         fast.enroll(cls, overridden)
         for names, methods in FACTS.items():
-            known = vars(cls).keys() & set(names)
+            known = own.keys() & set(names)
             if not known and overridden & (methods or overridden):
                 for name in names:
                     setattr(cls, name, vars(BaseDerivatives)[name])
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
-        if "affine" in vars(cls) or "param_vjp" in vars(cls):
-            cls.acts_affinely = "affine" in vars(cls)
+        if "affine" in own or "param_vjp" in own:
+            cls.acts_affinely = "affine" in own
         cls.has_one_part = cls.assemble is BaseDerivatives.assemble
         cls.tells_curvature = cls.hessian_is_zero is not BaseDerivatives.hessian_is_zero
         cls.tells_linearity = cls.is_linear_in_params is not BaseDerivatives.is_linear_in_params
@@ -759,14 +761,14 @@ class BaseDerivatives(SampleAxes):
         return Size([*shape[:axis], len(row_numbers(shape[axis], rows)), *shape[axis + 1 :]])
 
 
-def _overridden(cls: type) -> set[str]:
-    """Return the names of the methods that a rule class has itself, but for fast bodies.
+def _overridden(own: Mapping[str, Any]) -> set[str]:
+    """Return the names of the methods among what a rule class has itself, but for fast bodies.
 
     ``weight_vjp`` of a parameter is part of ``param_vjp``.
     """
     names = {
         name
-        for name, value in vars(cls).items()
+        for name, value in own.items()
         if not name.startswith("__") and not fast.is_body(value)
         if callable(value) or isinstance(value, property | staticmethod | classmethod)
     }

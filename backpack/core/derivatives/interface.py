@@ -226,6 +226,16 @@ def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any
         )
 
 
+def own_attributes(cls: type) -> dict[str, Any]:
+    """Return what a rule class has itself, or mixes in: classes before its base that are no rules."""
+    own: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base is not cls and issubclass(base, Interface):
+            break
+        own = {**vars(base), **own}
+    return own
+
+
 class Interface:
     """Products with ``(module, g_inp, g_out, mat)`` as arguments.
 
@@ -249,7 +259,7 @@ class Interface:
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a rule that is written in the form of the interface the methods of ours."""
         super().__init_subclass__(**options)
-        for name, function in list(vars(cls).items()):
+        for name, function in own_attributes(cls).items():
             for method, own in _translations(name, function):
                 setattr(cls, method, own)
 
