@@ -1256,3 +1256,41 @@ def test_extension_without_a_kind() -> None:
     with pytest.raises(NotImplementedError), backpack(BackpropExtension("x")):
         forward(model, data()).backward()
     assert_clean(model)
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (nn.PixelShuffle(2), (4, 2, 2)),
+        (nn.PixelUnshuffle(2), (1, 4, 4)),
+        (nn.Fold((3, 3), 2), (8, 4)),
+        (nn.Unfold(2), (4, 3, 3)),
+        (nn.ZeroPad2d((1, 1, 1, 0)), (4, 4)),
+        (nn.ConstantPad1d((0, 2), 1.0), (4,)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
+def test_spatial_modules_without_a_batch_axis(module: nn.Module, shape: Any, ext: Any) -> None:
+    model = extend(nn.Sequential(nn.PReLU(), module, nn.Flatten(0)))
+    prediction = model(torch.randn(shape))
+    loss = extend(nn.MSELoss())(prediction, torch.zeros_like(prediction))
+    name = type(module).__name__
+    match = rf"'1' \({name}\).* without a batch axis"
+    with pytest.raises(ValueError, match=match), backpack(ext()):
+        loss.backward()
+
+
+def test_convolution_of_a_parameter_without_a_batch_axis() -> None:
+    class Filtered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signal, self.conv = nn.Parameter(torch.randn(1, 6)), nn.Conv1d(1, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.conv(self.signal).flatten()
+
+    model, loss = extend(Filtered(), use_converter=True), extend(nn.MSELoss())
+    match = r"'conv' \(Conv1d\).* without a batch axis"
+    with pytest.raises(ValueError, match=match), backpack(extensions.BatchGrad()):
+        loss(model(torch.rand(N, 8)), torch.zeros(N, 8)).backward()

@@ -47,7 +47,7 @@ def apply_transposed(
     *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
     *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
     *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-    *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Fold, nn.Unfold),
+    nn.ChannelShuffle,
 )
 class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J t = f(t)``."""
@@ -76,6 +76,17 @@ class LinearMapDerivatives(BaseDerivatives):
             return apply_transposed(lambda x: self.linear_map(c, x), shape, s)
 
         return map_rows(pull, v)
+
+
+@register(nn.PixelShuffle, nn.PixelUnshuffle, nn.Fold, nn.Unfold)
+class ChannelsInSpaceDerivatives(LinearMapDerivatives):
+    """Channels become neighbours in space, or the other way round."""
+
+    reads_input = False
+
+    def min_dims(self, module: nn.Module) -> int:
+        """Return 4: batch, channels, and two axes in space, which ``Unfold`` makes one."""
+        return 3 if isinstance(module, nn.Unfold) else 4
 
 
 @register(nn.Flatten, nn.Identity, nn.Unflatten)
@@ -116,11 +127,21 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
 class ConstantPadDerivatives(LinearMapDerivatives):
     """Padding with a constant: its linear part pads with zeros, and the transpose cuts them off."""
 
+    batch_axis = BatchAxis.LEADING
     reads_input = False
 
     def padding(self, module: Any) -> Sequence[int]:
         """Return how many entries are added before and after each axis, last axis first."""
         return module.padding
+
+    def trailing_axes(self, module: Any) -> int:
+        """Return how many axes are padded, counted from the last one."""
+        widths = self.padding(module)
+        return (max((i for i, width in enumerate(widths) if width), default=-1) + 2) // 2
+
+    def min_dims(self, module: Any) -> int:
+        """Return the number of padded axes, and that of the batch."""
+        return self.trailing_axes(module) + 1
 
     def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Pad with zeros."""
@@ -136,12 +157,7 @@ class ConstantPadDerivatives(LinearMapDerivatives):
 class PadDerivatives(ConstantPadDerivatives):
     """Padding of any mode; the linear part of the constant mode pads with zeros."""
 
-    batch_axis = BatchAxis.LEADING
     reads_input = False
-
-    def trailing_axes(self, module: Any) -> int:
-        """Return how many axes are padded, counted from the last one."""
-        return (max((i for i, width in enumerate(module.pad) if width), default=-1) + 2) // 2
 
     def padding(self, module: Any) -> Sequence[int]:
         """Return how many entries are added before and after each axis, last axis first."""

@@ -836,7 +836,7 @@ class Call(ModuleState):
                 "the network's data, but a later module needs them elsewhere. Give the network "
                 "data with the batch axis first, or let a recurrent module come before functions."
             )
-        if len(shape) < rule.min_dims(self.module) and not self.is_unbatched:
+        if len(shape) < rule.min_dims(self.module) and (self.is_of_copies or not self.is_unbatched):
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
 
     def _check_parameters(self, trained_only: bool) -> None:
