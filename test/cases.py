@@ -938,6 +938,12 @@ def _tied(layers: Sequence[nn.Module], source: int, *others: int, bias: bool = F
     return nn.Sequential(*layers)
 
 
+def _one_for(module: nn.Module, first: str, second: str) -> nn.Module:
+    """Let a module have one parameter under two names."""
+    setattr(module, second, getattr(module, first))
+    return module
+
+
 def _frozen(model: nn.Sequential, *names: str) -> nn.Module:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
@@ -1059,6 +1065,17 @@ def _network_cases() -> list[Case]:
             "tied-weight-one-bias",
             lambda: _tied([nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3)], 0, 2),
             (3,),
+            tags="tied",
+        ),
+        network(
+            "tied-in-one-module",
+            lambda: nn.Sequential(
+                nn.Linear(4, 3),
+                _one_for(nn.LayerNorm(3), "weight", "bias"),
+                nn.Tanh(),
+                nn.Linear(3, 3),
+            ),
+            (4,),
             tags="tied",
         ),
         network(
@@ -1357,6 +1374,13 @@ def _recurrent_cases() -> list[Case]:
         case(
             "lstm-2-layers",
             lambda: _recurrent(nn.LSTM(2, 1, 2, bias=False, **first), last=False),
+        ),
+        case(
+            "rnn-tied-in-one-module",
+            lambda: _recurrent(
+                _one_for(nn.RNN(2, 2, **first), "weight_ih_l0", "weight_hh_l0"), last=False
+            ),
+            tags="recurrent tied",
         ),
         case("lstm-projected", lambda: _recurrent(nn.LSTM(2, 2, proj_size=1, **first))),
         case(

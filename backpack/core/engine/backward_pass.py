@@ -649,7 +649,10 @@ class BackwardPass:
             call.compute_in_one_precision()
         exts = self.first_order
         if self.has_rules or self._unsupported_reason(call) is not None:
-            self._run_at([call], {p: [(call, name)] for name, p in call.trained.items()}, exts)
+            uses: dict[Parameter, list[tuple[Call, str]]] = {}
+            for name, p in call.trained.items():
+                uses.setdefault(p, []).append((call, name))
+            self._run_at([call], uses, exts)
         elif call.trained:
             self._extract(_gradient_use(call, None, folds=True).of_all, exts)
 

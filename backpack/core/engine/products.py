@@ -94,9 +94,9 @@ class Use:
     @property
     def of_all(self) -> dict[Parameter, list[Use]]:
         """The uses of all trained parameters of the call, with the same columns."""
-        uses = {}
+        uses: dict[Parameter, list[Use]] = {}
         for name, p in self.call.trained.items():
-            uses[p] = [self.of(name)]
+            uses.setdefault(p, []).append(self.of(name))  # a module may have it under two names
         return uses
 
     def apply(self, method: str, *arguments: Any) -> Any:
