@@ -195,6 +195,31 @@ def test_positive_curvature_products(case: Case, modify: str) -> None:
         torch.testing.assert_close(mine, block, **TOLERANCE)
 
 
+class Gain(nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 4] -> [N, 3]."""
+        return self.layer(x) * self.gain
+
+
+@pytest.mark.parametrize(("modify", "share"), [("clip", 0.5), ("abs", 1.0)])
+def test_positive_curvature_of_a_factor_without_axes(modify: str, share: float) -> None:
+    """That of g·h·s at (h, s) has eigenvalues ±|g|, and half of either belongs to s."""
+    model, X = Gain().double(), torch.randn(5, 4, dtype=torch.float64)
+    output = extend(model, use_converter=True)(X)
+    loss = extend(nn.MSELoss(reduction="sum"))(output, torch.zeros(5, 3, dtype=torch.float64))
+    with backpack(extensions.PCHMP(modify=modify)):
+        loss.backward()
+    p, gradients = model.gain, 2 * output.detach()
+    expected = 2 * (output.detach() / p).square().sum() + share * gradients.norm(dim=1).sum()
+    torch.testing.assert_close(p.pchmp(torch.ones_like(p)), expected.detach(), **TOLERANCE)
+
+
 @pytest.mark.parametrize("case", select("mixing"), ids=str)
 def test_networks_that_mix_samples(case: Case) -> None:
     params = run(

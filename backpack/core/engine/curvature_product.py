@@ -122,10 +122,10 @@ class CurvatureBlock:
                 "that this product belongs to. Evaluate products before changing parameters."
             )
         p = self.parameter
+        if mat.shape == p.shape:  # first: what has no axes has none behind the first one, either
+            return self.product(mat.unsqueeze(0)).squeeze(0)
         if mat.shape[1:] == p.shape:
             return self.product(mat)
-        if mat.shape == p.shape:
-            return self.product(mat.unsqueeze(0)).squeeze(0)
         raise ValueError(
             f"Expected vectors of shape {['V', *p.shape]} (or without V), got {list(mat.shape)}."
         )
@@ -279,7 +279,9 @@ class CurvatureBlock:
 
         def joined(parts: Sequence[Tensor | None], num_v: int) -> Tensor:
             flat = [
-                like.new_zeros(num_v, count, size) if part is None else part.flatten(2)
+                like.new_zeros(num_v, count, size)
+                if part is None
+                else part.reshape(num_v, count, size)
                 for part, size in zip((parts[i] for i in varying), sizes, strict=True)
             ]
             return torch.cat(flat, -1)
