@@ -195,6 +195,18 @@ def test_positive_curvature_products(case: Case, modify: str) -> None:
         torch.testing.assert_close(mine, block, **TOLERANCE)
 
 
+def test_products_with_no_vectors() -> None:
+    model, loss_function = extend(nn.Conv1d(2, 3, 2)), extend(nn.MSELoss())
+    output = model(torch.rand(4, 2, 5))
+    fields = ["ggnmp", "hmp", "pchmp"]
+    with backpack(extensions.GGNMP(), extensions.HMP(), extensions.PCHMP(), extensions.EKFAC()):
+        loss_function(output, torch.zeros_like(output)).backward()
+    for p in model.parameters():
+        none = torch.zeros(0, *p.shape)
+        for product in [*(getattr(p, field) for field in fields), p.ekfac.product]:
+            assert product(none).shape == none.shape
+
+
 class Gain(nn.Module):
     """A parameter without axes."""
 

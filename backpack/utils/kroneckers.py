@@ -77,7 +77,7 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
             tensor = (tensor.movedim(last, -1) * factor).movedim(-1, 0)
         else:
             tensor = torch.tensordot(factor, tensor, dims=([1], [last]))
-    return tensor.reshape(-1, *mat.shape[1:])
+    return tensor.reshape(prod(factor.shape[0] for factor in factors), *mat.shape[1:])
 
 
 def inv_kfac_mat_prod(factors: Sequence[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
@@ -258,9 +258,8 @@ class EigenKronecker:
         rows = mat.reshape(-1, *self.shape)
         rows = rows.transpose(1, 2) if self.swaps_axes else rows
         shape = rows.shape
-        turned = apply_kfac_mat_prod(
-            list(map(transposed, self.bases)), rows.reshape(len(rows), -1).T
-        )
+        columns = rows.reshape(len(rows), self.shape.numel()).T
+        turned = apply_kfac_mat_prod(list(map(transposed, self.bases)), columns)
         turned = values.flatten().unsqueeze(1) * turned
         found = apply_kfac_mat_prod(self.bases, turned).T.reshape(shape)
         found = found.transpose(1, 2) if self.swaps_axes else found

@@ -125,7 +125,7 @@ class CurvatureBlock:
         if mat.shape == p.shape:  # first: what has no axes has none behind the first one, either
             return self.product(mat.unsqueeze(0)).squeeze(0)
         if mat.shape[1:] == p.shape:
-            return self.product(mat)
+            return self.product(mat) if len(mat) else torch.zeros_like(mat)
         raise ValueError(
             f"Expected vectors of shape {['V', *p.shape]} (or without V), got {list(mat.shape)}."
         )
