@@ -482,6 +482,17 @@ def test_whole_extension() -> None:
     assert ext.merged == 0
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_whole_extension_refuses_a_parameter_that_is_used_twice(is_tied: bool) -> None:
+    first = nn.Linear(3, 3)
+    second = nn.Linear(3, 3) if is_tied else first
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.Sigmoid(), second)
+    with pytest.raises(NotImplementedError, match="several times"):
+        run(model, UserDiagGGN(), batch=data())
+    assert not any(vars(p) for p in model.parameters())
+
+
 class Branches(nn.Module):
     """One tensor with two consumers."""
 

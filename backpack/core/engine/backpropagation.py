@@ -44,6 +44,7 @@ from backpack.core.engine.products import Products, Use, extract_each
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
+    check_used_once,
     sample_counts,
     what_is_passed_on,
 )
@@ -908,12 +909,7 @@ class Backpropagation:
 
     def _add_rule_value(self, p: Parameter, ext: Extension, value: Any) -> None:
         """Sum what a user's rule returns over the losses and over the uses of a parameter."""
-        if len(self.plan.uses.get(p, ())) > 1:
-            raise NotImplementedError(
-                f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
-                "several times. Register derivatives instead "
-                "(backpack.core.derivatives.register)."
-            )
+        check_used_once(self.plan, p, ext)
         if (p, ext) in self.rule_values:
             value = ext.accumulate_backpropagated_quantities(self.rule_values[p, ext], value)
         self.rule_values[p, ext] = value

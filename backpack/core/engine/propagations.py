@@ -30,7 +30,12 @@ from backpack.core.engine.extracted import IDENTITY, REDUCTIONS, UNSLICED, Bases
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
-from backpack.core.engine.user_rules import call_gradients, check_passed_on, sample_counts
+from backpack.core.engine.user_rules import (
+    call_gradients,
+    check_passed_on,
+    check_used_once,
+    sample_counts,
+)
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.rows import Rows, row_numbers
@@ -458,10 +463,15 @@ class UserRules(Propagation):
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Run the rules from the loss to the inputs; sums over branches are the extension's."""
         (ext,) = exts
+
+        def save_once(p: Parameter, ext: Extension, value: Any) -> None:
+            check_used_once(plan, p, ext)
+            save(p, ext, value)
+
         ext.saved_quantities.clear()
         try:
             for call in reversed(plan.calls):
-                self._through(plan, call, ext, subsampling, save)
+                self._through(plan, call, ext, subsampling, save_once)
         finally:
             ext.saved_quantities.clear()
 
@@ -471,7 +481,7 @@ class UserRules(Propagation):
         call: Call,
         ext: Extension,
         subsampling: Subsampling,
-        save: Save,
+        save: Callable[[Parameter, Extension, Any], None],
     ) -> None:
         quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
         if rule is not None:

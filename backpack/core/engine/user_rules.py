@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from backpack.context import disable
 from backpack.core.engine import call_products
@@ -36,6 +37,20 @@ def sample_counts(
     # the rule may know better where the samples are, if that is only assumed
     apart = len(shape) > 2 and layout is not None and layout.assumed and not call.is_unbatched
     return {samples, rows, shape[1]} if apart else {samples, rows}
+
+
+def check_used_once(plan: Plan, p: Parameter, ext: Extension) -> None:
+    """Refuse what a user's rule returns for one of several uses of a parameter.
+
+    Raises:
+        NotImplementedError: If there are several.
+    """
+    if len(plan.uses.get(p, ())) > 1:
+        raise NotImplementedError(
+            f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
+            "several times. Register derivatives instead "
+            "(backpack.core.derivatives.register)."
+        )
 
 
 def check_passed_on(
