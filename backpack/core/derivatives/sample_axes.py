@@ -246,7 +246,6 @@ class SampleAxes(Interface):
         """Return inputs and outputs with the samples where the rule expects them."""
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
         main = next((layout for layout in call.layouts_in + call.layouts_out if layout), None)
-        rows = None if leading else call.scattered_rows()
 
         def view(x: Any, layout: Layout | None, axis: int | None) -> Any:
             if not isinstance(x, Tensor) or axis is None or (layout is None and x.dim() == 0):
@@ -255,6 +254,7 @@ class SampleAxes(Interface):
                 layout = main
             if layout is None or not (layout.is_batched or call.is_unbatched):
                 # each sample reads its own row: the one at the same place as those of the others
+                rows = None if leading else call.scattered_rows()
                 if rows is None or x.shape[axis] % rows.length:
                     return x
                 x = x.movedim(axis, 0).unflatten(0, (rows.length, -1))

@@ -218,8 +218,8 @@ class Plan:
                 "no partner in the other. Use one backward pass for each batch."
             )
 
-    def check_one_batch_for_all(self, what: str) -> None:
-        """Refuse ``what`` in a backward pass through batches of different sizes.
+    def check_one_batch_for_all(self, what: str | Call) -> None:
+        """Refuse ``what``, or a call without samples, in a pass through batches of several sizes.
 
         Raises:
             ValueError: If the sizes differ.
@@ -227,8 +227,9 @@ class Plan:
         sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
             uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
+            name = what if isinstance(what, str) else f"{what!r} has no samples, and"
             raise ValueError(
-                f"{what} is used on batches of different sizes ({uses}): samples of one have no "
+                f"{name} is used on batches of different sizes ({uses}): samples of one have no "
                 "partner in the other. Use one backward pass for each batch."
             )
 

@@ -25,7 +25,7 @@ def separate_samples(plan: Plan) -> None:
     alone = next(filter(attrgetter("is_unbatched"), plan.calls), None)
     if alone is None:
         return
-    plan.check_one_batch_for_all(f"{alone!r} has no samples, and")
+    plan.check_one_batch_for_all(alone)
     cotangents: dict[Origin, Factor] = {}
     apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
     for call in reversed(plan.calls):
