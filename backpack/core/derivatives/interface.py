@@ -227,7 +227,7 @@ def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any
 
 
 def own_attributes(cls: type) -> dict[str, Any]:
-    """Return what a rule class has itself, or mixes in: classes before its base that are no rules."""
+    """Return what a rule class has itself, or mixes in from classes before its base."""
     own: dict[str, Any] = {}
     for base in cls.__mro__:
         if base is not cls and issubclass(base, Interface):
