@@ -959,6 +959,18 @@ def test_a_part_is_not_counted_twice() -> None:
     optimiser.step()
 
 
+def test_a_batch_that_was_dropped_is_not_used() -> None:
+    """A backward pass outside of the context has no clipped gradients, not those before it."""
+    model, lossfunc = network(), extend(nn.CrossEntropyLoss())
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with backpack(*optimiser.extensions):
+        lossfunc(model(X), Y).backward()
+    optimiser.zero_grad()
+    lossfunc(model(X), Y).backward()
+    with pytest.raises(RuntimeError, match="grad_clipped .*backward.. inside `with backpack"):
+        optimiser.step()
+
+
 def test_a_step_without_samples_is_noise() -> None:
     model = network()
     model[0].bias.requires_grad_(False)

@@ -184,12 +184,18 @@ class ExtensionOptimizer(Optimizer):
             raise self._missing(p, f"has a gradient, but no {name}")
         if isinstance(value, list) and not value:
             return value  # a bias, whose weight has a value for both
-        tensor = value[0] if isinstance(value, list) else value
         used = self._used.get(p)
-        if used is not None and used() is tensor:
+        self._use(p)
+        if used is not None and used() is self._used[p]():
             raise self._missing(p, f"has the {name} that was used by the step before")
-        self._used[p] = ref(tensor)
         return value
+
+    def _use(self, p: Tensor) -> None:
+        """Note that what the extension has saved for a parameter is used, if there is anything."""
+        value = getattr(p, self.extension.savefield, None)
+        tensor = next(iter(value), None) if isinstance(value, list) else value
+        if tensor is not None:
+            self._used[p] = ref(tensor)
 
     def _missing(self, p: Tensor, what: str) -> RuntimeError:
         name = f"{type(self).__name__}: {self._describe(p)}"

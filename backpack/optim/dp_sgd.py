@@ -219,6 +219,20 @@ class DPOptimizer(ExtensionOptimizer):
             norms = p.clip_norms  # type: ignore[attr-defined]
             self._below += float((norms <= self.max_grad_norm).sum()) - len(norms) / 2
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and let no step use what was clipped before.
+
+        A backward pass outside of the context of ``extensions`` would else be one whose step takes
+        the clipped gradients of another batch.
+
+        Args:
+            set_to_none: Whether to set them to None, instead of zero.
+        """
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._use(p)
+
     def step_without_samples(self) -> None:
         """Do the step of an empty batch, of noise alone, for all parameters that are trained.
 

@@ -229,7 +229,8 @@ def _divides_by_targets(node: Any) -> bool:
         return False
     if node._saved_weight is not None:
         return True
-    return bool((node._saved_target == node._saved_ignore_index).any())
+    targets = node._saved_target.long()  # as uint8, -100 is 156
+    return bool((targets == node._saved_ignore_index).any())
 
 
 def _reduction(node: Any) -> LossReduction | None:

@@ -41,6 +41,7 @@ class ModuleState:
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
+        reduction: What a loss did with its terms.
         addresses: Where its parameters were in memory.
         kept_values: What parameters were that have changed since the backward pass began.
         precision: What derivatives are computed in, if the network is of several precisions.
@@ -59,6 +60,7 @@ class ModuleState:
         "params",
         "precision",
         "read",
+        "reduction",
         "shards",
         "training",
         "views",
@@ -67,6 +69,7 @@ class ModuleState:
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
         self.module, self.training = module, module.training
+        self.reduction = vars(module).get("reduction")
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
