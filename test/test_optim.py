@@ -967,7 +967,7 @@ def test_a_batch_that_was_dropped_is_not_used() -> None:
         lossfunc(model(X), Y).backward()
     optimiser.zero_grad()
     lossfunc(model(X), Y).backward()
-    with pytest.raises(RuntimeError, match="grad_clipped .*backward.. inside `with backpack"):
+    with pytest.raises(RuntimeError, match=r"grad_clipped .*backward.. inside `with backpack"):
         optimiser.step()
 
 
