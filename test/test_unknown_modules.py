@@ -96,6 +96,15 @@ def test_right(name: str, size: int) -> None:
             torch.testing.assert_close(p.hmp(units).reshape(block.shape), block, **TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_tensors_without_memory() -> None:
+    """On the meta device, shapes are known, and no sample is found to depend on others."""
+    model, (X, y) = around(Leaf(RIGHT["own-kernel"])).to("meta"), data()
+    run(model, X.to("meta"), y.to("meta"), extensions.BatchGrad(), extensions.DiagGGNExact())
+    for p in model.parameters():
+        assert p.grad is None or p.grad_batch.shape == (N, *p.diag_ggn_exact.shape)
+
+
 CUMULATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "alone": lambda x, sums: sums,
     "some-of-it": lambda x, sums: torch.cat([sums[:, 2:], x[:, :2]], 1),

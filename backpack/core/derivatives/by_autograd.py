@@ -196,23 +196,22 @@ def _quietly() -> Iterator[None]:
 
 def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     """Whether two tensors agree, up to rounding of their precision, or to a coarser one."""
+    return _agree_to(max(rounding, torch.finfo(one.dtype).eps) ** 0.5 * 10, one, other)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two results of the same computation agree, but for the order in which sums add up."""
+    return _agree_to(torch.finfo(one.dtype).eps * 10, one, other)
+
+
+def _agree_to(tolerance: float, one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     if one.is_meta:
         return True
     one, other = one.detach(), other.detach()
-    tolerance = max(rounding, torch.finfo(one.dtype).eps) ** 0.5 * 10
     scale = float(other.abs().nan_to_num(posinf=0).max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two results of the same computation agree, but for the order in which sums add up."""
-    if one.shape != other.shape:
-        return False
-    size = torch.finfo(one.dtype).eps * 10
-    scale = float(one.abs().nan_to_num(posinf=0).max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=size, atol=size * scale, equal_nan=True)
 
 
 def with_other_samples(x: Tensor, axis: int, kept: Rows) -> Tensor:
