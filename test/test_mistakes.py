@@ -981,6 +981,34 @@ def test_second_order_behind_distributed_data_parallel(
     torch.testing.assert_close(results[0], results[1])
 
 
+class Counted(nn.Module):
+    """Divides by a number of all processes, as a layer (whose rule nobody knows) or as a loss."""
+
+    reduction = "mean"
+
+    def __init__(self, counts: list[Tensor]) -> None:
+        super().__init__()
+        self.__dict__["count"] = counts.append
+
+    def forward(self, z: Tensor, y: Tensor | None = None) -> Tensor:
+        n = torch.ones(())
+        distributed.all_reduce(n)
+        self.count(n)
+        return z / n if y is None else F.cross_entropy(z, y) / n
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_operations_of_several_processes_are_not_repeated(one_process: None, is_loss: bool) -> None:
+    """By one alone, as where shapes differ: the others would wait, or take it for another one."""
+    counts: list[Tensor] = []
+    layers = [nn.Linear(3, 4), nn.Identity() if is_loss else Counted(counts)]
+    model, loss = extend(nn.Sequential(*layers)), Counted(counts) if is_loss else nn.MSELoss()
+    y = torch.arange(N) if is_loss else torch.rand(N, 4)
+    with backpack(BatchGrad()):
+        extend(loss)(model(torch.rand(N, 3)), y % 4).backward()
+    assert len(counts) == 1
+
+
 # ------------------------------------------------------------------ functions between modules
 
 

@@ -1524,9 +1524,35 @@ def test_dp_sgd_refuses_losses_that_mix_samples(
     )
     name = type(loss).__name__
     told = pytest.warns(UserWarning, match=f"mixes the samples of a batch, in {name}")
-    with told if is_told else nullcontext(), backpack(optimiser.extension):
+    with told if is_told else nullcontext() as caught, backpack(optimiser.extension):
         extend(loss)(model(torch.rand(4, 3)), *arguments).backward()
+    for warning in caught or []:
+        assert "Let each term of the loss depend on one sample" in str(warning.message)
+        assert "GroupNorm" not in str(warning.message)
     with pytest.raises(ValueError, match=f"{name}.*would not be private"):
+        optimiser.step()
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["once", "random"])
+def test_dp_sgd_refuses_losses_that_cannot_be_evaluated_again(fails: bool) -> None:
+    """None of them is said to mix samples, and none not to do so."""
+
+    class Loss(nn.Module):
+        def forward(self, z: Tensor, generator: Any) -> Tensor:
+            if fails:
+                next(generator)
+                return z.square().mean()
+            return (z - torch.rand(z.shape, generator=generator)).square().mean()
+
+    model, name = extend(nn.Linear(3, 1)), DPSGD.__name__
+    optimiser = DPSGD(
+        model.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=4
+    )
+    generator = iter([1]) if fails else torch.Generator()
+    with warnings.catch_warnings(), backpack(optimiser.extension):
+        warnings.simplefilter("error")
+        extend(Loss())(model(torch.rand(4, 3)), generator).backward()
+    with pytest.raises(ValueError, match=f"{name}.*cannot be told, because of Loss"):
         optimiser.step()
 
 

@@ -301,14 +301,9 @@ class FunctionDerivatives(AutomaticDerivatives):
         return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters.
-
-        Data, such as running statistics, that a function may change in place is copied.
-        """
+        """Return the output for other inputs and parameters, which it may change in place."""
         if treatment_by(c.module) is None:
-            inputs = tuple(
-                x.clone() if isinstance(x, Tensor) and not x.requires_grad else x for x in inputs
-            )
+            inputs = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
         return super().evaluate(c, params, *inputs)
 
     sees_samples_first = never  # the rule needs to know the axes

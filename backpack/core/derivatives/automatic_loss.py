@@ -24,6 +24,7 @@ from backpack.core.derivatives.automatic import attributes_kept, hidden_paramete
 from backpack.core.derivatives.basederivatives import never, no_axes
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
+    alone,
     close,
     is_same,
     with_other_samples,
@@ -52,7 +53,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     batch_axis = BatchAxis.LEADING
     trailing_axes = no_axes
-    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool]]] = WeakKeyDictionary()
+    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
 
     def hessian_is_psd(self) -> bool:
         """Return False: nothing is known."""
@@ -124,7 +125,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     # ------------------------------------------------------------------ samples that meet
 
-    def couples_samples_unseen(self, call: Call) -> bool:
+    def couples_samples_unseen(self, call: Call) -> bool | None:
         """Return whether it mixes samples; found out once for each loss and shape."""
         known = self._mixing.setdefault(call.module, {})
         options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
@@ -133,53 +134,58 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             known[key] = self._meet(call, at_predictions=True)
         return known[key]
 
-    def divides_by_targets(self, call: Call) -> bool:
+    def divides_by_targets(self, call: Call) -> bool | None:
         """Return whether a sample's gradient depends on the targets of others, in this call."""
         return self._meet(call, at_predictions=False)
 
-    def _meet(self, call: Call, at_predictions: bool) -> bool:
-        """Return whether a sample's gradient depends on other samples.
+    def _meet(self, call: Call, at_predictions: bool) -> bool | None:
+        """Return whether a sample's gradient depends on other samples; None if it is not known.
 
         On their predictions (then theirs on those of the sample as well), or on all other tensors
         that have a row for each sample. It is evaluated for others, whose numbers have a 1 at some
         place in binary: any two samples differ in one of them.
         """
         try:
-            c = context_of(call, check=False)
-            evaluation, numbers = self.evaluation(c), self.predictions(c)
-            places = {i: call.place_in(i) for i in numbers}
-            given = {i: p for i, p in places.items() if p is not None and p.samples > 1}
-            if not given:
-                return False
-            first = next(iter(given))
-            rows = len(evaluation.inputs[first])
-            varied = {
-                i: given.get(i, given[first])
-                for i, x in enumerate(evaluation.inputs)
-                if (i in given if at_predictions else i not in numbers and _has_rows(x, rows))
-            }
-
-            def gradients(changed: Mapping[int, Tensor]) -> list[Tensor]:
-                leaves = [x.clone() if isinstance(x, Tensor) else x for x in evaluation.inputs]
-                leaves = [changed.get(i, x) for i, x in enumerate(leaves)]
-                xs = [leaves[i].detach().requires_grad_() for i in given]
-                with torch.enable_grad():  # clones: it may write on them
-                    for i, x in zip(given, xs, strict=True):
-                        leaves[i] = x.clone()
-                    total = evaluation.outputs({}, leaves)[0].sum()
-                found = torch.autograd.grad(total, xs, materialize_grads=True)
-                return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
-
-            before = evaluated_alike(partial(gradients, {}))
-            for bit in range((given[first].samples - 1).bit_length()):
-                changed = {i: _changed(evaluation.inputs[i], p, bit) for i, p in varied.items()}
-                after = evaluated_alike(partial(gradients, changed))
-                for b, a, place in zip(before, after, given.values(), strict=True):
-                    kept = _kept(len(b), place.samples, bit)
-                    if not is_same(b[kept], a[kept]):
-                        return True
+            with alone():
+                return self._depend(context_of(call, check=False), at_predictions)
         except Exception:  # out of its domain
+            return None
+
+    def _depend(self, c: Context, at_predictions: bool) -> bool | None:
+        numbers, inputs = self.predictions(c), self.as_called(c)
+        places = {i: c.call.place_in(i) for i in numbers}
+        given = {i: p for i, p in places.items() if p is not None and p.samples > 1}
+        if not given:
             return False
+        first = next(iter(given))
+        rows = len(inputs[first])
+        varied = {
+            i: given.get(i, given[first])
+            for i, x in enumerate(inputs)
+            if (i in given if at_predictions else i not in numbers and _has_rows(x, rows))
+        }
+
+        def gradients(bit: int | None = None) -> list[Tensor]:
+            leaves = [*inputs]
+            for i, place in varied.items() if bit is not None else ():
+                leaves[i] = _changed(inputs[i], place, bit)
+            for i in given:
+                leaves[i] = leaves[i].detach().requires_grad_()
+            with torch.enable_grad():  # copies: it may write on them
+                copies = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+                total = self.evaluation(c).outputs({}, copies)[0].sum()
+            xs = [leaves[i] for i in given]
+            found = torch.autograd.grad(total, xs, materialize_grads=True)
+            return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
+
+        before = evaluated_alike(gradients)
+        for bit in range((given[first].samples - 1).bit_length()):
+            after = evaluated_alike(partial(gradients, bit))
+            for b, a, place in zip(before, after, given.values(), strict=True):
+                kept = _kept(len(b), place.samples, bit)
+                if not is_same(b[kept], a[kept]):
+                    again = evaluated_alike(gradients)  # it may draw from a generator of its own
+                    return True if all(map(is_same, before, again)) else None
         return False
 
     # ------------------------------------------------------------------ Hessian by autograd

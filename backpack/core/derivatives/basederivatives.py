@@ -201,12 +201,18 @@ class BaseDerivatives(SampleAxes):
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None
 
-    def couples_samples_unseen(self, call: Call) -> bool:
-        """Return whether a call mixes samples though :meth:`couples_samples` does not say so."""
+    def couples_samples_unseen(self, call: Call) -> bool | None:
+        """Return whether a call mixes samples though :meth:`couples_samples` does not say so.
+
+        None if that cannot be found out.
+        """
         return False
 
-    def divides_by_targets(self, call: Call) -> bool:
-        """Return whether a loss divides by a number that depends on the targets of all samples."""
+    def divides_by_targets(self, call: Call) -> bool | None:
+        """Return whether a loss divides by a number that depends on the targets of all samples.
+
+        None if that cannot be found out.
+        """
         return False
 
     def param_names(self, module: Module) -> tuple[str, ...]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack.context import disable
 from backpack.core import fast
@@ -192,6 +193,31 @@ def _quietly() -> Iterator[None]:
     with _quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class _Alone(TorchDispatchMode):
+    """Lets operations of several processes be an error."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise NotImplementedError(f"{func} for an evaluation that is not part of the program.")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo
+
+
+def alone() -> AbstractContextManager[Any]:
+    """Evaluate here what other processes may not evaluate: they would wait, or add other numbers.
+
+    An operation of several processes is an error.
+    """
+    return (
+        _Alone() if distributed.is_available() and distributed.is_initialized() else nullcontext()
+    )
 
 
 def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:

@@ -15,7 +15,7 @@ from backpack.core.derivatives.automatic import (
     is_repeatable,
     refuse_totals,
 )
-from backpack.core.derivatives.by_autograd import Evaluation
+from backpack.core.derivatives.by_autograd import Evaluation, alone
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
@@ -34,7 +34,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     """
 
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
-    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool]]] = WeakKeyDictionary()
+    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
 
     def is_curved(self, call: Call) -> bool:
         """Return True: whether the function is affine may depend on the state of the module."""
@@ -42,9 +42,8 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change."""
-        leaves = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
         with attributes_kept(c.module):
-            return super().evaluate(c, params, *leaves)
+            return super().evaluate(c, params, *inputs)
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs: in the same place, else by trying.
@@ -84,17 +83,18 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         known = next((one.samples for one in call.layouts_in if one and one.is_batched), shape[0])
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
-    def couples_samples_unseen(self, call: Call) -> bool:
+    def couples_samples_unseen(self, call: Call) -> bool | None:
         """Return whether samples are mixed; found out once for each module and shape."""
         known = self._mixing.setdefault(call.module, {})
         key = (call.shape_in, call.training)
         if key not in known:
             evaluation = self._evaluation(context_of(call, check=False))
             try:
-                again = is_repeatable(evaluation)
-                known[key] = again and not evaluation.is_independent()
+                with alone():
+                    again = is_repeatable(evaluation)
+                    known[key] = again and not evaluation.is_independent()
             except Exception:  # nobody asks for its derivatives
-                known[key] = False
+                known[key] = None
         return known[key]
 
     def unsupported_reason(self, c: Context) -> str | None:

@@ -39,7 +39,7 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         """Number the inputs that are predictions of the loss inside."""
         return self._rule(c.module).predictions(c)
 
-    def couples_samples_unseen(self, call: Call) -> bool:
+    def couples_samples_unseen(self, call: Call) -> bool | None:
         """Return whether the loss inside does."""
         return self._rule(call.module).couples_samples_unseen(call)
 

@@ -91,10 +91,11 @@ class SampleFlow:
         exts: The first-order extensions, whose results are those of samples.
         entry: The call of ``backward()``, if it was noticed.
         modules: Modules that mix samples.
+        losses: Losses that do.
         functions: Functions that mix samples, or move them from the first axis.
         data: What mixes samples where no gradient passes.
         single: Losses that read rows of one sample alone.
-        unknown: Functions that cannot be looked at.
+        unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
     """
@@ -109,6 +110,7 @@ class SampleFlow:
         self.reduction: LossReduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         self.modules: dict[str, None] = {}
+        self.losses: dict[str, None] = {}
         self.functions: dict[str, None] = {}
         self.data: dict[str, None] = {}
         self.unknown: dict[str, None] = {}
@@ -143,12 +145,23 @@ class SampleFlow:
         self._follow(call, paths)
         if call.mixed_data is not None:
             self.data[call.mixed_data] = None
-        if call.couples_samples or (rule and not call.params and rule.couples_samples_unseen(call)):
-            self.modules[describe(call.module)] = None
-        if self.looks_at_loss and rule is not None and rule.divides_by_targets(call):
-            self.data[f"{describe(call.module)}, {DIVIDES}"] = None
-        if self.looks_at_loss and isinstance(rule, BaseLossDerivatives):
+        is_loss = isinstance(rule, BaseLossDerivatives)
+        if rule is not None:
+            mixes = call.couples_samples or (not call.params and rule.couples_samples_unseen(call))
+            if mixes is not False:
+                self._note(call, mixes, self.losses if is_loss else self.modules)
+            if self.looks_at_loss:
+                self._note(call, rule.divides_by_targets(call), self.data, f", {DIVIDES}")
+        if self.looks_at_loss and is_loss:
             self._note_reduction(call)
+
+    def _note(
+        self, call: Call, verdict: bool | None, kind: dict[str, None], what: str = ""
+    ) -> None:
+        if verdict:
+            kind[describe(call.module) + what] = None
+        elif verdict is None:
+            self.unknown[f"{describe(call.module)}, which cannot be evaluated again"] = None
 
     def _paths(self, call: Call) -> dict[int, Path]:
         """Return what is above those inputs that functions have computed; note foreign uses.
@@ -381,7 +394,7 @@ class SampleFlow:
         sizes, hidden = self.sizes, self._mixing_without_gradient(start)
         if terms is not None and self.looks_at_loss:
             hidden |= {f"{name}, {DIVIDES}": None for name in terms.divided}
-        in_loss = () if terms is None else terms.mixing
+        in_loss = [*self.losses, *(() if terms is None else terms.mixing)]
         # in the order of the calls
         mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
         if self.single and results:

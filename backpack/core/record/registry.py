@@ -34,8 +34,6 @@ HARMLESS = {
     *("__init__", "extra_repr", "__repr__", "reset_parameters"),
     *("__getstate__", "__setstate__"),
 }
-# Methods that a program may replace for one module: it then computes something else.
-REPLACED = frozenset({"forward", "_conv_forward"})
 
 
 def register(*module_classes: type[Module] | str) -> Callable[[RuleClass], RuleClass]:
@@ -142,9 +140,9 @@ def derivatives_of(module: Module) -> Rule | None:
     A program may replace ``forward``, of a module or of a class, or what a convolution calls there:
     that is another function.
     """
-    kind = type(module)
+    kind, own = type(module), vars(module)
     rule, forward = _CACHE.get(ref(kind)) or _cached(kind)
-    if rule is None or not REPLACED.isdisjoint(vars(module)) or kind.forward is not forward:
+    if rule is None or "forward" in own or "_conv_forward" in own or kind.forward is not forward:
         return None
     return rule
 
