@@ -764,3 +764,14 @@ def test_layers_that_read_several_samples_as_one_are_named(converter: Any, split
         loss.backward()
     layer = "layer" if split == "first" else "head"
     assert any(f"'{layer}' (Linear) has 2" in str(w.message) for w in caught)
+
+
+def test_one_warning_of_layers_with_other_rows() -> None:
+    """A split axis may be that of a model whose samples only the converter follows."""
+    model = extend(Model(lambda m, x: m.head(m.layer(torch.cat([x, x])).view(2, len(x), -1))[0]))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(4, 3)), torch.randint(2, (4,)))
+    with backpack(extensions.SumGradSquared()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss.backward()
+    (message,) = [str(w.message) for w in caught if "individual gradients of" in str(w.message)]
+    assert "use_converter=True" in message

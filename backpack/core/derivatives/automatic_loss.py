@@ -167,8 +167,9 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
         def gradients(bit: int | None = None) -> list[Tensor]:
             leaves = [*inputs]
-            for i, place in varied.items() if bit is not None else ():
-                leaves[i] = _changed(inputs[i], place, bit)
+            if bit is not None:
+                for i, place in varied.items():
+                    leaves[i] = _changed(inputs[i], place, bit)
             for i in given:
                 leaves[i] = leaves[i].detach().requires_grad_()
             with torch.enable_grad():  # copies: it may write on them

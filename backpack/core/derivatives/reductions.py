@@ -226,7 +226,7 @@ def in_slices(
             of_part = None if weights is None else weights[part, span]
             for name, value in of_products(block, wanted & PER_SAMPLE, of_part).items():
                 if part.start == 0:
-                    each[name].append(value.to(precise.dtype))
+                    each[name].append(value if len(columns) == 1 else value.to(precise.dtype))
                 else:
                     each[name][-1].add_(value)
             _accumulate(sums, block, of_part)

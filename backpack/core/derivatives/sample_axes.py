@@ -187,10 +187,11 @@ class SampleAxes(Interface):
         if wrong and layout.is_constant:
             layout.mark_unbatched()
         elif wrong:
+            last = "the last axis" if trailing == 1 else f"one of the last {trailing} axes"
             raise ValueError(
-                f"{call!r} mixes the samples of the batch: they are along the last "
-                f"{trailing} axes of its input, and the module combines the entries of "
-                "those. Give it an input whose batch axis comes before them."
+                f"{call!r} mixes the samples of the batch: they are along {last} of its input, "
+                "and the module combines entries there. Give it an input whose batch axis comes "
+                "before."
             )
 
     def _check_fixed(self, call: Call, i: int, layout: Layout, shape: Size) -> None:

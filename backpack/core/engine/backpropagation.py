@@ -318,8 +318,7 @@ class Gathered:
         if self.continues:
             self.value, self.before = self.before, None
         else:
-            like = value if value.dtype is precise else value.new_empty(0, dtype=precise)
-            self.value = memory.empty(shape, like)
+            self.value = memory.empty(shape, value.new_empty(0, dtype=precise))
 
     def _can_add_in_place(self, shape: Sequence[int]) -> bool:
         summed, before = self.reduction.column_axis is None, self.before

@@ -404,15 +404,6 @@ class SampleFlow:
                 "in a layer before: recurrent layers and attention need batch_first=True for data "
                 "that has it there, and a token is chosen by h[:, 0], not h[0].",
             )
-        if self.split and results:
-            names = checks.listed([*reversed(self.split)])
-            warn(
-                "The individual gradients of some layers are those of several samples each, "
-                f"because a reshape has split the batch axis: {names}. Let these layers read "
-                "[N·T, *], or call the model with data of shape [N, T, *], if samples are of "
-                "several rows.",
-            )
-            marks["_backpack_mixing"] = f"layers that read several samples as one ({names})"
         if sizes and results:
             names = checks.listed([*reversed(sizes)])
             warn(
@@ -422,6 +413,15 @@ class SampleFlow:
                 "Use extend(model, use_converter=True), which follows the samples.",
             )
             marks["_backpack_mixing"] = f"layers whose rows are no samples ({names})"
+        elif self.split and results:
+            names = checks.listed([*reversed(self.split)])
+            warn(
+                "The individual gradients of some layers are those of several samples each, "
+                f"because a reshape has split the batch axis: {names}. Let these layers read "
+                "[N·T, *], or call the model with data of shape [N, T, *], if samples are of "
+                "several rows.",
+            )
+            marks["_backpack_mixing"] = f"layers that read several samples as one ({names})"
         if mixing and results:
             names = checks.listed(mixing)
             advice = [MODULES_THAT_MIX] if self.modules else []
