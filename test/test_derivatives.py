@@ -93,7 +93,10 @@ def _probes(case: Case) -> Iterator[Probe]:
     for module, inputs in calls:
         shapes = "_".join("x".join(map(str, x.shape)) for x in inputs)
         name = f"{module}-{shapes}{'' if module.training else '-eval'}".replace(" ", "")
-        yield Probe(name, copy.deepcopy(module).requires_grad_(), inputs)
+        own = copy.deepcopy(module)
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(own, key, nn.Parameter(p.detach().clone()))  # in networks, some are tied
+        yield Probe(name, own.requires_grad_(), inputs)
 
 
 # where the samples are along the first axis of everything
