@@ -152,7 +152,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             return None
 
     def _depend(self, c: Context, at_predictions: bool) -> bool | None:
-        numbers, inputs = self.predictions(c), self.as_called(c)
+        numbers, evaluation = self.predictions(c), self.evaluation(c)
+        inputs = evaluation.inputs
         places = {i: c.call.place_in(i) for i in numbers}
         given = {i: p for i, p in places.items() if p is not None and p.samples > 1}
         if not given:
@@ -164,6 +165,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for i, x in enumerate(inputs)
             if (i in given if at_predictions else i not in numbers and _has_rows(x, rows))
         }
+        if not varied:
+            return False
 
         def gradients(bit: int | None = None) -> list[Tensor]:
             leaves = [*inputs]
@@ -174,7 +177,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 leaves[i] = leaves[i].detach().requires_grad_()
             with torch.enable_grad():  # copies: it may write on them
                 copies = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-                total = self.evaluation(c).outputs({}, copies)[0].sum()
+                total = evaluation.outputs({}, copies)[0].sum()
             xs = [leaves[i] for i in given]
             found = torch.autograd.grad(total, xs, materialize_grads=True)
             return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
