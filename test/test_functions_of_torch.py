@@ -128,7 +128,7 @@ def outcome(model: Around, target: Tensor, extension: Any) -> str:
             extend(lossfunc)(extended(model.data), target).backward()
     except (ValueError, NotImplementedError):
         return "refused"
-    except Exception as error:
+    except Exception as error:  # neither right nor refused: the test fails, and shows it
         return f"{type(error).__name__}: {error}"
     for p, e in zip(extended.parameters(), expected, strict=True):
         f = getattr(p, extension().savefield, None)

@@ -971,6 +971,16 @@ def test_a_batch_that_was_dropped_is_not_used() -> None:
         optimiser.step()
 
 
+def test_classes_as_bytes_are_not_ignored() -> None:
+    """As ``uint8``, the ``ignore_index`` -100 is the class 156."""
+    model = extend(nn.Linear(4, 157))
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    labels = torch.tensor([156, 3, 156, 0, 1, 2], dtype=torch.uint8)
+    with backpack(*optimiser.extensions):
+        nn.functional.cross_entropy(model(torch.rand(6, 4)), labels).backward()
+    optimiser.step()
+
+
 def test_a_step_without_samples_is_noise() -> None:
     model = network()
     model[0].bias.requires_grad_(False)
