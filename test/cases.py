@@ -86,9 +86,10 @@ class Case:
         self,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> Problem:
         """Build the problem; the global random state is left alone."""
+        device = torch.get_default_device() if device is None else device
 
         def cast(t: Tensor) -> Tensor:
             moved = t.detach().to(device, dtype if t.is_floating_point() else None)

@@ -13,11 +13,15 @@ from backpack.core.record import calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of quantities run without fast paths."""
+    """Let the tests of quantities run without fast paths, and on another device."""
     parser.addoption(
         "--without-fast-paths",
         action="store_true",
         help="switch all fast paths off: pytest test/test_quantities.py --without-fast-paths",
+    )
+    parser.addoption(
+        "--device",
+        help="where tensors are made by default: pytest test/test_quantities.py --device cuda",
     )
 
 
@@ -27,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     For each other kind of device, torch formats the stack at every seed, for an error to come; with
     pytest's stack that takes longer than many a test.
     """
+    if config.getoption("--device") is not None:
+        torch.set_default_device(config.getoption("--device"))
     if not torch.accelerator.is_available():
         patch = pytest.MonkeyPatch()
         patch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
