@@ -31,6 +31,7 @@ from backpack.context import (
     Scope,
     active,
     configure,
+    default_device,
     disable,
 )
 from backpack.convert.graph import convert_module_to_backpack
@@ -191,6 +192,7 @@ class backpack(ShowsOptions):
             seen_elsewhere=OUTSIDE.task,
             start=weights.next_number(),
             compiler=set_compiler(None),
+            device=default_device(),
         )
         configuration = Configuration(
             self.exts,

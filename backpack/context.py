@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.features import set_variable, variable_of_caller
@@ -48,6 +50,7 @@ class Scope:
         seen_elsewhere: The latest backward pass outside of contexts: see ``OUTSIDE``.
         start: When it was entered, in the order of recorded calls.
         compiler: What compiled the functions that the thread called before.
+        device: Where the program makes its tensors, if not on the CPU.
         was_left: Whether it is over. Tasks of ``asyncio`` that have started inside have a copy of
             the state, and contexts may be left in any order.
     """
@@ -58,6 +61,7 @@ class Scope:
     seen_elsewhere: int = -1
     start: int = 0
     compiler: Any = None
+    device: torch.device | None = None
     was_left: bool = False
 
 
@@ -253,6 +257,20 @@ def without_autocast() -> AbstractContextManager[Any]:
     for device in enabled:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+def default_device() -> torch.device | None:
+    """Return where new tensors are made, if ``torch.set_default_device`` or the like says so."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def device_of_program() -> AbstractContextManager[Any]:
+    """Make new tensors where the program does: torch forgets that inside of ``backward()``."""
+    scope = STATE.get().configuration.scope
+    return nullcontext() if scope is None or scope.device is None else scope.device
 
 
 class disable:

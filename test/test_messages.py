@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import inspect
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ import backpack
 from backpack import extend
 from backpack.extensions import KFAC, DiagGGNExact
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.warning import warn
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.program.__name__)
@@ -44,11 +48,29 @@ def test_warning_at_a_line_that_is_not_of_the_program_is_found() -> None:
         far.message()
 
 
+def test_warning_in_a_thread_of_autograd_is_told_where_backward_is_called() -> None:
+    """Nodes of a GPU run in a thread that has no line of the program."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+
+        def in_a_thread(_: Tensor) -> None:
+            _thread.start_new_thread(warn, ("told from afar",))
+            for _ in range(1000):
+                time.sleep(0.0 if told else 0.01)
+
+        x = torch.ones((), requires_grad=True)
+        x.register_hook(in_a_thread)
+        (2 * x).backward()
+        line = inspect.stack()[0].lineno
+    (one,) = told
+    assert (one.filename, one.lineno) == (__file__, line - 1)
+
+
 def test_warnings_go_through_one_function() -> None:
     """It finds the line of the program, which no fixed number of levels does."""
     folder = Path(backpack.__file__).parent
     texts = {path.name: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
-    assert [name for name, text in texts.items() if "warnings.warn(" in text] == ["warning.py"]
+    assert [name for name, text in texts.items() if "warnings.warn" in text] == ["warning.py"]
     assert not any("from warnings import warn\n" in text for text in texts.values())
 
 

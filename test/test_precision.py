@@ -437,14 +437,45 @@ def test_gpu(case: Case) -> None:
             loss.backward()
         return oracle.trainable(problem.model)
 
-    for p, q in zip(run(case.build()), run(case.build(device="cuda")), strict=True):
+    for p, q in zip(*(run(case.build(device=device)) for device in ("cpu", "cuda")), strict=True):
         for ext in ORACLES:
             name = ext().savefield
             torch.testing.assert_close(getattr(q, name).cpu(), getattr(p, name), **TOLERANCE)
         for one, other in zip(p.kflr, q.kflr, strict=True):
             torch.testing.assert_close(other.cpu(), one, **TOLERANCE)
-        vector = torch.randn(2, *p.shape, dtype=p.dtype)
+        vector = torch.randn(2, *p.shape, dtype=p.dtype, device="cpu")
         torch.testing.assert_close(q.ggnmp(vector.cuda()).cpu(), p.ggnmp(vector), **TOLERANCE)
+
+
+class TwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)).to(self.last.weight.device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("converter", [False, "trace", "record"])
+def test_model_on_two_devices(converter: Any) -> None:
+    """What is propagated follows the data, in both directions."""
+    exts = [*ORACLES, extensions.KFLR, extensions.KFRA, *PRODUCTS, extensions.PCHMP]
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            model, X, y = TwoDevices().double(), *data()
+        model.last.to(device)
+        model = extend(model, use_converter=converter)
+        loss = extend(nn.CrossEntropyLoss())(model(X.double()), y.to(device))
+        with backpack(*(ext() for ext in exts)):
+            loss.backward()
+        for p in model.parameters():
+            values = [getattr(p, ext().savefield) for ext in exts]
+            found.append([v(torch.ones_like(p)) if callable(v) else v for v in values])
+    for one, other in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(other, one, check_device=False, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("columns", "samples"), [(1, 1024), (1024, 2)])

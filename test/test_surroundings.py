@@ -7,8 +7,9 @@ import gc
 import importlib.util
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -184,6 +185,42 @@ def test_default_device_is_another_one(converter: Any) -> None:
         found.append([[getattr(p, e.savefield) for e in exts[:-1]] for p in model.parameters()])
         found[-1] += products
     torch.testing.assert_close(*found)
+
+
+class LooksAtDevice(nn.Linear):
+    """Makes a tensor of its own, as ``torch.arange(len(x))`` does."""
+
+    factors: ClassVar = {"meta": 2.0, "cpu": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factors[torch.empty(0).device.type] * super().forward(x)
+
+
+class LossThatLooksAtDevice(nn.Module):
+    factors: ClassVar = LooksAtDevice.factors
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.factors[torch.empty(0).device.type] * (x - y).square().sum()
+
+
+@pytest.mark.parametrize("kind", [LooksAtDevice, LossThatLooksAtDevice])
+def test_modules_without_a_rule_make_tensors(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are evaluated again in the backward pass, in which torch forgets the default device."""
+    is_loss = kind is LossThatLooksAtDevice
+    model = nn.Sequential(nn.Linear(3, 2) if is_loss else LooksAtDevice(3, 2), nn.Tanh())
+    lossfunc = LossThatLooksAtDevice() if is_loss else nn.MSELoss(reduction="sum")
+    X, y = torch.rand(4, 3), torch.rand(4, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "factors", {"cpu": 2.0})
+        truth = [f(model, lossfunc, X, y) for f in (oracle.batch_grad, oracle.hessian_diag)]
+    extend(model)
+    with torch.device("meta"):
+        loss = extend(lossfunc)(model(X), y)
+        with backpack(extensions.BatchGrad(), extensions.DiagHessian()):
+            loss.backward()
+    for p, grads, diagonal in zip(model.parameters(), *truth, strict=True):
+        torch.testing.assert_close(p.grad_batch, grads)
+        torch.testing.assert_close(p.diag_h, diagonal)
 
 
 def test_default_device_of_random_batches() -> None:

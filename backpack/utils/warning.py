@@ -6,9 +6,11 @@ import contextlib
 import os
 import sys
 import warnings
-from types import FrameType
+from collections.abc import Callable
+from types import CodeType, FrameType
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 # Files whose lines are not the user's: of this package, of torch, what both call through, and code
 # that torch.fx writes.
@@ -20,14 +22,35 @@ _INSIDE = (
 )
 
 
+def _is_of_the_program(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_INSIDE)
+
+
+def _starts_a_pass(code: CodeType) -> bool:
+    return code is _engine_run_backward.__code__
+
+
 def warn(message: str) -> None:
     """Issue a ``UserWarning`` at the innermost line that is neither in backpack nor in torch.
 
-    A thread of autograd (of a GPU) has no such line: there it is the caller's.
+    A thread of autograd (of a GPU) has no such line: there it is that of the thread that waits in
+    ``backward()``.
     """
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    here = sys._getframe()
+    frame = _above(here, _is_of_the_program)
+    if frame is None:
+        threads = sys._current_frames().values()
+        waiting = [*filter(None, (_above(top, _starts_a_pass) for top in threads))]
+        if len(waiting) == 1:
+            frame = _above(waiting[0], _is_of_the_program)
+    frame = frame or here
+    space = frame.f_globals
+    registry = space.setdefault("__warningregistry__", {})
+    name, file, line = space.get("__name__"), frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, UserWarning, file, line, name, registry)
+
+
+def _above(frame: FrameType | None, is_searched: Callable[[CodeType], bool]) -> FrameType | None:
+    while frame is not None and not is_searched(frame.f_code):
         frame = frame.f_back
-        level += 1
-    warnings.warn(message, UserWarning, stacklevel=2 if frame is None else level)
+    return frame

@@ -23,7 +23,7 @@ from backpack.context import CTX, STATE, update
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.lossbase import Columns, is_negative
+from backpack.core.derivatives.lossbase import Columns
 from backpack.core.engine import call_products
 from backpack.core.engine.extracted import (
     ARRIVED,
@@ -372,14 +372,13 @@ def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | Non
     Raises:
         ValueError: If it is negative: there is no real square root of the curvature.
     """
-    if is_negative(scale):
+    value = None if scale.is_meta else float(scale)
+    if value is not None and value < 0:
         raise ValueError(
             f"{savefields}: the loss {describe(loss)} was multiplied with a negative "
-            f"number ({float(scale):g}). Its curvature has no square root."
+            f"number ({value:g}). Its curvature has no square root."
         )
-    if not (scale.is_meta or scale.requires_grad) and scale.item() == 1:
-        return None
-    return scale.sqrt()
+    return None if value == 1 and not scale.requires_grad else scale.sqrt()
 
 
 class Backpropagation:

@@ -109,6 +109,8 @@ class BatchAveragedBackpropagation:
                 self._add(a, b, columns_a.T @ columns_b * loss_scale(call))
 
     def _add(self, a: Any, b: Any, matrix: Tensor) -> None:
+        """Add to a block, which is where the tensor or parameter ``a`` is."""
+        matrix = matrix.to(a.device if isinstance(a, Parameter) else self.plan.device(a))
         self.blocks[a, b] = self.blocks[a, b] + matrix if (a, b) in self.blocks else matrix
 
     def _through(self, call: Call) -> None:

@@ -186,7 +186,8 @@ class CurvatureBlock:
                 continue
             inputs: list[Tensor | None] = [None] * len(call.origins_in)
             for feed in fed:
-                inputs[feed.slot] = _at_input(feed, tangents[feed.origin])
+                tangent = tangents[feed.origin].to(call.inputs[feed.slot].device)
+                inputs[feed.slot] = _at_input(feed, tangent)
             c = context_of(call, rows)
             reached.append(Reached(c, names, fed, inputs))
             if call in self.plan.losses:
@@ -225,7 +226,7 @@ class CurvatureBlock:
             for feed in at.fed:
                 back = backs[feed.slot]
                 if back is not None:
-                    back = _at_output(feed, back)
+                    back = _at_output(feed, back).to(self.plan.device(feed.origin))
                     before = cotangents.get(feed.origin)
                     cotangents[feed.origin] = back if before is None else before + back
         if not found:  # the loss does not depend on the parameter

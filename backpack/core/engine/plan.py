@@ -310,6 +310,11 @@ class Plan:
             count = count if place is None else count * place.rows(call.shape_out[slot]) // total
         return shape_out(call, slot, count)
 
+    def device(self, origin: Origin) -> torch.device:
+        """Return where a tensor is that a call has computed."""
+        call, slot = self.producers[origin]
+        return call.outputs[slot].device
+
     def passages(self, samples: Sequence[int] | None) -> list[Passage]:
         """List the calls with what does not depend on the vectors that pass through them."""
         key = None if samples is None else tuple(samples)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.context import device_of_program
 from backpack.core.record import shards
 from backpack.core.record.registry import kind_of
 from backpack.core.record.shards import Shard
@@ -175,13 +176,17 @@ class ModuleState:
 
     @contextmanager
     def as_it_was(self, precision: torch.dtype | None = None) -> Iterator[None]:
-        """Let the module have parameters, buffers and mode of the call, perhaps in a precision."""
+        """Let the module have parameters, buffers and mode of the call, perhaps in a precision.
+
+        What it makes itself is where the program makes tensors.
+        """
         mode = self.module.training
         if mode != self.training:
             self.module.training = self.training
         replaced = self.swap_tensors(self.module, precision)
         try:
-            yield
+            with device_of_program():
+                yield
         finally:
             put(replaced)
             if mode != self.training:

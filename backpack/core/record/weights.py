@@ -7,10 +7,11 @@ it keeps copies of small ones and digests of large ones.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from itertools import chain, count
+from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
 import torch
@@ -81,18 +82,19 @@ class KeptParameters:
         known = {p: value for p in entries if (value := self._kept[id(p)].value) is not None}
         digested = [p for p in entries if p not in known]
         digests = dict(zip(digested, _digests(digested), strict=True))
+        compared_with: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
-            after: Any
-            before: Any
             after, before = (p, known[p]) if p in known else (digests.get(p), was.digest)
-            is_known = after is not None and before is not None and not after.is_meta
             if was.state != state:
                 found[p] = was
-            elif is_known and not torch.equal(after, before):
-                slack = _rounding(shards.stored(p), after) if was.value is None else 0.0
-                if not torch.allclose(after, before, rtol=0, atol=slack, equal_nan=True):
-                    found[p] = was
+            elif after is not None and before is not None and not after.is_meta:
+                compared_with[p] = after, before
+        for p in _differing(compared_with):
+            was, (after, before) = self._kept[id(p)], compared_with[p]
+            slack = _rounding(shards.stored(p), after) if was.value is None else 0.0
+            if not torch.allclose(after, before, rtol=0, atol=slack, equal_nan=True):
+                found[p] = was
         return found
 
     @property
@@ -109,6 +111,20 @@ class KeptParameters:
 EXACT = 2**14
 # Precisions that are always compared entry by entry, up to that size.
 PLAIN = frozenset({torch.float32, torch.float64})
+
+
+def _differing(pairs: Mapping[Tensor, tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return the keys of pairs that are not equal, waiting once for each accelerator."""
+    found: list[Tensor] = []
+    waiting: defaultdict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
+    for key, (one, other) in pairs.items():
+        if one.is_cpu:
+            found += [] if torch.equal(one, other) else [key]
+        else:
+            waiting[one.device][key] = (one != other).any()
+    for differs in waiting.values():
+        found += compress(differs, torch.stack([*differs.values()]).tolist())
+    return found
 
 
 def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
