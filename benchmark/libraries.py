@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmark.problems import Layers, LoopLSTM, Problem
+from benchmark.problems import Layers, LoopLSTM, Problem, evaluation
 from benchmark.quantities import FIRST, PRODUCTS, Quantity
 
 # for each extension the value at each parameter, several tensors for Kronecker factors
@@ -121,7 +121,7 @@ class Backpack(Library):
         self.release()
         if self.extended is None:
             options = {"use_converter": True} if self.problem.converter else {}
-            self.extended = self.backpack.extend(self.model, **options).eval()
+            self.extended = evaluation(self.backpack.extend(self.model, **options))
         model, names = self.extended, quantity.extensions
         for name in names:
             if not hasattr(self.extensions, name):

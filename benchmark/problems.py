@@ -234,6 +234,15 @@ class ManyLayersOfTokens(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
+def evaluation(model: nn.Module) -> nn.Module:
+    """Set evaluation mode, but of recurrent layers, which cuDNN differentiates in training mode."""
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.train()
+    return model
+
+
 # data
 
 Draw = Callable[[Generator], Tensor]
@@ -288,7 +297,7 @@ class Problem:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(values[name])
-        return model.eval().to(device)
+        return evaluation(model).to(device)
 
     def data(self, device: str = "cpu") -> tuple[Tensor, Tensor]:
         """Draw inputs and targets, always the same ones."""

@@ -35,6 +35,7 @@ from backpack.core.engine.sources import (
     joined,
     square_norms_of_sum,
 )
+from backpack.core.record.layout import CPU
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
@@ -179,9 +180,12 @@ class FactoredGrad:
             return self[[operator.index(index)]].dense()[0]
         samples: Samples = index
         if not isinstance(index, slice):
-            samples = torch.as_tensor(index, device=self.device)
+            samples = index if isinstance(index, Tensor) else torch.as_tensor(index, device=CPU)
             if samples.dtype is not torch.bool and not samples.numel():
                 samples = samples.long()
+            if samples.is_cpu:  # a GPU does not survive a number that is too large
+                samples = torch.arange(len(self), device=CPU)[samples]
+            samples = samples.to(self.device)
         elif index.step is not None and index.step < 0:
             samples = torch.arange(len(self), device=self.device)[list(range(len(self))[index])]
         self._check()
