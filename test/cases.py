@@ -95,7 +95,7 @@ class Case:
             moved = t.detach().to(device, dtype if t.is_floating_point() else None)
             return moved.requires_grad_(t.requires_grad)
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             model = self.model().train(self.train)
             _randomise_normalisation(model)

@@ -14,6 +14,7 @@ import torch
 from cases import Case, Problem, select
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
@@ -476,6 +477,39 @@ def test_model_on_two_devices(converter: Any) -> None:
             found.append([v(torch.ones_like(p)) if callable(v) else v for v in values])
     for one, other in zip(found[:4], found[4:], strict=True):
         torch.testing.assert_close(other, one, check_device=False, **TOLERANCE)
+
+
+class Count(TorchDispatchMode):
+    """Counts what is dispatched to a device."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+# KFRA averages matrices of single samples; the others look at numbers of samples
+SAMPLE_BY_SAMPLE = {"KFRA", "GradGram", "GGNGram", "ProjectedGrad"}
+
+
+@pytest.mark.parametrize("ext", [ext for ext in EVERY if ext.__name__ not in SAMPLE_BY_SAMPLE])
+def test_operations_on_an_accelerator(ext: Any) -> None:
+    """They hardly become more with the batch: there, each takes longer to start than to run."""
+    counts = []
+    for samples in (32, 128):
+        with torch.device("meta"):
+            model = nn.Sequential(
+                *(nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(3, stride=2)),
+                *(nn.Conv2d(64, 96, 3), nn.ReLU(), nn.MaxPool2d(3, stride=2)),
+                *(nn.Flatten(), nn.Linear(384, 32), nn.Sigmoid(), nn.Linear(32, 10)),
+            )
+            X, y = torch.rand(samples, 3, 20, 20), torch.randint(10, (samples,))
+        loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+        with backpack(ext()), Count() as count:
+            loss.backward()
+        counts.append(count.number)
+    assert counts[1] < 1.5 * counts[0]
 
 
 @pytest.mark.parametrize(("columns", "samples"), [(1, 1024), (1024, 2)])

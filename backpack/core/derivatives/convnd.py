@@ -363,7 +363,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             return super().square_in_bases(c, name, v, bases, weights, joint)
         s = v.flatten(3).mT  # [V, N, T, O]
         entries = s.shape[2] * max(len(s) * s.shape[3], len(bases[1]))
-        size, total = reductions.slice_size(entries), None
+        size, total = reductions.slice_size(entries, x.device), None
         for start in range(0, len(x), size):
             span = slice(start, start + size)
             rows = self._unfold(c, x[span]).squeeze(1).mT

@@ -20,6 +20,7 @@ CORRELATIONS = fast.path(
 )
 # About how many entries the patches of a slice of samples have, and its input.
 PATCH_ENTRIES = 2**24
+PATCH_ENTRIES_ELSEWHERE = 2**26
 INPUT_ENTRIES = 2**21
 # Multiplications for a pair of taps from which on it pays to reuse sums.
 WORTHWHILE = 2**22
@@ -58,7 +59,8 @@ def patch_gram(x: Tensor, kernel: Kernel) -> Tensor:
     channels, taps = x.shape[1], prod(kernel.size)
     count = len(x) * prod(kernel.positions)
     few = taps == 1 or count < channels * taps or channels**2 * count < WORTHWHILE
-    if few or not CORRELATIONS.is_on:
+    # an accelerator waits for many small products longer than for a large one
+    if few or not x.is_cpu or not CORRELATIONS.is_on:
         return _gram_of_unfolded(x, kernel)
     parts = x.split(max(1, INPUT_ENTRIES // x[0].numel()))
     upper = reduce(torch.add, (Correlations(part, kernel).blocks() for part in parts))
@@ -78,7 +80,8 @@ def _gram_of_unfolded(x: Tensor, kernel: Kernel) -> Tensor:
     margins = zip(reversed(before), reversed(behind), strict=True)
     x = pad(x, [width for pair in margins for width in pair])
     unfolded = patches(x, size, stride, dilation, positions)
-    parts = unfolded.split(max(1, PATCH_ENTRIES // unfolded[0].numel()))
+    entries = PATCH_ENTRIES if x.is_cpu else PATCH_ENTRIES_ELSEWHERE
+    parts = unfolded.split(max(1, entries // unfolded[0].numel()))
     features = x.shape[1] * prod(size)
     rows = (part.movedim(0, 1 + len(size)).reshape(features, -1) for part in parts)
     return reduce(torch.add, (flat @ flat.T for flat in rows))

@@ -158,9 +158,10 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
     return torch.linalg.qr(stacked, mode="r").R.to(s.dtype).permute(2, 0, 1, 3)
 
 
-def slice_size(entries: float) -> int:
+def slice_size(entries: float, device: torch.device) -> int:
     """Return how many samples (or columns) a slice has, if each takes so many entries."""
-    limit = SLICE_ENTRIES if CACHED_PRODUCTS.is_on else MOST_ENTRIES
+    is_cached = device.type == "cpu" and CACHED_PRODUCTS.is_on
+    limit = SLICE_ENTRIES if is_cached else MOST_ENTRIES
     return max(1, int(limit // max(1, entries)))
 
 
@@ -193,12 +194,12 @@ def in_slices(
         What is wanted, by name.
     """
     num_v, num_n, *p = shape
-    size = slice_size(entries)
+    size = slice_size(entries, like.device)
     samples = _slices(num_n, size)
     if torch.is_grad_enabled():
         blocks = [product(span)(slice(0, num_v), None) for span in samples]
         return of_products(torch.cat(blocks, 1), wanted, weights)
-    columns = _slices(num_v, slice_size(prod(p)))
+    columns = _slices(num_v, slice_size(prod(p), like.device))
     # long rows are added one by one: their squares need not be written
     adds_rows = like.is_cpu and like.dtype in PRECISE and prod(p) >= LONG_ROW
     adds_rows = adds_rows and "square" in wanted and "batch_square" not in wanted
@@ -241,7 +242,7 @@ def _accumulate(sums: Mapping[str, Tensor], block: Tensor, weights: Tensor | Non
     Half precision is rounded once for a slice: a long sum would stay where it is.
     """
     is_short = block[0, 0].numel() < LONG_ROW or block.dtype not in PRECISE
-    if is_short or not (weights is None or weights.is_cpu):
+    if is_short or not block.is_cpu:
         for name, value in of_products(block, sums.keys(), weights).items():
             sums[name].add_(value)
         return

@@ -159,7 +159,7 @@ class FactoredGrad:
 
     @property
     def _block_size(self) -> int:
-        return reductions.slice_size(self.shape[1:].numel())
+        return reductions.slice_size(self.shape[1:].numel(), self.device)
 
     @property
     def _large_block_size(self) -> int:

@@ -171,7 +171,7 @@ class Pair:
         num_v = len(s)
         if num_k * num_t * (num_v + num_i) > num_v * num_i * (num_t + num_k) + num_k * num_t:
             # multiplied out once for all weights
-            spans = spans_of(s.shape[1], num_v * num_o * num_i)
+            spans = spans_of(s.shape[1], num_v * num_o * num_i, s.device)
             by_column = weights.unflatten(1, s.shape[:2])
             of_spans = [by_column[:, :, n].flatten(1) @ self._products(n) for n in spans]
             return reduce(torch.add, of_spans).unflatten(1, (num_o, num_i))
@@ -181,7 +181,7 @@ class Pair:
             return affine.vjp_sum(sums.transpose(0, 1).unflatten(2, s.shape[2:]), x)
         if num_k == 1 and num_i < num_o:  # scale what is smaller
             return affine.vjp_sum(s, x * weights.T.unsqueeze(2))
-        spans = spans_of(num_k, s.numel())
+        spans = spans_of(num_k, s.numel(), s.device)
         return cat([affine.vjp_sum(self.s * weights[k, :, None, None], x) for k in spans])
 
     def _products(self, n: slice) -> Tensor:
@@ -203,7 +203,8 @@ class Pair:
         s, others = self.by_column, other.s.flatten(0, 1)
         num_m, sizes = len(other.x), (-1, len(other.x), other.positions)
         products = s.new_empty(*s.shape[:2], len(other.s))
-        for n in spans_of(s.shape[1], len(other.s) * self.positions * other.positions):
+        entries = len(other.s) * self.positions * other.positions
+        for n in spans_of(s.shape[1], entries, s.device):
             of_x = self.x[n].flatten(0, 1) @ other.x.flatten(0, 1).T
             of_x = of_x.unflatten(1, (1, num_m, other.positions))
             for v, column in enumerate(s):
@@ -225,9 +226,9 @@ def cat(parts: list[Tensor], axis: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def spans_of(count: int, entries: int) -> list[slice]:
+def spans_of(count: int, entries: int, device: torch.device) -> list[slice]:
     """Cut a count into spans, if each takes so many entries."""
-    size = reductions.slice_size(entries)
+    size = reductions.slice_size(entries, device)
     return [slice(i, min(i + size, count)) for i in range(0, max(count, 1), size)]
 
 
@@ -378,7 +379,7 @@ class Cotangents(Source):
                 return mat * of_columns.reshape(-1, mat.shape[1], *[1] * (mat.dim() - 2))
             return torch.einsum("kvr,vr...->kr...", of_columns, mat)
 
-        spans = spans_of(len(weights), self.entries)
+        spans = spans_of(len(weights), self.entries, weights.device)
         sums = [
             self._param("param_vjp_sum", [weighted(mat, k) for mat in self.mats]) for k in spans
         ]
