@@ -15,6 +15,13 @@ from torch.nn import Module, Parameter
 Grads = Sequence[Tensor | None] | None
 # One tensor, or one (None for zero) for each of a module's several inputs or outputs.
 Mats = Tensor | Sequence[Tensor | None]
+# Tangents of inputs, ``[V, *in]`` each (None for zero), and of parameters, ``[V, *p]``, by name.
+OfInputs = Sequence[Tensor | None]
+OfParams = Mapping[str, Tensor]
+# What a second derivative makes of them.
+Changes = tuple[list[Tensor | None], dict[str, Tensor]]
+# Cotangents s and inputs x whose products ``s xᵀ`` are those of a parameter (x is None for a bias).
+Pairs = list[tuple[Tensor, Tensor | None]]
 
 
 class Extension(Protocol):

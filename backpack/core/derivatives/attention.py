@@ -28,6 +28,7 @@ from backpack.core.record.layout import Layout, by_certainty
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.rows import Rows
+from backpack.core.types import Changes, OfInputs, OfParams, Pairs
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.subsampling import subsample
 
@@ -294,12 +295,8 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     @or_automatic
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative, see the base class: ``[V, *in]`` for each input."""
         (g,) = c.grad_out
         assert g is not None
@@ -621,12 +618,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     @or_automatic
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative, see the base class.
 
         What arrives, s at queries, keys and values, changes by ds along the tangents. At the input
@@ -716,7 +709,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
         )
         return MAKES[name][:1] if are_one else MAKES[name]
 
-    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    def affine(self, c: Context, name: str, v: Any) -> Pairs | None:
         """Return s ``[V, N, T, O]`` and x ``[N, T, I]`` of each part, see :mod:`.affine`."""
         if not self.has_formula(c):
             return None

@@ -52,6 +52,7 @@ from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
+from backpack.core.types import Changes, OfInputs, OfParams
 from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
 
@@ -254,9 +255,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         WeakKeyDictionary()
     )
 
-    def hvp_unbatched(
-        self, c: Context, inputs: Sequence[Tensor | None], params: Mapping[str, Tensor]
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def hvp_unbatched(self, c: Context, inputs: OfInputs, params: OfParams) -> Changes:
         """Apply the second derivative of a call without samples, for the gradient of one sample."""
         evaluation = self.evaluation(c)
         if params:  # each of them varies with the inputs

@@ -32,6 +32,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
+from backpack.core.types import Changes, OfInputs, OfParams, Pairs
 from backpack.utils.functional import functional_call
 
 ONE_JACOBIAN = fast.path(
@@ -355,7 +356,7 @@ class BaseDerivatives(SampleAxes):
 
     # ------------------------------------------------------------------ parameters
 
-    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    def affine(self, c: Context, name: str, v: Any) -> Pairs | None:
         """Return pairs (s, x) of cotangents and inputs whose products a parameter's are.
 
         ``dp = sum_t s_t x_tᵀ`` over positions t. A parameter may consist of parts with a pair of
@@ -414,16 +415,14 @@ class BaseDerivatives(SampleAxes):
         """Return :meth:`param_jvp`, by transposing :meth:`param_vjp_sum`."""
         return self._transposed(c, lambda v: [self.param_vjp_sum(c, name, v)], [t])
 
-    def _pairs(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
+    def _pairs(self, c: Context, name: str, v: Any) -> Pairs:
         pairs = self._flat_pairs(c, name, v)
         if pairs is None:
             what = f"the parameter '{name}' of {describe(c.module)}"
             raise self._missing(f"{name}_vjp", f"_{name}_jac_t_mat_prod", what)
         return pairs
 
-    def _flat_pairs(
-        self, c: Context, name: str, v: Any
-    ) -> list[tuple[Tensor, Tensor | None]] | None:
+    def _flat_pairs(self, c: Context, name: str, v: Any) -> Pairs | None:
         """Return the pairs of :meth:`affine` with one axis of positions, or without."""
         pairs = self.affine(c, name, v)
         if pairs is None:
@@ -695,12 +694,8 @@ class BaseDerivatives(SampleAxes):
         return Evaluation(self, c, list(c.inputs), self.axes_in(c), self.axes_out(c))
 
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative of ``⟨g, y⟩`` with respect to inputs and parameters.
 
         Needed in full where a parameter also influences the module's input (reused and tied
@@ -743,12 +738,7 @@ class BaseDerivatives(SampleAxes):
             d_params = {name: product.sum(1) for name, product in d_params.items()}
         return [found.get(i) for i in range(len(inputs))], d_params
 
-    def hvp_unbatched(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def hvp_unbatched(self, c: Context, inputs: OfInputs, params: OfParams) -> Changes:
         """Apply the second derivative of a call without samples, for the gradient of one sample.
 
         Returns:

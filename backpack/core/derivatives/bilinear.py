@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, einsum
@@ -14,6 +14,7 @@ from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDer
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
+from backpack.core.types import Changes, OfInputs, OfParams, Pairs
 
 
 @register(Bilinear)
@@ -85,12 +86,8 @@ class BilinearDerivatives(BaseDerivatives):
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative of ``⟨g, xᵀ W z + b⟩``, in which two of x, W, z vary."""
         g, (x, z) = self._gradient(c), self._inputs(c)
         like = next(mat for mat in [*params.values(), *inputs] if mat is not None)
@@ -121,7 +118,7 @@ class BilinearDerivatives(BaseDerivatives):
         x, z = self._inputs(c)
         return [(x.unsqueeze(3) * z.unsqueeze(2)).flatten(2)]
 
-    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
+    def affine(self, c: Context, name: str, v: Any) -> Pairs:
         """Return ``v`` at each position, and ``x ⊗ z``."""
         return [(positions(v), u) for u in self.affine_inputs(c, name)]
 

@@ -15,6 +15,7 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.registry import register
+from backpack.core.types import Pairs
 
 
 def positions(mat: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class LinearDerivatives(BaseDerivatives):
         x = c.x
         return [x.flatten(1, -2) if x.dim() > 2 else x]
 
-    def affine(self, c: Context, name: str, v: Any) -> list[tuple[Tensor, Tensor | None]]:
+    def affine(self, c: Context, name: str, v: Any) -> Pairs:
         """Return ``v`` at each position, and the input."""
         s = v.flatten(2, -2) if v.dim() > 3 else v
         (x,) = self.affine_inputs(c, name)

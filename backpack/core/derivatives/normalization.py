@@ -6,7 +6,6 @@ group, ``∂x̂/∂x = P / s`` with the symmetric ``P = I - 1 1ᵀ/m - x̂ x̂�
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
+from backpack.core.types import Changes, OfInputs, OfParams
 
 
 class ScaleAndShiftDerivatives(BaseDerivatives):
@@ -173,12 +173,8 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative of ``⟨g, γ x̂ + β⟩``: in x, and between x and γ."""
         (t,), g = inputs, _gradient(c)
         like = next(mat for mat in [*params.values(), t] if mat is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
+from backpack.core.types import Changes, OfInputs, OfParams
 
 
 @register(PReLU)
@@ -74,12 +74,8 @@ class PReLUDerivatives(PiecewiseLinearDerivatives):
 
     @fast.body("The second derivative is a formula.", "df", *FIRST_DERIVATIVES)
     def mixed_hvp(
-        self,
-        c: Context,
-        inputs: Sequence[Tensor | None],
-        params: Mapping[str, Tensor],
-        sum_batch: bool = False,
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        self, c: Context, inputs: OfInputs, params: OfParams, sum_batch: bool = False
+    ) -> Changes:
         """Apply the second derivative of ``⟨g, y⟩``, ``∂²y/∂x∂a = [x ≤ 0]``."""
         (t,), x = inputs, c.x
         g: Any = c.grad_out[0]

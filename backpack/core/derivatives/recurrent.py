@@ -49,7 +49,7 @@ from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 from backpack.core.record.weights import state_of
-from backpack.core.types import Mats
+from backpack.core.types import Mats, Pairs
 
 OWN_LSTM_KERNEL = fast.path(
     "own LSTM kernel", "What runs for an LSTM computes no gradient that nobody asks autograd for."
@@ -319,7 +319,7 @@ class RecurrentDerivatives(BaseDerivatives):
 
     # ------------------------------------------------------------------ parameters
 
-    def affine(self, c: Context, name: str, v: Mats) -> list[tuple[Tensor, Tensor | None]]:
+    def affine(self, c: Context, name: str, v: Mats) -> Pairs:
         """Return what arrives at the products of a parameter, and what it is multiplied with."""
         kind, k = self._place(c.module, name)
         traces, cotangents = self._at_gates(c, v)

@@ -7,7 +7,7 @@ one for each sample, like everything else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from backpack.core.record.context import Context
 from backpack.core.record.layout import Place
 from backpack.core.record.shards import need
 from backpack.core.rows import Rows, row_numbers
+from backpack.core.types import Changes, OfParams
 
 Columns = Sequence[Tensor | None]
 
@@ -134,9 +135,7 @@ def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
     return each.reshape(*like.shape[:2], 1, -1)
 
 
-def second(
-    c: Context, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool = False
-) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = False) -> Changes:
     """Apply the second derivative of ``⟨g, y⟩``, with g the gradients at a call's outputs.
 
     Args:
@@ -364,9 +363,7 @@ class _MovedView(_RuleView):
         mat = place.to_canonical(mat, skip=1)
         return take(mat, 1, self._selection(place, shape)) if self.sees_all_rows else mat
 
-    def second_of_copies(
-        self, inputs: Columns, params: Mapping[str, Tensor], sum_batch: bool
-    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def second_of_copies(self, inputs: Columns, params: OfParams, sum_batch: bool) -> Changes:
         """Apply the second derivative of a call without samples, for each sample's gradient."""
         call, found = self.call, []
         samples = call.gradients()
