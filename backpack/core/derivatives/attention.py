@@ -14,14 +14,21 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Size, Tensor
-from torch.nn import Module, MultiheadAttention
+from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
 from backpack.core.derivatives.automatic import AutomaticDerivatives, FunctionDerivatives
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives
+from backpack.core.derivatives.basederivatives import (
+    FIRST_DERIVATIVES,
+    BaseDerivatives,
+    always,
+    constant,
+    never,
+)
 from backpack.core.derivatives.memoise import memoise
+from backpack.core.derivatives.vectors import listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, by_certainty
@@ -155,6 +162,7 @@ class AttentionDerivatives(AutomaticDerivatives):
     """What has formulas for some calls: others are left to autograd."""
 
     dropout: ClassVar[str]
+    is_curved = always  # the softmax of the scores is nonlinear
 
     def is_random(self, c: Context) -> bool:
         """Whether attention weights are dropped in the call at hand."""
@@ -178,10 +186,6 @@ class AttentionDerivatives(AutomaticDerivatives):
                 f"known. Use eval(), or {self.dropout}=0."
             )
         return None if self.has_formula(c) else super().unsupported_reason(c)
-
-    def is_curved(self, call: Call) -> bool:
-        """Return True: the softmax of the scores is nonlinear."""
-        return True
 
 
 # -------------------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
     @or_automatic
     def vjp(self, c: Context, v: Any) -> Any:
         """Apply the transposed Jacobian."""
-        (y,) = [v] if isinstance(v, Tensor) else v
+        (y,) = listed(v)
         return tuple(self._at_inputs(c, self._attention(c).pull(y, None)))
 
     @fast.body("The second derivative is a formula.", *FIRST_DERIVATIVES)
@@ -428,12 +432,10 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     """
 
     dropout = "dropout"
+    min_dims = constant(3)  # batch, sequence, features
+    is_linear_in_params = never  # queries and keys are multiplied with each other
 
     # ------------------------------------------------------------------ facts about the module
-
-    def is_linear_in_params(self, module: Module) -> bool:
-        """Return False: queries and keys are multiplied with each other."""
-        return False
 
     def batch_axis_in(self, module: Any, i: int) -> int:
         """Return the batch axis: queries, keys and values have it first or second."""
@@ -442,10 +444,6 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     def batch_axis_out(self, module: Any, i: int) -> int:
         """Return the batch axis: the attention weights have it first."""
         return 0 if module.batch_first or i > 0 else 1
-
-    def min_dims(self, module: Module) -> int:
-        """Return 3: batch, sequence, features."""
-        return 3
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are, see the base class.
@@ -568,7 +566,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
     def _at_projections(self, c: Context, v: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what arrives at the output, and at queries, keys and values."""
         whole = self._trace(c)
-        vs = [v] if isinstance(v, Tensor) else list(v)
+        vs = listed(v)
         y, weights = self._cotangents(c, vs, 1)
 
         def compute() -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ from backpack.core.derivatives.by_autograd import (
 )
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.sample_axes import BatchAxis
-from backpack.core.derivatives.vectors import first_of
+from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data, tensors_in
@@ -156,7 +156,7 @@ class AutomaticDerivatives(BaseDerivatives):
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian by autograd."""
         evaluation = self.evaluation(c)
-        tangents = dict(enumerate([t] if isinstance(t, Tensor) else list(t)))
+        tangents = dict(enumerate(listed(t)))
         if self._has_samples(evaluation):
             for i, one in tangents.items():
                 if one is not None and evaluation.axis(i) is None:
@@ -166,29 +166,26 @@ class AutomaticDerivatives(BaseDerivatives):
 
     def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
         """Apply the transposed Jacobian of a parameter for each sample by autograd."""
-        evaluation = self.evaluation(c)
-        vs = [v] if isinstance(v, Tensor) else list(v)
+        evaluation, vs = self.evaluation(c), listed(v)
         numbers = c.numbers(evaluation.num_samples)
         product = per_sample_products(evaluation, vs, [name], c.rows, numbers)[name]
-        if product is None:
-            like = first_of(vs)
-            return like.new_zeros(len(like), len(numbers), *evaluation.value(name).shape)
-        return product
+        return _or_zeros(product, first_of(vs), len(numbers), *evaluation.value(name).shape)
 
     def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
         """Apply the transposed Jacobian of a parameter, summed over the samples, by autograd."""
-        evaluation = self.evaluation(c)
-        vs = [v] if isinstance(v, Tensor) else list(v)
+        evaluation, vs = self.evaluation(c), listed(v)
         product = transposed_products(evaluation, vs, [name], c.rows)[name]
-        if product is None:
-            like = first_of(vs)
-            return like.new_zeros(len(like), *evaluation.value(name).shape)
-        return product
+        return _or_zeros(product, first_of(vs), *evaluation.value(name).shape)
 
     def param_jvp(self, c: Context, name: str, t: Tensor) -> Any:
         """Apply the Jacobian of a parameter by autograd."""
         results = products(self.evaluation(c), {name: t}, c.rows)
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _or_zeros(product: Tensor | None, v: Tensor, *shape: int) -> Tensor:
+    """Return a product of V vectors, ``[V, *shape]``; zeros for None."""
+    return v.new_zeros(len(v), *shape) if product is None else product
 
 
 class _Copy:

@@ -21,7 +21,7 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
-from backpack.core.derivatives.basederivatives import never, no_axes
+from backpack.core.derivatives.basederivatives import constant, never
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
     alone,
@@ -52,7 +52,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     """
 
     batch_axis = BatchAxis.LEADING
-    trailing_axes = no_axes
+    trailing_axes = constant(0)
     _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
 
     def hessian_is_psd(self) -> bool:

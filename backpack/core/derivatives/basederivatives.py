@@ -27,6 +27,7 @@ from backpack.core.derivatives.by_autograd import (
 )
 from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.sample_axes import SampleAxes
+from backpack.core.derivatives.vectors import listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
@@ -59,19 +60,19 @@ FACTS: Mapping[tuple[str, ...], Set[str]] = {
 }
 
 
-def always(rule: Any, module: Module) -> bool:
-    """Return True: a fact about all modules that a rule is for."""
+def always(*of: Any, **named: Any) -> bool:
+    """Return True: a fact about all modules that a rule is for, and all their calls."""
     return True
 
 
-def never(rule: Any, module: Module) -> bool:
-    """Return False: a fact about none of the modules that a rule is for."""
+def never(*of: Any, **named: Any) -> bool:
+    """Return False: a fact about none of the modules that a rule is for, nor their calls."""
     return False
 
 
-def no_axes(rule: Any, module: Module) -> int:
-    """Return 0: there are none in the modules that a rule is for."""
-    return 0
+def constant(count: int) -> Callable[..., int]:
+    """Make a method that returns a number: that of all modules that a rule is for."""
+    return lambda rule, module: count
 
 
 class BaseDerivatives(SampleAxes):
@@ -300,12 +301,7 @@ class BaseDerivatives(SampleAxes):
 
     def jvp(self, c: Context, t: Any) -> Any:
         """Apply the Jacobian, ``J t``: ``[V, *out]``. Generic, by transposing :meth:`vjp`."""
-
-        def pull(v: Any) -> Sequence[Tensor | None]:
-            back = self.vjp(c, v)
-            return [back] if isinstance(back, Tensor) else list(back)
-
-        return self._transposed(c, pull, [t] if isinstance(t, Tensor) else list(t))
+        return self._transposed(c, lambda v: listed(self.vjp(c, v)), listed(t))
 
     def _transposed(
         self, c: Context, pull: Callable[[Any], Sequence[Tensor | None]], ts: Sequence[Any]
@@ -670,7 +666,7 @@ class BaseDerivatives(SampleAxes):
 
     def hvp(self, c: Context, t: Any) -> Any:
         """Apply the second derivative, ``(sum_k g_k ∇²_x y_k) t``: ``[V, *in] -> [V, *in]``."""
-        each = [t] if isinstance(t, Tensor) else t
+        each = listed(t)
         if not self.is_curved(c.call):
             zeros = [None if m is None else torch.zeros_like(m) for m in each]
             return zeros[0] if isinstance(t, Tensor) else zeros
@@ -712,10 +708,7 @@ class BaseDerivatives(SampleAxes):
             varied parameter, or ``[V, *p]`` if summed.
         """
         evaluation = self.evaluation(c)
-        grads = [
-            None if g is None or a is None else c.select(g, a)
-            for g, a in zip(c.grad_out, evaluation.axes_out, strict=True)
-        ]
+        grads = evaluation.at_outputs(c.grad_out, c.select)
         tangents: dict[Any, Tensor] = dict(params)
         like = next(t for t in [*params.values(), *inputs] if t is not None)
         for i, t in enumerate(inputs):
@@ -747,7 +740,7 @@ class BaseDerivatives(SampleAxes):
         if params:
             return self.mixed_hvp(c, inputs, params, sum_batch=True)
         back = self.hvp(c, list(inputs) if len(inputs) > 1 else inputs[0])
-        return [back] if isinstance(back, Tensor) else list(back), {}
+        return listed(back), {}
 
     @staticmethod
     def shape_of_rows(shape: Size, axis: int, rows: Rows) -> Size:

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, einsum
-from torch.nn import Bilinear, Module
+from torch.nn import Bilinear
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import (
+    FIRST_DERIVATIVES,
+    BaseDerivatives,
+    always,
+    constant,
+    never,
+)
 from backpack.core.derivatives.linear import positions
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
@@ -25,15 +31,9 @@ class BilinearDerivatives(BaseDerivatives):
     """
 
     params = ("weight", "bias")
+    min_dims = constant(2)  # batch and features
     is_linear_in_params = always
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: the output is linear in each input, but not in both."""
-        return False
-
-    def min_dims(self, module: Module) -> int:
-        """Return 2: batch and features."""
-        return 2
+    hessian_is_zero = never  # the output is linear in each input, but not in both
 
     def _inputs(self, c: Context) -> tuple[Tensor, Tensor]:
         """Return x and z: ``[N, T, I]``, ``[N, T, J]``."""

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -89,10 +90,19 @@ class Evaluation:
         return self._narrowed(rows), True
 
     def _narrowed(self, rows: Rows) -> list[Any]:
-        return [
-            x if axis is None else take(x, axis, rows)
-            for x, axis in zip(self.inputs, self.axes_in, strict=True)
-        ]
+        return self._changed(lambda x, axis: take(x, axis, rows))
+
+    def _changed(self, change: Callable[[Tensor, int], Tensor]) -> list[Any]:
+        """Change the inputs that have samples, along their batch axis."""
+        pairs = zip(self.inputs, self.axes_in, strict=True)
+        return [x if axis is None else change(x, axis) for x, axis in pairs]
+
+    def at_outputs(
+        self, mats: Sequence[Tensor | None], change: Callable[[Tensor, int], Tensor]
+    ) -> list[Tensor | None]:
+        """Change what is at the outputs that have samples, along their batch axis."""
+        pairs = zip(mats, self.axes_out, strict=True)
+        return [None if m is None or axis is None else change(m, axis) for m, axis in pairs]
 
     def _is_separable(self) -> bool:
         """Whether the module gives the same for one sample alone."""
@@ -146,10 +156,7 @@ class Evaluation:
             before = self.outputs({}, self.inputs)
             keep: list[Rows] = [[0], slice(1, None)]
             for kept in keep:
-                changed = [
-                    x if axis is None else with_other_samples(x, axis, kept)
-                    for x, axis in zip(self.inputs, self.axes_in, strict=True)
-                ]
+                changed = self._changed(partial(with_other_samples, kept=kept))
                 try:
                     after = self.outputs({}, changed)
                 except Exception:  # out of its domain: is a sample the same alone?
@@ -166,12 +173,8 @@ class Evaluation:
 
     def _is_equivariant(self) -> bool:
         """Whether rotated samples have rotated outputs."""
-        rotated = [
-            x if axis is None else x.roll(1, axis)
-            for x, axis in zip(self.inputs, self.axes_in, strict=True)
-        ]
         with torch.no_grad():
-            found = self.outputs({}, rotated)
+            found = self.outputs({}, self._changed(lambda x, axis: x.roll(1, axis)))
         return all(
             axis is None or close(f, y.roll(1, axis), self.c.call.rounding)
             for f, y, axis in zip(found, self.c.outputs, self.axes_out, strict=True)
@@ -388,10 +391,7 @@ def per_sample_products(
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
     def of_sample(i: int) -> dict[Any, Tensor | None]:
-        own = [
-            None if m is None or a is None else m.narrow(a + 1, i, 1)
-            for m, a in zip(mats, evaluation.axes_out, strict=True)
-        ]
+        own = evaluation.at_outputs(mats, lambda m, axis: m.narrow(axis + 1, i, 1))
         return transposed_products(evaluation, own, keys, [numbers[i]])
 
     def are_right(found: Mapping[Any, Tensor | None]) -> bool:
@@ -399,10 +399,9 @@ def per_sample_products(
         samples = _drawn_weights(len(numbers))
         if not _have_shape(found.values(), len(vectors), len(samples)):
             return False
-        own = [
-            None if m is None or a is None else _weighted(_combined(m, vectors), samples, a)[None]
-            for m, a in zip(mats, evaluation.axes_out, strict=True)
-        ]
+        own = evaluation.at_outputs(
+            mats, lambda m, axis: _weighted(_combined(m, vectors), samples, axis)[None]
+        )
         exact = transposed_products(evaluation, own, keys, rows)
         both = [None if f is None else _combined(f, vectors, samples)[None] for f in found.values()]
         of = [*evaluation.inputs, *map(evaluation.value, found)]
@@ -664,10 +663,7 @@ def second_products(
             return _second_of_samples(evaluation, g_out, tangents, numbers)
         own = dict(tangents)
         own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
-        g = [
-            None if m is None or a is None else m.narrow(a, start, size)
-            for m, a in zip(g_out, evaluation.axes_out, strict=True)
-        ]
+        g = evaluation.at_outputs(g_out, lambda m, axis: m.narrow(axis, start, size))
         return _second_of_samples(evaluation, g, own, numbers[start : start + size])
 
     def are_right(found: Values) -> bool:
@@ -675,10 +671,7 @@ def second_products(
         samples = _drawn_weights(count)
         if not _have_shape(found.values(), len(vectors), count):
             return False
-        g = [
-            None if m is None or a is None else _weighted(m, samples, a)
-            for m, a in zip(g_out, evaluation.axes_out, strict=True)
-        ]
+        g = evaluation.at_outputs(g_out, lambda m, axis: _weighted(m, samples, axis))
         own = {key: _combined(t, vectors)[None] for key, t in tangents.items()}
         exact = _second_of_samples(evaluation, g, own, numbers)
         both = []

@@ -35,10 +35,8 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     kronecker_rows_are_constant = True
     kronecker_swaps_axes = True
     squares_with_input = True
-    hessian_is_zero = is_linear_in_params = always
-    repeats_output = ConvolutionDerivatives.repeats_output
+    hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
-    jacobian_is_constant = ConvolutionDerivatives.jacobian_is_constant
 
     def _options(self, c: Context) -> tuple[Any, ...]:
         module = c.module

@@ -117,14 +117,12 @@ class ConvolutionDerivatives(BaseDerivatives):
     """What both kinds of convolution share, such as a bias for each channel."""
 
     params = ("weight", "bias")
+    repeats_output = always  # from the input and the parameters
+    jacobian_is_constant = always  # the kernel alone says what it is
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
         return self.params
-
-    def repeats_output(self, call: Call) -> bool:
-        """Return True: the output follows from the input and the parameters."""
-        return True
 
     def param_vjp_reads_inputs_alone(self, module: Any, name: str) -> bool:
         """Return whether that is the weight: the bias has few entries."""
@@ -159,10 +157,6 @@ class ConvolutionDerivatives(BaseDerivatives):
         """Convolve."""
         weight, groups = c.params["weight"], c.module.groups
         return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the kernel alone says what the Jacobian is."""
-        return True
 
     def _by_output(self, t: Tensor, groups: int) -> Tensor:
         """Bring V weights to one, with outputs in the order group, vector, channel of the group."""
@@ -205,10 +199,8 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     squares_with_input = True
-    hessian_is_zero = is_linear_in_params = always
-    repeats_output = ConvolutionDerivatives.repeats_output
+    hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
-    jacobian_is_constant = ConvolutionDerivatives.jacobian_is_constant
 
     # ------------------------------------------------------------------ padding
 

@@ -35,7 +35,7 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, never, no_axes
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant, never
 from backpack.core.derivatives.reductions import gram
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
@@ -47,7 +47,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     """Derivatives of ``y = f(x)``, applied to each entry. A subclass gives ``df`` and ``d2f``."""
 
     batch_axis = BatchAxis.LEADING
-    trailing_axes = no_axes
+    trailing_axes = constant(0)
 
     def autograd_stores(self, call: Call) -> bool:
         """Return whether the output says everything: autograd keeps it as well."""

@@ -25,7 +25,7 @@ from torch.nn import (
 )
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.basederivatives import no_axes
+from backpack.core.derivatives.basederivatives import constant
 from backpack.core.derivatives.lossbase import (
     BaseLossDerivatives,
     is_negative,
@@ -48,7 +48,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     """
 
     batch_axis = BatchAxis.LEADING
-    trailing_axes = no_axes
+    trailing_axes = constant(0)
 
     def couples_samples_unseen(self, call: Call) -> bool:
         """Return whether predictions meet targets of other samples, which broadcast."""

@@ -13,7 +13,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core import fast
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, position_rows
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, no_axes
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
@@ -67,8 +67,10 @@ class EmbeddingDerivatives(BaseDerivatives):
 
     params = ("weight",)
     batch_axis = BatchAxis.LEADING
-    trailing_axes = no_axes
+    trailing_axes = constant(0)
+    min_dims = constant(2)  # batch and features
     hessian_is_zero = is_linear_in_params = always
+    jacobian_is_constant = always  # integers have none
     kronecker_rows_are_constant = True
     # the weight is [W, D]: the vocabulary, which the input's factor belongs to, comes first
     kronecker_input_first = True
@@ -76,14 +78,6 @@ class EmbeddingDerivatives(BaseDerivatives):
     def param_vjp_reads_inputs_alone(self, module: Module, name: str) -> bool:
         """Return True, but for the maximum of a bag, which depends on the weight."""
         return getattr(module, "mode", None) != "max"
-
-    def min_dims(self, module: Module) -> int:
-        """Return 2: batch and features."""
-        return 2
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: integers have no Jacobian."""
-        return True
 
     def vjp(self, c: Context, v: Any) -> tuple[Tensor | None, ...]:
         """Return nothing: integers have no cotangents."""
@@ -226,12 +220,7 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
     """
 
     batch_axis = BatchAxis.FIXED
-    hessian_is_zero = is_linear_in_params = always
-    kronecker_rows_are_constant = False  # those of the maximum are not
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return False: that of ``per_sample_weights`` holds the rows that a sample reads."""
-        return False
+    hessian_is_zero = always
 
     # ------------------------------------------------------------------ arguments
 

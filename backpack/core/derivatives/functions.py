@@ -10,7 +10,7 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.automatic import FunctionDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, never
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, Place, by_certainty, unbatched
@@ -38,10 +38,8 @@ class SumModuleDerivatives(FunctionDerivatives):
     """
 
     hessian_is_zero = always
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the sum passes the same cotangents on for every sample."""
-        return True
+    jacobian_is_constant = always  # the same cotangents are passed on for every sample
+    autograd_stores = never  # gradients of a sum do not depend on anything
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are: where they are in the inputs."""
@@ -71,10 +69,6 @@ class SumModuleDerivatives(FunctionDerivatives):
         layouts = [one for one in call.layouts_in if one is not None and one.is_batched]
         are_alike = set(shapes) == set(call.shape_out) and len(layouts) == len(shapes)
         return not are_alike or len({one.facts for one in layouts}) > 1
-
-    def autograd_stores(self, call: Call) -> bool:
-        """Return False: gradients of a sum do not depend on anything."""
-        return False
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Return None: a sum reads its inputs alone, and gives the same again."""
@@ -163,7 +157,7 @@ class ParameterModuleDerivatives(BaseDerivatives):
     """A parameter that a function reads: it has no samples, and each sample's Jacobian is ``I``."""
 
     params = ("parameter",)
-    hessian_is_zero = is_linear_in_params = always
+    hessian_is_zero = is_linear_in_params = jacobian_is_constant = always
     folds_rows = always  # the value is the same wherever the rows are
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
@@ -178,10 +172,6 @@ class ParameterModuleDerivatives(BaseDerivatives):
     def layouts(self, call: Call) -> list[Layout | None]:
         """Return a layout without samples: a parameter is the same for all of them."""
         return [unbatched()]
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the Jacobian is the identity for every sample."""
-        return True
 
     def parameter_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Repeat the tangent for each sample."""

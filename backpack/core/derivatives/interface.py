@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_hessian import at_rows, chosen_rows
-from backpack.core.derivatives.vectors import first_of
+from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.context import Context, at_hand
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
@@ -376,41 +376,11 @@ class Interface:
         result = self._ours("param_jvp", "param_jac_mat_prod")(c, param_str, mat)
         return result if had_v else _without_v(result)
 
-    def weight_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``weight``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat, subsampling)
-
-    def bias_jac_mat_prod(
-        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Rows = None
-    ) -> Tensor:
-        """Apply the Jacobian with respect to ``bias``: ``[V, *p] -> [V, *out]``."""
-        return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat, subsampling)
-
-    def weight_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``weight``, see :meth:`param_mjp`."""
-        return self.param_mjp("weight", module, g_inp, g_out, mat, sum_batch, subsampling)
-
-    def bias_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Rows = None,
-    ) -> Tensor:
-        """Apply the transposed Jacobian with respect to ``bias``, see :meth:`param_mjp`."""
-        return self.param_mjp("bias", module, g_inp, g_out, mat, sum_batch, subsampling)
+    # The same with respect to a weight or a bias.
+    weight_jac_mat_prod = partialmethod(param_jac_mat_prod, "weight")
+    bias_jac_mat_prod = partialmethod(param_jac_mat_prod, "bias")
+    weight_jac_t_mat_prod = partialmethod(param_mjp, "weight")
+    bias_jac_t_mat_prod = partialmethod(param_mjp, "bias")
 
     def param_mjp_reduced(
         self,
@@ -467,8 +437,7 @@ class Interface:
     # ------------------------------------------------------------------ checks
 
     def _check_inputs(self, c: Context, mat: Mats) -> tuple[list[Any], bool]:
-        mats = [mat] if isinstance(mat, Tensor) else list(mat)
-        had_v = True
+        mats, had_v = listed(mat), True
         for i, one in enumerate(mats):
             if one is None or self.has_sample_tangents(c.call, i):
                 continue  # [V, N, *in]: the tensor has no samples, its tangents do
@@ -479,7 +448,7 @@ class Interface:
 
     def _check_outputs(self, c: Context, mat: Mats) -> tuple[Any, bool]:
         """Check what belongs to the outputs: a tensor, or a list if there are several."""
-        mats: list[Any] = [mat] if isinstance(mat, Tensor) else list(mat)
+        mats: list[Any] = listed(mat)
         mats += [None] * (len(c.outputs) - len(mats))
         had_v = True
         for i, (one, y) in enumerate(zip(mats, c.outputs, strict=True)):

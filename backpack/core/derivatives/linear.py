@@ -10,7 +10,7 @@ from torch import Size, Tensor
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, at_hand
@@ -32,7 +32,10 @@ class LinearDerivatives(BaseDerivatives):
 
     params = ("weight", "bias")
     batch_axis = BatchAxis.LEADING
+    min_dims = constant(2)  # batch and features
     hessian_is_zero = is_linear_in_params = always
+    repeats_output = always  # from the input and the parameters
+    jacobian_is_constant = always  # it is W
     kronecker_rows_are_constant = True
     kronecker_rows_are_shared = True
     has_positions_apart = True
@@ -57,21 +60,9 @@ class LinearDerivatives(BaseDerivatives):
         """
         return ("weight",) if len(call.shape_out[0]) > 2 or "gradient" in wanted else ()
 
-    def repeats_output(self, call: Call) -> bool:
-        """Return True: the output follows from the input and the parameters."""
-        return True
-
     def reaches_one_output(self, call: Call) -> bool:
         """Return whether there is a single position."""
         return len(call.shape_out[0]) == 2
-
-    def min_dims(self, module: Module) -> int:
-        """Return 2: batch and features."""
-        return 2
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the Jacobian is W."""
-        return True
 
     # ------------------------------------------------------------------ parameters
 
@@ -128,9 +119,7 @@ class TransposedLinearDerivatives(LinearDerivatives):
 
     kronecker_input_first = True
     squares_with_input = True
-    hessian_is_zero = always
-    repeats_output = LinearDerivatives.repeats_output
-    jacobian_is_constant = LinearDerivatives.jacobian_is_constant
+    hessian_is_zero = jacobian_is_constant = repeats_output = always
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Return ``Wᵀ t``."""

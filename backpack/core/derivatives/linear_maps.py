@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, no_axes
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
@@ -54,15 +54,12 @@ class LinearMapDerivatives(BaseDerivatives):
 
     reads_input = False
     hessian_is_zero = always
+    jacobian_is_constant = always  # it is the map
 
     def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Apply the linear map to ``[N, *in]``. Default: the module's own forward pass."""
         with c.call.as_it_was(c.call.precision):
             return c.module.forward(x)
-
-    def jacobian_is_constant(self, c: Context) -> bool:
-        """Return True: the map is its own Jacobian."""
-        return True
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
         """Apply the map."""
@@ -117,7 +114,7 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
     """Multiplication of every entry with one number."""
 
     batch_axis = BatchAxis.LEADING
-    trailing_axes = no_axes
+    trailing_axes = constant(0)
 
 
 @register(

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import FIRST_DERIVATIVES, BaseDerivatives, always
+from backpack.core.derivatives.basederivatives import (
+    FIRST_DERIVATIVES,
+    BaseDerivatives,
+    always,
+    constant,
+    never,
+)
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import map_vectors
 from backpack.core.record.calls import Call
@@ -94,6 +100,7 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
     """
 
     subtracts_mean: ClassVar[bool] = True
+    hessian_is_zero = never  # the scale that a group is divided by depends on its entries
 
     def group_size(self, c: Context) -> int:
         """Return m, the number of entries of a group."""
@@ -102,10 +109,6 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
     def epsilon(self, c: Context) -> float:
         """Return ε, which is added to the variance."""
         return c.module.eps
-
-    def hessian_is_zero(self, module: nn.Module) -> bool:
-        """Return False: the scale that a group is divided by depends on its entries."""
-        return False
 
     # ------------------------------------------------------------------ the pieces: x̂, s, P, γ
 
@@ -259,13 +262,8 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
     Here it is rounded to no less than the precision of the input.
     """
 
-    def min_dims(self, module: Any) -> int:
-        """Return 2: batch and features."""
-        return 2
-
-    def trailing_axes(self, module: Any) -> int:
-        """Return 1: features."""
-        return 1
+    min_dims = constant(2)  # batch and features
+    trailing_axes = constant(1)  # features
 
     def group_size(self, c: Context) -> int:
         """Return the number of features."""
@@ -286,9 +284,7 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
 class GroupNormDerivatives(NormalizationDerivatives):
     """Derivatives of ``torch.nn.GroupNorm``: a group is some channels, γ has an entry for each."""
 
-    def min_dims(self, module: Any) -> int:
-        """Return 2: batch and channels."""
-        return 2
+    min_dims = constant(2)  # batch and channels
 
     def inner_axes(self, c: Context) -> int:
         """Return the number of spatial axes."""

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
 from backpack.core.features import hooks_of_saved_tensors
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
@@ -39,14 +38,11 @@ class SelectionDerivatives(BaseDerivatives):
     """
 
     hessian_is_zero = always
+    autograd_stores = always  # where the maxima are
 
     def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
         raise NotImplementedError
-
-    def autograd_stores(self, call: Call) -> bool:
-        """Return True: where the maxima are."""
-        return True
 
     def saved(
         self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]

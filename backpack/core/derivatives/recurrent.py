@@ -17,7 +17,7 @@ from torch.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, Module, Parameter, RNNCe
 
 from backpack.core import fast
 from backpack.core.derivatives import affine
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, constant, never
 from backpack.core.derivatives.memoise import is_same, memoise
 from backpack.core.derivatives.recurrent_cells import (
     GRUStep,
@@ -42,6 +42,7 @@ from backpack.core.derivatives.recurrent_network import (
     run,
     trace,
 )
+from backpack.core.derivatives.vectors import listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
@@ -67,6 +68,8 @@ class RecurrentDerivatives(BaseDerivatives):
     """
 
     own_step: ClassVar[Step | None] = None
+    hessian_is_zero = never  # the gates are nonlinear
+    is_linear_in_params = never  # later steps depend on what the parameters did in earlier ones
 
     # ------------------------------------------------------------------ facts about the module
 
@@ -89,14 +92,6 @@ class RecurrentDerivatives(BaseDerivatives):
     def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
         """Bring a tensor from the form of :meth:`inside` back to that of the module."""
         raise NotImplementedError
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        """Return False: the gates are nonlinear."""
-        return False
-
-    def is_linear_in_params(self, module: Module) -> bool:
-        """Return False: later steps depend on what the parameters did in earlier ones."""
-        return False
 
     def _place(self, module: Module, name: str) -> tuple[str, int]:
         """Return which of the ``Weights`` a parameter is, and its k."""
@@ -286,7 +281,7 @@ class RecurrentDerivatives(BaseDerivatives):
     def jvp(self, c: Context, t: Mats) -> Any:
         """Apply the Jacobian: a recursion forward in time."""
         network, module = self.network(c), c.module
-        x, *others = [t] if isinstance(t, Tensor) else t
+        x, *others = listed(t)
         start = [None if s is None else self.inside(module, s, 1, True) for s in others]
         start += [None] * (network.step.num_states - len(start))
         x = None if x is None else self.inside(module, x, 1, False)
@@ -410,6 +405,7 @@ class SequenceDerivatives(RecurrentDerivatives):
     """Derivatives of modules that take all time steps."""
 
     reads_output = True
+    min_dims = constant(3)  # time, batch, features
 
     def suffixes(self, module: Any) -> list[str]:
         """Return ``_l0``, ``_l0_reverse``, ``_l1`` and so on."""
@@ -419,10 +415,6 @@ class SequenceDerivatives(RecurrentDerivatives):
     def directions(self, module: Any) -> int:
         """Return the number of directions D."""
         return 2 if module.bidirectional else 1
-
-    def min_dims(self, module: Module) -> int:
-        """Return 3: time, batch, features."""
-        return 3
 
     def batch_axis_in(self, module: Any, i: int) -> int:
         """Return 1 (states, sequence) or 0 (sequence with ``batch_first``)."""
@@ -543,13 +535,11 @@ class GRUDerivatives(SequenceDerivatives):
 class CellDerivatives(RecurrentDerivatives):
     """Derivatives of modules that take one time step: T = L = D = 1."""
 
+    min_dims = constant(2)  # batch, features
+
     def suffixes(self, module: Any) -> list[str]:
         """Return one empty suffix: a cell has one set of parameters."""
         return [""]
-
-    def min_dims(self, module: Module) -> int:
-        """Return 2: batch, features."""
-        return 2
 
     def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
         """Add the axis of the only step or layer."""
@@ -561,8 +551,8 @@ class CellDerivatives(RecurrentDerivatives):
 
     def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return what arrives at the states: they are the only outputs."""
-        vs = [v] if isinstance(v, Tensor) else v
-        return None, [None if m is None else self.inside(module, m, 1, True) for m in vs]
+        each = listed(v)
+        return None, [None if m is None else self.inside(module, m, 1, True) for m in each]
 
     def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
         """Return the states."""

@@ -15,6 +15,7 @@ from backpack.core.derivatives.automatic import (
     is_repeatable,
     refuse_totals,
 )
+from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.by_autograd import Evaluation, alone
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
@@ -33,12 +34,9 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     a call are used, it is evaluated again, and for one sample alone.
     """
 
+    is_curved = always  # whether the function is affine may depend on the state of the module
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
     _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
-
-    def is_curved(self, call: Call) -> bool:
-        """Return True: whether the function is affine may depend on the state of the module."""
-        return True
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,11 @@ ENTRIES_ELSEWHERE = 2**25
 def first_of(mats: Mats) -> Tensor:
     """Return the first tensor of what is one, or several with None (for zero) among them."""
     return mats if isinstance(mats, Tensor) else next(mat for mat in mats if mat is not None)
+
+
+def listed(mats: Any) -> list[Any]:
+    """List what is one tensor, or several with None among them."""
+    return [mats] if isinstance(mats, Tensor) else list(mats)
 
 
 def map_vectors(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
