@@ -325,19 +325,6 @@ def _of(formulas: Mapping[type[Module], Any], module: Module) -> Any:
     return next(formulas[cls] for cls in type(module).__mro__ if cls in formulas)
 
 
-@register(*SMOOTH)
-class SmoothDerivatives(ElementwiseDerivatives):
-    """An activation of the table ``SMOOTH``."""
-
-    def df(self, c: Context) -> Tensor:
-        """First derivative."""
-        return _of(SMOOTH, c.module)[0](c.module, c.x)
-
-    def d2f(self, c: Context) -> Tensor:
-        """Second derivative."""
-        return _of(SMOOTH, c.module)[1](c.module, c.x)
-
-
 # Activations of transformers, and modules of torch that compute the same.
 SAME: Mapping[str, Module] = {
     "transformers.activations.GELUActivation": GELU(),
@@ -347,25 +334,25 @@ SAME: Mapping[str, Module] = {
 }
 
 
-def _same(module: Module) -> Module:
-    """Look up the module of torch."""
+def _of_torch(module: Module) -> Module:
+    """Return the module of torch that computes the same."""
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
-    return next(SAME[name] for name in names if name in SAME)
+    return next((SAME[name] for name in names if name in SAME), module)
 
 
-@register(*SAME)
-class SameDerivatives(ElementwiseDerivatives):
-    """An activation of the table ``SAME``."""
+@register(*SMOOTH, *SAME)
+class SmoothDerivatives(ElementwiseDerivatives):
+    """An activation of the table ``SMOOTH``, or one that computes the same."""
 
     def df(self, c: Context) -> Tensor:
         """First derivative."""
-        same = _same(c.module)
-        return SMOOTH[type(same)][0](same, c.x)
+        module = _of_torch(c.module)
+        return _of(SMOOTH, module)[0](module, c.x)
 
     def d2f(self, c: Context) -> Tensor:
         """Second derivative."""
-        same = _same(c.module)
-        return SMOOTH[type(same)][1](same, c.x)
+        module = _of_torch(c.module)
+        return _of(SMOOTH, module)[1](module, c.x)
 
 
 @register(*STRAIGHT)
