@@ -55,7 +55,7 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         back = rule.vjp(c, v[0] if len(v) == 1 else list(v))
         backs = [back] if isinstance(back, Tensor) else list(back)
         return backs if len(backs) == len(call.inputs) else _padded(call, backs)
-    view = _rule_view(c)
+    view = _RuleView(c)
     if view.is_folded:
         like = next(m for m in v if m is not None)
         backs = _listed(rule.vjp(view.c, _argument(_flat(v))))
@@ -71,7 +71,7 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
     repeated = None if call.repeats is None else t[call.repeats]
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
-    view = _rule_view(c)
+    view = _RuleView(c)
     tangents = _flat(t) if view.is_folded else view.at_inputs(t)
     outs = _listed(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
     if view.is_folded:
@@ -82,13 +82,13 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
 
 def shown(c: Context, i: int, mat: Tensor) -> Tensor:
     """Return columns at output ``i`` as ``module.output`` shows its samples to a user's rule."""
-    view = _rule_view(c)
+    view = _RuleView(c)
     return mat if view.is_folded else view.to_output(i, mat).contiguous()  # type: ignore[union-attr]
 
 
 def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
     """Return what a user's rule has made of columns at input ``i`` in canonical form."""
-    view = _rule_view(c)
+    view = _RuleView(c)
     return mat if view.is_folded else view.from_input(i, mat)
 
 
@@ -96,7 +96,7 @@ def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
     if c.call.views:
         need(c.call.views)
-    call, view = c.call, _rule_view(c)
+    call, view = c.call, _RuleView(c)
     outs = _listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
     if view.is_folded:
         count = len(row_numbers(call.copies, c.rows))
@@ -111,7 +111,7 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
     if c.call.is_direct:  # nothing to move: as a rule
         at_outputs = v[0] if len(v) == 1 else list(v)
         return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
-    view = _rule_view(c)
+    view = _RuleView(c)
     if view.is_folded:
         return _param_of_copies(c, method, name, v)
     return getattr(view.rule, method)(view.c, name, view.at_outputs(v), *arguments)
@@ -149,9 +149,9 @@ def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = Fals
     """
     if c.call.views:
         need(c.call.views)
-    view = _rule_view(c)
+    view = _RuleView(c)
     params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
-    if isinstance(view, _MovedView) and view.is_folded:
+    if view.is_folded:
         return view.second_of_copies(inputs, params, sum_batch)
     tangents = view.at_inputs(inputs)
     if params:
@@ -214,7 +214,7 @@ def _padded(call: Call, backs: list[Tensor | None]) -> list[Tensor | None]:
 
 
 class _RuleView:
-    """Columns as the rule of a call sees them: as the engine does, if it has samples first.
+    """Columns as the rule of a call sees them, with the samples where it expects them.
 
     Attributes:
         c: The call, for the rows that the rule is given.
@@ -223,41 +223,10 @@ class _RuleView:
             vectors of the rule.
     """
 
-    is_folded = False
-
     def __init__(self, c: Context):
         self.c = c
         self.call = c.call
         self.rule: Any = c.call.derivatives
-
-    def at_inputs(self, mats: Columns) -> list[Tensor | None]:
-        return list(mats)
-
-    def from_inputs(self, backs: list[Tensor | None]) -> list[Tensor | None]:
-        return _padded(self.call, backs)
-
-    def at_outputs(self, mats: Columns) -> Any:
-        return _argument(mats)
-
-    def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
-        return outs
-
-    def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
-        return mat
-
-    def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        return mat
-
-
-def _rule_view(c: Context) -> _RuleView:
-    return _RuleView(c) if c.call.is_direct else _MovedView(c)
-
-
-class _MovedView(_RuleView):
-    """Moves the samples of one call between the canonical place and the one the rule expects."""
-
-    def __init__(self, c: Context):
-        super().__init__(c)
         self.selected = c.rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
         self.is_folded = self.call.is_of_copies
@@ -296,16 +265,22 @@ class _MovedView(_RuleView):
         return [self.from_output(i, o) for i, o in enumerate(outs)]
 
     def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
+        if self.call.is_direct:  # nothing to move
+            return mat
         axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
         return self._to(mat, self.call.shape_out[i], self.call.place_out(i), axis)
 
     def from_output(self, i: int, mat: Tensor) -> Tensor:
+        if self.call.is_direct:
+            return mat
         axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
         result = self._from(mat, self.call.shape_out[i], self.call.place_out(i), axis)
         assert result is not None
         return result
 
     def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
+        if self.call.is_direct:
+            return mat
         shape, place = self.call.shape_in[i], self.call.place_in(i)
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
         if mat is not None and axis is not None and self._reads_own_row(i):
@@ -315,6 +290,8 @@ class _MovedView(_RuleView):
         return self._to(mat, shape, place, axis)
 
     def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
+        if self.call.is_direct:
+            return mat
         shape, place = self.call.shape_in[i], self.call.place_in(i)
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
         if mat is None or shape is None:

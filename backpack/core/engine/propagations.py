@@ -325,7 +325,7 @@ class HessianFactors(Propagation):
             return
 
         backpropagation = Backpropagation(plan, exts, subsampling, save, left_out=reused)
-        sources: list[Source] = [self._loss_source(call, backpropagation) for call in plan.losses]
+        sources: list[Source] = [self._loss_source(call) for call in plan.losses]
         for call in known:
             if call in curved and call.derivatives.hessian_is_diagonal(call.module):
                 sources.append(ResidualSource(call))
@@ -350,7 +350,7 @@ class HessianFactors(Propagation):
         return found
 
     @staticmethod
-    def _loss_source(call: Call, backpropagation: Backpropagation) -> Source:
+    def _loss_source(call: Call) -> Source:
         scale = loss_scale(call)
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
