@@ -7,7 +7,7 @@ of a call asks :class:`Rule`, and the engine :class:`~.derivatives.basederivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -95,37 +95,17 @@ class Extension(Protocol):
 class Rule(Protocol):
     """What the record of a call asks derivatives: see ``core.derivatives.basederivatives``."""
 
+    needs_output: ClassVar[bool]
+    reads_output: ClassVar[bool]
+    keeps_something: ClassVar[bool]
+    keeps_facts_alone: ClassVar[bool]
+    has_samples_first: ClassVar[bool]
+    depends_on_layouts: ClassVar[bool]
+    includes_children: ClassVar[bool]
+
     @property
     def params(self) -> tuple[str, ...]:
         """Names of the parameters."""
-
-    @property
-    def needs_output(self) -> bool:
-        """Whether a formula reads the output, and has a derivative with respect to it."""
-
-    @property
-    def reads_output(self) -> bool:
-        """Whether a formula reads the output."""
-
-    @property
-    def keeps_something(self) -> bool:
-        """Whether there is anything to keep from the forward pass."""
-
-    @property
-    def keeps_facts_alone(self) -> bool:
-        """Whether that is found without computing anything."""
-
-    @property
-    def has_samples_first(self) -> bool:
-        """Whether the samples are along the first axis of all that the rule sees."""
-
-    @property
-    def depends_on_layouts(self) -> bool:
-        """Whether what the rule found out about a call holds for its layouts only."""
-
-    @property
-    def includes_children(self) -> bool:
-        """Whether what children of the module compute belongs to its call."""
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
         """Return the module's own parameters by name."""

@@ -225,10 +225,7 @@ class Layout:
 
     def is_first(self, shape: Sequence[int]) -> bool:
         """Whether the samples are along the first axis of a tensor of this shape."""
-        before, samples, *_ = self._root._facts
-        first = shape[0] if shape else 0
-        plain = before == 1 and samples > 0 and self.owners is None
-        return plain and (samples == first or first % samples == 0)
+        return self.is_plain and (not shape or shape[0] % self.samples == 0)
 
     def has_rows(self, shape: Sequence[int]) -> bool:
         """Whether each entry of the first axis of a tensor of this shape is a sample."""
