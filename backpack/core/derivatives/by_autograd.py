@@ -9,7 +9,7 @@ samples (a parameter) is needed for each sample apart, and is computed sample by
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -394,25 +394,19 @@ def per_sample_products(
         own = evaluation.at_outputs(mats, lambda m, axis: m.narrow(axis + 1, i, 1))
         return transposed_products(evaluation, own, keys, [numbers[i]])
 
-    def are_right(found: Mapping[Any, Tensor | None]) -> bool:
-        vectors = _drawn_weights(max(len(m) for m in mats if m is not None))
-        samples = _drawn_weights(len(numbers))
-        if not _have_shape(found.values(), len(vectors), len(samples)):
-            return False
+    def combined(vectors: Tensor, samples: Tensor) -> dict[Any, Tensor | None]:
         own = evaluation.at_outputs(
             mats, lambda m, axis: _weighted(_combined(m, vectors), samples, axis)[None]
         )
-        exact = transposed_products(evaluation, own, keys, rows)
-        both = [None if f is None else _combined(f, vectors, samples)[None] for f in found.values()]
-        of = [*evaluation.inputs, *map(evaluation.value, found)]
-        return _agree(both, [exact[key] for key in found], of)
+        return transposed_products(evaluation, own, keys, rows)
 
     if VMAP.is_on and separable and len(numbers) > 1:
         try:
             found = _vmapped_products(evaluation, mats, keys, inputs)
         except Exception:  # no batching rule, a compiler that knows no vmap: one sample at a time
             found = None
-        if found is not None and are_right(found):
+        num_v = max(len(m) for m in mats if m is not None)
+        if found is not None and _are_right(evaluation, found, (num_v, len(numbers)), combined):
             return found
     each = [of_sample(i) for i in range(len(numbers))]
     results: dict[Any, Tensor | None] = {}
@@ -469,9 +463,32 @@ def _drawn_weights(count: int) -> Tensor:
     return drawn((count,), torch.Generator().manual_seed(0))
 
 
-def _have_shape(found: Iterable[Tensor | None], *shape: int) -> bool:
-    """Whether all have these first axes: sums over axes of one entry are no error of torch."""
-    return all(f is None or f.shape[: len(shape)] == shape for f in found)
+def _are_right(
+    evaluation: Evaluation,
+    found: Mapping[Any, Tensor | None],
+    shape: tuple[int, int],
+    combined: Callable[[Tensor, Tensor], Mapping[Any, Tensor | None]],
+) -> bool:
+    """Compare results of ``vmap``, ``[V, N, *]``, with the product of a combination of all.
+
+    It is ``combined``, ``[1, *]``, with weights of the vectors and of the samples.
+    """
+    # sums over axes of one entry are no error of torch
+    if any(each is not None and each.shape[:2] != shape for each in found.values()):
+        return False
+    vectors, samples = map(_drawn_weights, shape)
+    exact = combined(vectors, samples)
+    both: list[Tensor | None] = []
+    for key, each in found.items():
+        axis = evaluation.axis(key)
+        if each is None:
+            both.append(None)
+        elif axis is None:
+            both.append(_combined(each, vectors, samples)[None])
+        else:  # these have products of their own
+            both.append(_weighted(_combined(each, vectors), samples, 0).movedim(0, axis)[None])
+    of = [*evaluation.inputs, *map(evaluation.value, found)]
+    return _agree(both, [exact[key] for key in found], of)
 
 
 def _combined(values: Tensor, *weights: Tensor) -> Tensor:
@@ -655,7 +672,7 @@ def second_products(
         ``[V, *in]`` for inputs with samples, ``[V, N, *]`` (summed: ``[V, *]``) for everything
         else.
     """
-    count = len(numbers)
+    count, num_v = len(numbers), len(next(iter(tangents.values())))
     axes = {key: evaluation.axis(key) for key in tangents}
 
     def of_samples(start: int, size: int) -> Values:
@@ -666,23 +683,10 @@ def second_products(
         g = evaluation.at_outputs(g_out, lambda m, axis: m.narrow(axis, start, size))
         return _second_of_samples(evaluation, g, own, numbers[start : start + size])
 
-    def are_right(found: Values) -> bool:
-        vectors = _drawn_weights(len(next(iter(tangents.values()))))
-        samples = _drawn_weights(count)
-        if not _have_shape(found.values(), len(vectors), count):
-            return False
+    def combined(vectors: Tensor, samples: Tensor) -> Values:
         g = evaluation.at_outputs(g_out, lambda m, axis: _weighted(m, samples, axis))
         own = {key: _combined(t, vectors)[None] for key, t in tangents.items()}
-        exact = _second_of_samples(evaluation, g, own, numbers)
-        both = []
-        for key, axis in axes.items():
-            each = _combined(found[key], vectors)
-            if axis is None:
-                both.append(_combined(each, samples)[None])
-            else:
-                both.append(_weighted(each, samples, 0).movedim(0, axis)[None])
-        of = [*evaluation.inputs, *map(evaluation.value, found)]
-        return _agree(both, [exact[key] for key in axes], of)
+        return _second_of_samples(evaluation, g, own, numbers)
 
     def put_together(each: Sequence[Values]) -> Values:
         found = {}
@@ -695,7 +699,7 @@ def second_products(
         return found
 
     if sum_batch:
-        size = _chunk(evaluation, len(next(iter(tangents.values()))))
+        size = _chunk(evaluation, num_v)
         if size < count and not evaluation.rows([numbers[0]])[1]:
             size = count
         return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
@@ -712,7 +716,7 @@ def second_products(
             found = _vmapped_second(evaluation, g_out, tangents, inputs)
         except (RuntimeError, NotImplementedError):  # no batching rule, or none twice
             found = None
-        if found is not None and are_right(found):
+        if found is not None and _are_right(evaluation, found, (num_v, count), combined):
             moved = {k: found[k].movedim(1, a + 1) for k, a in axes.items() if a is not None}
             return found | moved
     return put_together([of_samples(i, 1) for i in range(count)])

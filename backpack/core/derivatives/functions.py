@@ -46,18 +46,17 @@ class SumModuleDerivatives(FunctionDerivatives):
         (shape,) = call.shape_out
         first, shapes = call.layouts_in[0], call.shape_in
         if first is not None and shapes.count(shape) == len(shapes) == call.layouts_in.count(first):
-            call.saved["affine"] = True
-            call.kept |= {"affine"}
-            return [first]
-        known = by_certainty(layout for layout in call.layouts_in if layout is not None)
-        are_alike = all(s in (None, shape) for s in call.shape_in)
-        if known and are_alike and len({one.facts for one in known}) == 1:
-            call.saved["affine"] = True
-            call.kept |= {"affine"}
-            for layout in known[1:]:
-                known[0].unify(layout)
-            return [known[0]]
-        return super().layouts(call)
+            known = [first]
+        else:
+            known = by_certainty(layout for layout in call.layouts_in if layout is not None)
+            are_alike = all(s in (None, shape) for s in shapes)
+            if not are_alike or len({one.facts for one in known}) != 1:
+                return super().layouts(call)
+        call.saved["affine"] = True
+        call.kept |= {"affine"}
+        for layout in known[1:]:
+            known[0].unify(layout)
+        return [known[0]]
 
     def repeats_output(self, call: Call) -> bool:
         """Return whether nothing has to be found out by trying, which compares with the output."""
