@@ -331,11 +331,6 @@ MAKES: dict[str, tuple[int, ...]] = {
 }
 
 
-def _axis_of_parts(name: str) -> int:
-    """Return the axis along which the parts of a parameter are side by side."""
-    return -2 if name.endswith("weight") else -1
-
-
 class Options(NamedTuple):
     """Arguments of the layer behind queries, keys and values."""
 
@@ -658,20 +653,13 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             d_heads = _side_by_side(trace.attention.push(*tangents)[1])
             zeros = y.new_zeros(len(d_heads), *y.shape)
             ends.append(Changing(y.unsqueeze(0), zeros, trace.heads, d_heads))
-        return backs, {
-            name: self._second_of_param(name, trace, ends, sum_batch).reshape(
-                -1, *([] if sum_batch else [len(y)]), *t.shape[1:]
-            )
-            for name, t in params.items()
-        }
+        own = {name: self._second_of_param(c, name, trace, ends, sum_batch) for name in params}
+        return backs, own
 
     def _second_of_param(
-        self, name: str, trace: Trace, ends: Sequence[Changing], sum_batch: bool
+        self, c: Context, name: str, trace: Trace, ends: Sequence[Changing], sum_batch: bool
     ) -> Tensor:
-        """Return the change of the product with a parameter: ``[V, N, O, I]`` or ``[V, N, O]``.
-
-        Without N if summed over the samples.
-        """
+        """Return the change of the product with a parameter: ``[V, N, *p]``, or ``[V, *p]``."""
         parts = []
         for i in MAKES[name]:
             s, ds, x, dx = ends[i]
@@ -686,7 +674,7 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
                 parts.append(part)
             else:
                 parts.append(ds[..., span, :].sum((1, 2) if sum_batch else 2))
-        return torch.cat(parts, _axis_of_parts(name))
+        return self.assemble(c, name, parts)
 
     # ------------------------------------------------------------------ parameters
 
@@ -721,9 +709,9 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
 
     def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Make ``[*, *p]`` of the parts of a parameter."""
-        whole = torch.cat(list(parts), _axis_of_parts(name))
-        lead = whole.shape[: -2 if name.endswith("weight") else -1]
-        return whole.reshape(*lead, *c.params[name].shape)
+        axis = -2 if name.endswith("weight") else -1
+        whole = torch.cat(list(parts), axis)
+        return whole.reshape(*whole.shape[:axis], *c.params[name].shape)
 
     param_vjp = or_automatic(BaseDerivatives.param_vjp)
     param_vjp_sum = or_automatic(BaseDerivatives.param_vjp_sum)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import Parameter
 from backpack.context import disable
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Plan
+from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import flatten_outputs
@@ -116,7 +116,7 @@ class InputGradients(Sequence[Any]):
         """Return the gradient with respect to input ``i``, None if it needs none."""
         return self._gradients[i]
 
-    @cached_property
+    @lazy
     def _gradients(self) -> tuple[Any, ...]:
         call = self._call
         needed = [i for i, o in enumerate(call.origins_in) if o is not None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.fx.node import Node
 from torch.nn import Module
 
+from backpack.core.lazy import lazy
 from backpack.custom_module import permanent_dropout as permanent
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.custom_module.branching import SumModule
@@ -50,12 +50,12 @@ class Apply:
     module: Module
     inputs: tuple[Any, ...]
 
-    @cached_property
+    @lazy
     def is_nested(self) -> bool:
         """Whether the results of other modules are among the inputs."""
         return any(isinstance(x, Apply) for x in self.inputs)
 
-    @cached_property
+    @lazy
     def takes_tensors(self) -> bool:
         """Whether the inputs are the tensors of the function, all of them, in their order."""
         return self.inputs == tuple(map(Slot, range(len(self.inputs))))

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from backpack.core.lazy import lazy
 
 # Where numbers of samples are: not on the default device, which programs choose.
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ class Owners:
     numbers: tuple[int, ...]
     samples: int
 
-    @cached_property
+    @lazy
     def rows(self) -> int:
         """Number of rows in canonical form: that of all samples alike, and at least one."""
         return self.samples * max(1, *map(self.numbers.count, range(self.samples)))
@@ -49,7 +51,7 @@ class Owners:
         """Whether all samples have as many rows: none is added in canonical form."""
         return self.rows == len(self.numbers)
 
-    @cached_property
+    @lazy
     def places(self) -> Tensor:
         """The row of each entry in canonical form."""
         per_sample = self.rows // self.samples
