@@ -729,7 +729,6 @@ class Backpropagation:
         """Collect the squares of columns at a call's output; False if they do not suffice."""
         if not self._is_collectable(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
             return False
-        assert call.derivatives is not None
         if not call.derivatives.reaches_one_output(call):
             return False
         self._collect(call, reductions.sum_of_squares(factor.mat, factor.weights), part)

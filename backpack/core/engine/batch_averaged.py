@@ -126,7 +126,6 @@ class BatchAveragedBackpropagation:
         twins, c = self._twins(call), context_of(call)
         nodes = [(n, j) for n, j in self._nodes(c, slots) if n not in twins]
         derivatives = call.derivatives
-        assert derivatives is not None
         is_one = derivatives.has_one_jacobian(c) and (
             derivatives.kronecker_rows_are_constant or not call.trained
         )

@@ -241,7 +241,6 @@ class CurvatureBlock:
         call, names, inputs = c.call, at.names, at.inputs
         derivatives = call.derivatives
         none: list[Tensor | None] = [None] * len(inputs)
-        assert derivatives is not None
         curved = derivatives.is_curved(call)
         diagonal = curved and derivatives.hessian_is_diagonal(call.module)
         is_bent = len(names) > 1 or (bool(names) and derivatives.bends_params(call))

@@ -161,11 +161,7 @@ class Plan:
     @lazy
     def predictions(self) -> dict[Call, tuple[int, ...]]:
         """For each loss the numbers of the inputs that are predictions."""
-        found = {}
-        for loss in self.losses:
-            assert isinstance(loss.derivatives, BaseLossDerivatives)
-            found[loss] = loss.derivatives.predictions(context_of(loss))
-        return found
+        return {loss: loss.derivatives.predictions(context_of(loss)) for loss in self.losses}
 
     def column_bytes(self) -> int | None:
         """Return the bytes of a column where it is largest.

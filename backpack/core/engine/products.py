@@ -76,7 +76,6 @@ class Use:
     @property
     def derivatives(self) -> BaseDerivatives:
         """Derivatives of the module."""
-        assert self.call.derivatives is not None
         return self.call.derivatives
 
     @lazy

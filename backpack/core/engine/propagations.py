@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.derivatives.lossbase import BaseLossDerivatives, Columns, is_negative
+from backpack.core.derivatives.lossbase import Columns, is_negative
 from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import (
@@ -275,15 +275,11 @@ def _grouped(factor: Factor, samples: int) -> Factor:
 
 def is_curved(call: Call) -> bool:
     """Whether the output of a call is no (piecewise) affine function of its input."""
-    assert call.derivatives is not None
-    if not any(shape.numel() for shape in call.shape_out):
-        return False
-    return call.derivatives.is_curved(call)
+    return any(shape.numel() for shape in call.shape_out) and call.derivatives.is_curved(call)
 
 
 def couples_terms(call: Call) -> bool:
     """Whether a loss is no sum over the samples."""
-    assert isinstance(call.derivatives, BaseLossDerivatives)
     return call.derivatives.couples_terms(context_of(call))
 
 

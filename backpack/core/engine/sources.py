@@ -434,8 +434,6 @@ def _dot(one: Source, other: Source) -> Tensor | None:
 def _kept_call(c: Context, reads: bool) -> Context:
     """Return a context that outlives the pass; without what a rule does not read, if asked."""
     call = c.call.snapshot(torch.is_grad_enabled())
-    rule = call.derivatives
-    assert rule is not None
     inputs = [_kept(x) if isinstance(x, Tensor) else x for x in c.inputs] if reads else []
     outputs = [placeholder(y) for y in c.outputs]
     call.inputs, call.outputs, call.saved = tuple(inputs), tuple(outputs), dict(call.saved)

@@ -638,7 +638,6 @@ class Call(ModuleState):
             return True
         expected = tuple(map(_facts, self.layouts_out))
         self.relied_on = facts
-        assert self.derivatives is not None
         try:
             return tuple(map(_facts, self.derivatives.layouts(self))) == expected
         except ValueError:
