@@ -37,7 +37,7 @@ from backpack.core.derivatives.by_autograd import (
     moved_products,
     per_sample_products,
     products,
-    second_products,
+    second_of_samples,
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
@@ -188,23 +188,6 @@ def _or_zeros(product: Tensor | None, v: Tensor, *shape: int) -> Tensor:
     return v.new_zeros(len(v), *shape) if product is None else product
 
 
-class _Copy:
-    """A rule for one copy of a call without samples: a batch of one."""
-
-    def __init__(self, rule: BaseDerivatives, axes_in: Sequence[int | None]):
-        self.rule = rule
-        self.axes_in = axes_in
-        self.own = rule.own
-        self.parameter = rule.parameter
-
-    def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        leaves = [
-            x if a is None else x.squeeze(0) for x, a in zip(inputs, self.axes_in, strict=True)
-        ]
-        out = self.rule.evaluate(c, params, *leaves)
-        return out.unsqueeze(0) if isinstance(out, Tensor) else [o.unsqueeze(0) for o in out]
-
-
 def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     """List the parameters that outputs depend on other than as arguments or own parameters.
 
@@ -261,23 +244,9 @@ class FunctionDerivatives(AutomaticDerivatives):
                 x.new_zeros(num_v, *x.shape) if t is None and is_real(x) else t
                 for t, x in zip(inputs, evaluation.inputs, strict=True)
             ]
-        axes_in: list[int | None] = [None if t is None else 0 for t in inputs]
-        copy: Any = _Copy(self, axes_in)
-        padded = Evaluation(
-            copy,
-            c,
-            [
-                x if a is None else x.unsqueeze(0)
-                for x, a in zip(evaluation.inputs, axes_in, strict=True)
-            ],
-            axes_in,
-            [0] * len(evaluation.axes_out),
-            single=True,
-        )
-        grads = [None if g is None else g.unsqueeze(0) for g in c.grad_out]
         tangents: dict[Any, Tensor] = dict(params)
-        tangents |= {i: t.unsqueeze(1) for i, t in enumerate(inputs) if t is not None}
-        found = {i: t.squeeze(1) for i, t in second_products(padded, grads, tangents, [0]).items()}
+        tangents |= {i: t for i, t in enumerate(inputs) if t is not None}
+        found = second_of_samples(evaluation, c.grad_out, tangents, None)
         return [found.get(i) for i in range(len(inputs))], {name: found[name] for name in params}
 
     def unsupported_reason(self, c: Context) -> str | None:

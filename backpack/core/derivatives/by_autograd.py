@@ -47,7 +47,6 @@ class Evaluation:
         inputs: Arguments of the call, flattened.
         axes_in: Batch axis of each input; None if it has no samples or is no tensor.
         axes_out: Batch axis of each output; None if it has no samples.
-        single: Whether this is a batch of one.
     """
 
     rule: Any
@@ -55,7 +54,6 @@ class Evaluation:
     inputs: list[Any]
     axes_in: list[int | None]
     axes_out: list[int | None]
-    single: bool = False
 
     def outputs(self, values: Mapping[Any, Tensor], inputs: Sequence[Any]) -> list[Tensor]:
         """Evaluate the outputs with some inputs and parameters replaced."""
@@ -76,11 +74,11 @@ class Evaluation:
 
     def is_whole(self, numbers: Sequence[int]) -> bool:
         """Whether these are the numbers of all samples, in their order."""
-        return self.single or list(numbers) == list(range(self.num_samples))
+        return list(numbers) == list(range(self.num_samples))
 
     def rows(self, rows: Rows) -> tuple[list[Any], bool]:
         """Return the inputs for some of the samples, and whether the module can do with them."""
-        if rows is None or self.single:
+        if rows is None:
             return self.inputs, True
         saved = self.c.saved
         if "separable" not in saved:
@@ -677,16 +675,16 @@ def second_products(
 
     def of_samples(start: int, size: int) -> Values:
         if size == count:  # outputs may have more rows than inputs
-            return _second_of_samples(evaluation, g_out, tangents, numbers)
+            return second_of_samples(evaluation, g_out, tangents, numbers)
         own = dict(tangents)
         own |= {k: own[k].narrow(a + 1, start, size) for k, a in axes.items() if a is not None}
         g = evaluation.at_outputs(g_out, lambda m, axis: m.narrow(axis, start, size))
-        return _second_of_samples(evaluation, g, own, numbers[start : start + size])
+        return second_of_samples(evaluation, g, own, numbers[start : start + size])
 
     def combined(vectors: Tensor, samples: Tensor) -> Values:
         g = evaluation.at_outputs(g_out, lambda m, axis: _weighted(m, samples, axis))
         own = {key: _combined(t, vectors)[None] for key, t in tangents.items()}
-        return _second_of_samples(evaluation, g, own, numbers)
+        return second_of_samples(evaluation, g, own, numbers)
 
     def put_together(each: Sequence[Values]) -> Values:
         found = {}
@@ -748,7 +746,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     for group in groups:
         tangents = {key: draw(evaluation.value(key), 1) for key in group}
         if tangents:
-            found = _second_of_samples(evaluation, g_out, tangents, None)
+            found = second_of_samples(evaluation, g_out, tangents, None)
             if any(bool((product != 0).any()) for product in found.values()):
                 return True
     return False
@@ -759,7 +757,7 @@ def is_real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _second_of_samples(
+def second_of_samples(
     evaluation: Evaluation,
     g_out: Sequence[Tensor | None],
     tangents: Mapping[Any, Tensor],
