@@ -68,11 +68,7 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         rule = self._rule(c.module)
         if isinstance(rule, AutomaticLossDerivatives):  # evaluates the call as a whole
             return rule, c
-        inside = Context(c.call, [*c.inputs[:2], *c.inputs[3:]], c.outputs, c.rows)
-        inside.module = c.module.loss
-        own = {name.partition("."): t for name, t in c.params.items()}
-        inside.params = {name: t for (child, _, name), t in own.items() if child == "loss"}
-        return rule, inside
+        return rule, c.inside(c.module.loss, "loss.", [*c.inputs[:2], *c.inputs[3:]])
 
     def _scale(self, c: Context) -> Tensor:
         """Return a: ``[N, *1]`` with as many axes as the prediction."""
