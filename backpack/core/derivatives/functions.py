@@ -74,13 +74,11 @@ class SumModuleDerivatives(FunctionDerivatives):
         return None
 
     def _is_plain_sum(self, c: Context) -> bool:
-        shapes = {x.shape for x in c.inputs if isinstance(x, Tensor)}
-        return shapes == {c.output.shape} and not self._has_several_layouts(c)
-
-    def _has_several_layouts(self, c: Context) -> bool:
-        """Whether some inputs have samples and others have none."""
+        """Whether all inputs have the shape of the output, and all of them have samples or none."""
+        if {x.shape for x in c.inputs if isinstance(x, Tensor)} != {c.output.shape}:
+            return False
         axes = self.axes_in(c)
-        return len({axes[i] is None for i in c.saved["needed"]}) > 1
+        return len({axes[i] is None for i in c.saved["needed"]}) < 2
 
     def jvp(self, c: Context, t: Any) -> Any:
         """Add the tangents."""
