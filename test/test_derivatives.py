@@ -500,6 +500,45 @@ def test_save_memory(probe: Probe) -> None:
             close(small, fast)
 
 
+BUILT = {"stride": 2, "dilation": 2, "padding": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "changed", "same"),
+    [
+        (nn.Conv2d, {}, {"stride": 2, "dilation": (2,), "padding": [1]}, BUILT),
+        (nn.ConvTranspose2d, {}, {"stride": 2, "dilation": [2], "padding": (1,)}, BUILT),
+        # what `forward` pads is decided when the module is built
+        (nn.Conv2d, {"padding": 1, "padding_mode": "circular"}, {"padding": 2}, {}),
+        (nn.Conv2d, {"padding": "same", "padding_mode": "reflect"}, {"padding": 0}, {}),
+    ],
+    ids=str,
+)
+def test_settings_of_convolutions_that_change(
+    make: Any, options: dict[str, Any], changed: dict[str, Any], same: dict[str, Any]
+) -> None:
+    """One number is that of all axes, as in torch: products are those of one that is built so."""
+    found = []
+    for module in (make(2, 3, 3, **options), make(2, 3, 3, **(options | same))):
+        torch.manual_seed(0)
+        module.reset_parameters()
+        if not found:
+            vars(module).update(changed)
+        x = torch.rand(3, 2, 6, 7, requires_grad=True)
+        y, rule = extend(module)(x), derivatives_of(module)
+        v = torch.rand(2, *y.shape)
+        with weight_jac_t_save_memory():
+            small = rule.param_mjp("weight", module, None, None, v, sum_batch=False)
+        c = seen(module)
+        products = rule.param_mjp("weight", module, None, None, v, sum_batch=False)
+        back, factors = rule.jac_t_mat_prod(module, None, None, v), rule.kron_inputs(c, "weight")
+        found.append(
+            [y, products, small, back, rule.jac_mat_prod(module, None, None, back), *factors]
+        )
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
 # --------------------------------------------------------------------------------------
 # Second derivatives
 # --------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from backpack.core.derivatives import affine
 from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.convnd import (
     ConvolutionDerivatives,
+    Geometry,
     correlate,
+    per_axis,
     unfolded,
     weight_jac_t_save_memory,
 )
@@ -38,20 +40,18 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
 
+    def _geometry(self, module: Any) -> Geometry:
+        size, settings = module.kernel_size, (module.stride, module.dilation, module.padding)
+        stride, dilation, padding = per_axis(len(size), *settings)
+        return Geometry(size, stride, dilation, padding, padding, module.groups, "constant")
+
     def _options(self, c: Context) -> tuple[Any, ...]:
-        module = c.module
-        sizes = zip(
-            c.output.shape[2:],
-            c.input.shape[2:],
-            module.stride,
-            module.padding,
-            module.dilation,
-            module.kernel_size,
-            strict=True,
-        )
+        moves = self._geometry(c.module)
+        shapes = c.output.shape[2:], c.input.shape[2:]
+        sizes = zip(*shapes, moves.stride, moves.before, moves.dilation, moves.size, strict=True)
         # that of the call at hand: `output_size` may have changed the module's
         added = [out - ((x - 1) * s - 2 * p + d * (k - 1) + 1) for out, x, s, p, d, k in sizes]
-        return module.stride, module.padding, module.dilation, True, added
+        return moves.stride, moves.before, moves.dilation, True, added
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
@@ -73,31 +73,30 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         return self._multiply(c, v, sum_batch=True)
 
     def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
-        x, module = c.x, c.module
+        x, moves = c.x, self._geometry(c.module)
         if weight_jac_t_save_memory.active:
-            padding, small = [0] * len(module.kernel_size), x.unsqueeze(0)
-            each = (correlate(s, small, module, padding, sum_batch) for s in self._pad(c, v))
+            padding, small = [0] * len(moves.size), x.unsqueeze(0)
+            each = (correlate(s, small, moves, padding, sum_batch) for s in self._pad(c, moves, v))
             return torch.cat(list(each))
-        small = x.reshape(x.shape[0], module.groups, -1, x.shape[2:].numel())
+        small = x.reshape(x.shape[0], moves.groups, -1, x.shape[2:].numel())
         big = self._unfold(c, v)
         equation = "ngit,vngot->vgio" if sum_batch else "ngit,vngot->vngio"
         product = einsum(equation, small, big)
         batch = () if sum_batch else (x.shape[0],)
         return product.reshape(v.shape[0], *batch, *c.params["weight"].shape)
 
-    def _pad(self, c: Context, v: Tensor) -> Tensor:
+    def _pad(self, c: Context, moves: Geometry, v: Tensor) -> Tensor:
         """Pad (or crop) ``v`` to the entries that the input positions write to."""
-        module, positions = c.module, c.input.shape[2:]
-        v = pad(v, [p for p in reversed(module.padding) for _ in range(2)])
-        sizes = zip(positions, module.stride, module.dilation, module.kernel_size, strict=True)
+        v = pad(v, [p for p in reversed(moves.before) for _ in range(2)])
+        sizes = zip(c.input.shape[2:], moves.stride, moves.dilation, moves.size, strict=True)
         for axis, (x, s, d, k) in enumerate(sizes, start=3):
             v = v.narrow(axis, 0, (x - 1) * s + d * (k - 1) + 1)
         return v
 
     def _unfold(self, c: Context, v: Tensor) -> Tensor:
         """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
-        module, positions = c.module, c.input.shape[2:]
-        return map_rows(lambda s: unfolded(s, module, positions), self._pad(c, v))
+        moves, positions = self._geometry(c.module), c.input.shape[2:]
+        return map_rows(lambda s: unfolded(s, moves, positions), self._pad(c, moves, v))
 
     @fast.body("Norms are those of Gram matrices.", "param_vjp")
     def reduced(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from contextvars import ContextVar
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -54,14 +54,41 @@ class weight_jac_t_save_memory:
         _SAVE_MEMORY.set(self._outer)
 
 
-def unfolded(x: Tensor, module: Any, positions: Sequence[int]) -> Tensor:
+class Geometry(NamedTuple):
+    """How a convolution moves over its input; numbers have an entry for each spatial axis."""
+
+    size: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    before: Sequence[int]  # entries added in front of an axis
+    after: Sequence[int]  # and behind it
+    groups: int
+    mode: str  # what is added
+
+    @property
+    def native(self) -> Sequence[int]:
+        """The padding that the kernel of torch can do, zeros if it cannot."""
+        is_native = self.mode == "constant" and self.before == self.after
+        return self.before if is_native else (0,) * len(self.size)
+
+
+def per_axis(axes: int, *settings: Any) -> list[tuple[int, ...]]:
+    """Return settings of each spatial axis: torch reads one number as that of all of them."""
+    found = []
+    for setting in settings:
+        values = (setting,) if isinstance(setting, int) else tuple(setting)
+        found.append(values * axes if len(values) < axes else values)
+    return found
+
+
+def unfolded(x: Tensor, moves: Geometry, positions: Sequence[int]) -> Tensor:
     """Return patches by group: padded ``[N, C, *in] -> [N, G, C/G·k, T]``."""
-    view = patches(x, module.kernel_size, module.stride, module.dilation, positions)
-    return view.reshape(x.shape[0], module.groups, -1, Size(positions).numel())
+    view = patches(x, moves.size, moves.stride, moves.dilation, positions)
+    return view.reshape(x.shape[0], moves.groups, -1, Size(positions).numel())
 
 
 def correlate(
-    big: Tensor, small: Tensor, module: Any, padding: Sequence[int], sum_batch: bool
+    big: Tensor, small: Tensor, moves: Geometry, padding: Sequence[int], sum_batch: bool
 ) -> Tensor:
     """Correlate with one grouped convolution: groups are samples (unless summed) and groups.
 
@@ -71,7 +98,7 @@ def correlate(
     Args:
         big: ``[N, C, *in]``.
         small: ``[V, N, K, *positions]``.
-        module: The convolution, for its stride, dilation and groups.
+        moves: The stride, dilation and groups of the convolution.
         padding: Zeros to add to ``big`` at both ends of each axis.
         sum_batch: Sum over the samples.
 
@@ -79,7 +106,7 @@ def correlate(
         ``[V, N, K, C/G, *kernel]``, without N if summed.
     """
     num_v, num_n, k = small.shape[:3]
-    groups, kernel = module.groups, module.kernel_size
+    groups, kernel = moves.groups, moves.size
     # channels in the order (sample,) group, vector, channel of the group
     small = small.reshape(num_v, num_n, groups, k // groups, *small.shape[3:])
     small = small.transpose(0, 1).transpose(1, 2).flatten(1, 3)
@@ -88,7 +115,7 @@ def correlate(
     samples = 1 if sum_batch else num_n
     per_group = big.shape[1] // (samples * groups)
     weight = big.new_empty(1).expand(samples * num_v * k, per_group, *kernel)
-    options = module.stride, padding, module.dilation, False, [0] * len(kernel), samples * groups
+    options = moves.stride, padding, moves.dilation, False, [0] * len(kernel), samples * groups
     _, result, _ = torch.ops.aten.convolution_backward(
         small, big, weight, None, *options, [False, True, False]
     )
@@ -97,19 +124,19 @@ def correlate(
     return result.squeeze(1) if sum_batch else result
 
 
-def patches_are_cheaper(module: Any, patch_entries: int, product_entries: int) -> bool:
+def patches_are_cheaper(moves: Geometry, patch_entries: int, product_entries: int) -> bool:
     """Whether unfolding the input and multiplying is faster than a convolution for each sample.
 
     Unfolding costs time for each entry of the patches. A convolution for each sample costs a fixed
     time (as much as unfolding some 2^16 entries), and has to copy the product. Measured on a CPU.
 
     Args:
-        module: The convolution.
+        moves: How the convolution moves.
         patch_entries: Entries of a sample's patches.
         product_entries: Entries of a sample's product.
     """
-    taps = Size(module.kernel_size).numel()
-    is_view = taps == 1 and not any(module.padding) and set(module.stride) == {1}
+    is_padded = any(moves.before) or any(moves.after)
+    is_view = Size(moves.size).numel() == 1 and not is_padded and set(moves.stride) == {1}
     return is_view or patch_entries < 2**16 + product_entries // 2
 
 
@@ -204,52 +231,49 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     # ------------------------------------------------------------------ padding
 
-    def _margins(self, module: Any) -> list[tuple[int, int]]:
-        """Return the entries added before and after each spatial axis."""
-        if module.padding == "valid":
-            return [(0, 0) for _ in module.kernel_size]
-        if module.padding == "same":
-            totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-            return [(total // 2, total - total // 2) for total in totals]
-        return list(zip(module.padding, module.padding, strict=True))
+    def _geometry(self, module: Any) -> Geometry:
+        size, mode, padding = module.kernel_size, module.padding_mode, module.padding
+        settings = module.stride, module.dilation, 0 if isinstance(padding, str) else padding
+        stride, dilation, before = per_axis(len(size), *settings)
+        after: Sequence[int] = before
+        if mode != "zeros":
+            widths = module._reversed_padding_repeated_twice  # what `forward` pads, for good
+            before, after = widths[-2::-2], widths[::-2]
+        elif padding == "same":
+            totals = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+            before = tuple([total // 2 for total in totals])
+            after = tuple([total - low for total, low in zip(totals, before, strict=True)])
+        mode = "constant" if mode == "zeros" else mode
+        return Geometry(size, stride, dilation, before, after, module.groups, mode)
 
-    def _native_padding(self, module: Any) -> list[int]:
-        """Return the padding that the kernel can do, zeros if it cannot."""
-        margins = self._margins(module)
-        native = module.padding_mode == "zeros" and all(a == b for a, b in margins)
-        return [a if native else 0 for a, _ in margins]
-
-    def _pad(self, module: Any, x: Tensor, explicit: bool = False) -> Tensor:
+    def _pad(self, moves: Geometry, x: Tensor, explicit: bool = False) -> Tensor:
         """Pad what the kernel does not pad (or, ``explicit``, everything)."""
-        margins = self._margins(module)
-        if not any(map(any, margins)):
+        is_padded = any(moves.before) or any(moves.after)
+        if not is_padded or (any(moves.native) and not explicit):
             return x
-        if not explicit and any(self._native_padding(module)):
-            return x
-        widths = [width for pair in reversed(margins) for width in pair]
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        return pad(x, widths, mode=mode)
+        ends = zip(reversed(moves.before), reversed(moves.after), strict=True)
+        return pad(x, [width for pair in ends for width in pair], mode=moves.mode)
 
     # ------------------------------------------------------------------ Jacobians
 
     def _options(self, c: Context) -> tuple[Any, ...]:
-        module = c.module
-        padding, no_padding = self._native_padding(module), [0] * len(module.kernel_size)
-        return module.stride, padding, module.dilation, False, no_padding
+        moves = self._geometry(c.module)
+        return moves.stride, moves.native, moves.dilation, False, [0] * len(moves.size)
 
     def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        return super()._convolve(c, self._pad(c.module, x), weight, groups)
+        x = self._pad(self._geometry(c.module), x)
+        return super()._convolve(c, x, weight, groups)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
-        module, shape = c.module, c.input.shape[1:]
-        padded = self._pad(module, v.new_zeros(1).expand(1, *shape)).shape[1:]
+        moves, shape = self._geometry(c.module), c.input.shape[1:]
+        padded = self._pad(moves, v.new_zeros(1).expand(1, *shape)).shape[1:]
 
         def pull(s: Tensor) -> Tensor:
             product = self._pull(c, s, padded)
             if padded == shape:
                 return product
-            return apply_transposed(lambda x: self._pad(module, x), (len(s), *shape), product)
+            return apply_transposed(lambda x: self._pad(moves, x), (len(s), *shape), product)
 
         return map_rows(pull, v)
 
@@ -270,13 +294,12 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         return self._correlate(c, v, sum_batch=True)
 
     def _correlate(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
-        x, padding = self._pad(c.module, c.x), self._native_padding(c.module)
-        return correlate(x, v, c.module, padding, sum_batch)
+        moves = self._geometry(c.module)
+        return correlate(self._pad(moves, c.x), v, moves, moves.native, sum_batch)
 
-    def _unfold(self, c: Context, x: Tensor) -> Tensor:
+    def _unfold(self, c: Context, moves: Geometry, x: Tensor) -> Tensor:
         """Return the patches of the input: ``[N, I, *in] -> [N, G, I/G·k, T]``."""
-        padded = self._pad(c.module, x, explicit=True)
-        return unfolded(padded, c.module, c.output.shape[2:])
+        return unfolded(self._pad(moves, x, explicit=True), moves, c.output.shape[2:])
 
     @fast.body("Norms are those of Gram matrices, squares those of fewer columns.", "param_vjp")
     def reduced(
@@ -291,8 +314,8 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         self, c: Context, v: Tensor, wanted: Set[str], weights: Tensor | None
     ) -> dict[str, Tensor]:
         """Reduce the individual products, made of patches or of convolutions."""
-        x, p, module = c.x, c.params["weight"], c.module
-        out_shape, groups = v.shape[3:], module.groups
+        x, p, moves = c.x, c.params["weight"], self._geometry(c.module)
+        out_shape, groups = v.shape[3:], moves.groups
         flat = reductions.fewer_columns(v.flatten(3), wanted, weights)
         num_v, num_n, num_o, positions = flat.shape
         s = flat.unflatten(2, (groups, -1))
@@ -303,7 +326,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             if "square_norm" in wanted:
                 # groups are further samples: their squared norms add up
                 by_group = s.flatten(1, 2).mT  # [V, N·G, T, O/G]
-                rows = self._unfold(c, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
+                rows = self._unfold(c, moves, x).flatten(0, 1).mT  # [N·G, T, I/G·k]
                 norms = affine.square_norm(by_group, rows)
                 values["square_norm"] = norms.unflatten(0, (-1, groups)).sum(1)
             if "gradient" in wanted:
@@ -311,7 +334,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             return values
 
         def by_patches(samples: slice) -> reductions.Multiply:
-            rows = self._unfold(c, x[samples]).mT.flatten(0, 1)
+            rows = self._unfold(c, moves, x[samples]).mT.flatten(0, 1)
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = s[columns, samples]
@@ -324,17 +347,17 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             return multiply
 
         def by_convolution(samples: slice) -> reductions.Multiply:
-            padding, padded = self._native_padding(module), self._pad(module, x[samples])
+            padding, padded = moves.native, self._pad(moves, x[samples])
 
             def multiply(columns: slice, out: Tensor | None) -> Tensor:
                 part = flat[columns, samples].unflatten(3, out_shape)
-                return correlate(padded, part, module, padding, True).unsqueeze(1)
+                return correlate(padded, part, moves, padding, True).unsqueeze(1)
 
             return multiply
 
         product_entries, patch_entries = num_v * p.numel(), groups * features * positions
         product, entries = by_convolution, inf
-        if not flat.is_cpu or patches_are_cheaper(module, patch_entries, product_entries):
+        if not flat.is_cpu or patches_are_cheaper(moves, patch_entries, product_entries):
             product, entries = by_patches, max(product_entries, patch_entries)
         shape = (num_v, num_n, *p.shape)
         return reductions.in_slices(product, shape, entries, flat, wanted, weights)
@@ -350,15 +373,15 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         joint: bool = False,
     ) -> Tensor:
         """Sum the squares in a basis, see the base class."""
-        module, x = c.module, c.x
-        if name != "weight" or module.groups > 1 or len(bases) < 2:
+        moves, x = self._geometry(c.module), c.x
+        if name != "weight" or moves.groups > 1 or len(bases) < 2:
             return super().square_in_bases(c, name, v, bases, weights, joint)
         s = v.flatten(3).mT  # [V, N, T, O]
         entries = s.shape[2] * max(len(s) * s.shape[3], len(bases[1]))
         size, total = reductions.slice_size(entries, x.device), None
         for start in range(0, len(x), size):
             span = slice(start, start + size)
-            rows = self._unfold(c, x[span]).squeeze(1).mT
+            rows = self._unfold(c, moves, x[span]).squeeze(1).mT
             rows = affine.with_one(rows) if joint else rows
             of_span = None if weights is None else weights[:, span]
             square = affine.square_in_bases(s[:, span], rows, bases, of_span)
@@ -374,17 +397,16 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Return A of the patches, see ``affine.input_factor``: ``[I/G·k, I/G·k]``, mean over G."""
         if name != "weight":
             return []
-        x, module, positions = c.x, c.module, c.output.shape[2:]
+        x, moves, positions = c.x, self._geometry(c.module), c.output.shape[2:]
         if approximation == "reduce":
-            return [affine.input_factor(self._unfold(c, x).flatten(0, 1).mT, approximation)]
-        before = [low for low, _ in self._margins(module)]
-        if module.padding_mode != "zeros":
-            x, before = self._pad(module, x, explicit=True), [0 for _ in before]
+            return [affine.input_factor(self._unfold(c, moves, x).flatten(0, 1).mT, approximation)]
+        before = moves.before
+        if moves.mode != "constant":
+            x, before = self._pad(moves, x, explicit=True), [0 for _ in before]
         # at least in single precision: the sum has more digits, and may be large
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        each = wide.unflatten(1, (module.groups, -1)).flatten(0, 1)
-        size, stride, dilation = module.kernel_size, module.stride, module.dilation
-        kernel = Kernel(size, stride, dilation, positions, before)
+        each = wide.unflatten(1, (moves.groups, -1)).flatten(0, 1)
+        kernel = Kernel(moves.size, moves.stride, moves.dilation, positions, before)
         count = len(each) * (positions.numel() if approximation == "expand" else 1)
         return [patch_gram(each, kernel).div_(count).to(x.dtype)]
 
@@ -398,12 +420,12 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     def _diagonal(self, c: Context, approximation: str | None) -> Tensor:
         """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""
-        x = c.x
+        x, moves = c.x, self._geometry(c.module)
         if approximation == "reduce":
-            rows = self._unfold(c, x).flatten(0, 1).mT
+            rows = self._unfold(c, moves, x).flatten(0, 1).mT
             return affine.input_factor(rows, approximation, max_size=0)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = self._unfold(c, wide.square().sum(0, keepdim=True))  # [1, G, I/G·k, T]
+        squares = self._unfold(c, moves, wide.square().sum(0, keepdim=True))  # [1, G, I/G·k, T]
         num_t = squares.shape[3] if approximation == "expand" else 1
         return (squares.sum((0, 1, 3)) / (len(x) * squares.shape[1] * num_t)).to(x.dtype)
 
@@ -411,7 +433,9 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Average the patches of each sample: ``[N, G, I/G·k]``."""
         if name != "weight":
             return None
-        return self._unfold(c, c.x).mean(3).unflatten(0, (num_n, -1)).mean(1)
+        return (
+            self._unfold(c, self._geometry(c.module), c.x).mean(3).unflatten(0, (num_n, -1)).mean(1)
+        )
 
     def kron_joint_input(
         self, c: Context, approximation: str | None = None, max_size: float = inf
@@ -421,5 +445,5 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             own = self._diagonal(c, approximation)
             of_one = c.output.shape[2:].numel() if approximation is None else 1
             return torch.cat([own, own.new_full((1,), of_one)])
-        rows = self._unfold(c, c.x).flatten(0, 1).mT
+        rows = self._unfold(c, self._geometry(c.module), c.x).flatten(0, 1).mT
         return affine.input_factor(affine.with_one(rows), approximation)
