@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import oracle
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, extend, extensions
+from backpack.core import fast
 from backpack.core.record import calls
 from backpack.core.record.layout import Layout, Place
 
@@ -233,6 +235,21 @@ def test_prediction_without_an_axis_for_outputs() -> None:
         loss.backward()
     for p, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.diag_ggn_exact, value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("paths", [nullcontext, fast.disabled], ids=["fast", "generic"])
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.ReLU(), nn.PReLU(init=0.5)], ids=repr)
+def test_activations_of_a_number_for_each_sample(paths: Any, activation: nn.Module) -> None:
+    X, y, found = vectors(4), torch.rand(4, dtype=torch.float64), []
+    for tail in ([nn.Flatten(0), activation], [activation, nn.Flatten(0)]):
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(2, 1), *tail).double())
+        loss = extend(nn.MSELoss())(model(X), y)
+        with paths(), backpack(extensions.KFRA(), extensions.DiagGGNExact()):
+            loss.backward()
+        found.append([t for p in model.parameters() for t in (*p.kfra, p.diag_ggn_exact)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
 
 
 def test_no_leak_of_chosen_outputs() -> None:

@@ -340,7 +340,7 @@ class BaseDerivatives(SampleAxes):
         back = back if isinstance(back, Tensor) else back[0]
         axis_in = 1 + self.axis_in(c, 0)
         mean = back.squeeze(axis_in) if back.shape[axis_in] == 1 else back.mean(axis_in)
-        return mean.flatten(1)
+        return mean.reshape(len(mean), -1)  # a sample may be a number alone
 
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return whether all samples have the same Jacobian."""
