@@ -17,9 +17,11 @@ from torch.testing import assert_close
 from backpack import backpack, extend, extensions, linalg, summary
 from backpack.core import fast
 from backpack.core.engine.backpropagation import slice_bytes
+from backpack.core.engine.extracted import EIGEN_SQUARES
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import EKFAC, KFAC, KFLR
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.linalg import GGN, EigenOperator, EmpiricalFisher, KroneckerGGN, KroneckerOperator
 from backpack.utils.kroneckers import EigenKronecker, kfacs_to_mat
 
@@ -426,6 +428,23 @@ def test_every_way_to_the_eigenvalues(case: Case, fisher: Any) -> None:
     for params in found:
         for p, block in zip(params, blocks, strict=True):
             check(p.ekfac, p, block)
+
+
+@pytest.mark.parametrize("limit", [1, 2**24])
+@pytest.mark.parametrize("approximation", [None, "expand", "reduce"])
+@pytest.mark.parametrize("others", [[], [KFLR(max_factor_size=1)]], ids=repr)
+def test_eigenvalues_alone(limit: int, approximation: Any, others: list[Any]) -> None:
+    """They come with the factors that they belong to: whole, of what counts, from all slices."""
+
+    class Eigenvalues(SecondOrderBackpropExtension):
+        propagation = KFLR().propagation
+        needs = (EIGEN_SQUARES[approximation],)
+
+    with slice_bytes(limit):
+        params = run(tokens(), Eigenvalues("eigenvalues"), *others)
+    both = run(tokens(), EKFAC(fisher="exact", approximation=approximation))
+    for p, q in zip(params, both, strict=True):
+        assert_close(p.eigenvalues.reshape(-1), q.ekfac.eigenvalues.reshape(-1))
 
 
 @pytest.mark.parametrize("case", select("mixing"), ids=str)

@@ -199,7 +199,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a typo in needs": (
         lambda: run(mlp(), Typo("e")),
         ValueError,
-        "Typo.*needs indivdual.*individual",
+        r"Typo.*needs indivdual.* are batch_square, factored, gradient, gram, individual, product",
     ),
     "two needs without extract": (
         lambda: run(mlp(), TwoNeeds("e")),

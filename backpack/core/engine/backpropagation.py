@@ -410,6 +410,9 @@ class Backpropagation:
         self.left_out = left_out
         self.savefields = ", ".join(map(_SAVEFIELD, exts))
         self.wanted = frozenset().union(*map(_NEEDS, exts))
+        in_bases = self.wanted & IN_BASES.keys()
+        if in_bases:  # comes with the factors that the bases are of
+            self.wanted |= {IN_BASES[name][0] for name in in_bases}
         counted = self._counted() if GRAMS["expand"] in self.wanted else None
         if counted is not None:
             self.wanted |= {ARRIVED}
@@ -419,7 +422,7 @@ class Backpropagation:
         # what needs bases of the whole batch is summed in a second turn, if the first has slices:
         # then the bases are known
         known = self.bases.keys() >= plan.uses.keys()
-        self.wanted_later = frozenset() if known else self.wanted & IN_BASES.keys()
+        self.wanted_later = frozenset() if known else in_bases
         self.wanted_now = self.wanted - self.wanted_later
         is_unsliced = not UNSLICED.isdisjoint(self.wanted)
         if is_unsliced:  # what does not come in one piece is made of the products themselves

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.combining import are_several
-from backpack.core.engine.extracted import REDUCTIONS, UNSLICED
+from backpack.core.engine.extracted import REDUCTIONS, UNSLICED, named
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import calls, weights
 from backpack.core.types import Extension
@@ -53,7 +53,7 @@ def check_extensions(exts: Sequence[Extension]) -> None:
             unknown = [name for name in needs if name not in EXTRACTED]
             raise ValueError(
                 f"{type(ext).__name__} needs {', '.join(unknown)}, which cannot be extracted. The "
-                f"names are {', '.join(sorted(EXTRACTED))}."
+                f"names are {named(EXTRACTED)}."
             )
         if len(needs) > 1 and not ext.overrides_extract:
             raise NotImplementedError(

@@ -129,5 +129,12 @@ OVER_PARTS = REDUCTIONS | dict.fromkeys(
 )
 # What no slices add up to: a factored form of [V, N, *p], see FactoredGrad.
 UNSLICED = frozenset({"factored"})
-# What Kronecker factors are made of.
-KRONECKER = frozenset({*GRAMS.values(), *OF_INPUTS, IDENTITY})
+# What Kronecker factors are made of, and what is made of them.
+KRONECKER = frozenset({*GRAMS.values(), *OF_INPUTS, *IN_BASES, IDENTITY})
+# What comes with other quantities, or is made for extensions of the library: no message offers it.
+UNNAMED = KRONECKER - {GRAMS[None]} | {ARRIVED}
+
+
+def named(names: Iterable[str]) -> str:
+    """List quantities for a message."""
+    return ", ".join(sorted(set(names) - UNNAMED))

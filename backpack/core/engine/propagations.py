@@ -26,7 +26,14 @@ from backpack.core.engine.backpropagation import (
 )
 from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
-from backpack.core.engine.extracted import IDENTITY, REDUCTIONS, UNSLICED, Bases, max_factor_size
+from backpack.core.engine.extracted import (
+    IDENTITY,
+    REDUCTIONS,
+    UNSLICED,
+    Bases,
+    max_factor_size,
+    named,
+)
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
@@ -72,7 +79,7 @@ class Propagation:
         if others:
             raise ValueError(
                 f"{ext!r} needs {', '.join(sorted(others))}, which {type(self).__name__} does not "
-                f"offer. It offers {', '.join(sorted(self.offers))}."
+                f"offer. It offers {named(self.offers) or 'nothing for extensions of your own'}."
             )
         if ext.rules and not self.takes_rules:
             raise NotImplementedError(
