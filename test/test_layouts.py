@@ -111,6 +111,16 @@ def padded_tables(m: Any, x: Tensor) -> Tensor:
     return torch.stack((table.sum(1), m.first(x)), 1).sin().sum(1)
 
 
+def pooled_in_one_axis(m: Any, x: Tensor) -> Tensor:
+    h = F.max_pool1d(m.first(x).transpose(0, 1), 2, 1)
+    return F.avg_pool1d(nn.ReplicationPad1d((1, 0))(h), 3, 1, 1).transpose(0, 1).tanh().sum(1)
+
+
+def pooled_in_two_axes(m: Any, x: Tensor) -> Tensor:
+    h = F.max_pool2d(m.first(x).unsqueeze(0).sin(), (2, 1), 1)
+    return F.adaptive_avg_pool2d(h, (2, 3))[0].sin().sum(1)
+
+
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]] = {
     "two embeddings, sequence first": (two_embeddings, text),
     "their product": (two_embeddings_multiplied, text),
@@ -122,6 +132,8 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]
     "class token": (class_token, steps),
     "rows of a table": (rows_of_a_table, vectors),
     "padded tables": (padded_tables, vectors),
+    "pooled in one axis": (pooled_in_one_axis, steps),
+    "pooled in two axes": (pooled_in_two_axes, steps),
     "first layer by hand": (lambda m, x: (x @ m.weight + m.bias).tanh(), vectors),
     "first layer as a function": (lambda m, x: F.linear(x, m.weight.t(), m.bias).exp(), vectors),
     "square root": (lambda m, x: (m.first(x).sigmoid() ** 0.5).log(), vectors),

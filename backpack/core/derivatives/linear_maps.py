@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
-from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
+from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant, never
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
@@ -18,6 +18,21 @@ from backpack.core.record.layout import Layout
 from backpack.core.record.registry import register
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
+
+# How many axes in space the inputs of modules have that act on each channel alone.
+AXES = {
+    getattr(nn, f"{name}{axes}d"): axes
+    for axes in (1, 2, 3)
+    for name in (
+        *("AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "MaxUnpool"),
+        *("CircularPad", "ReflectionPad", "ReplicationPad"),
+    )
+}
+
+
+def spatial_axes(module: nn.Module) -> int:
+    """Return how many of the last axes such a module combines."""
+    return next(AXES[cls] for cls in type(module).__mro__ if cls in AXES)
 
 
 def map_rows(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
@@ -41,14 +56,18 @@ def apply_transposed(
     return result
 
 
-@register(
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
-    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
-    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-    nn.ChannelShuffle,
-)
+class ChannelwiseDerivatives(BaseDerivatives):
+    """What acts on each channel alone: samples may be along any axis before those in space."""
+
+    batch_axis = BatchAxis.LEADING
+    folds_rows = never  # functions of torch count the axes
+
+    def trailing_axes(self, module: nn.Module) -> int:
+        """Return the number of axes in space."""
+        return spatial_axes(module)
+
+
+@register(nn.ChannelShuffle)
 class LinearMapDerivatives(BaseDerivatives):
     """A map that is linear, acts on each sample alone and in the same way: ``J t = f(t)``."""
 
@@ -73,6 +92,19 @@ class LinearMapDerivatives(BaseDerivatives):
             return apply_transposed(lambda x: self.linear_map(c, x), shape, s)
 
         return map_rows(pull, v)
+
+
+@register(
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+)
+class ChannelwiseMapDerivatives(ChannelwiseDerivatives, LinearMapDerivatives):
+    """A linear map of each channel: average pooling, and padding with entries of the input."""
+
+    reads_input = False
 
 
 @register(nn.PixelShuffle, nn.PixelUnshuffle, nn.Fold, nn.Unfold)

@@ -10,28 +10,18 @@ from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
+from backpack.core.derivatives.linear_maps import ChannelwiseDerivatives, spatial_axes
 from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 
-AXES = {  # that are pooled
-    **dict.fromkeys((nn.MaxPool1d, nn.AdaptiveMaxPool1d, nn.MaxUnpool1d), 1),
-    **dict.fromkeys((nn.MaxPool2d, nn.AdaptiveMaxPool2d, nn.MaxUnpool2d), 2),
-    **dict.fromkeys((nn.MaxPool3d, nn.AdaptiveMaxPool3d, nn.MaxUnpool3d), 3),
-}
-
-
-def _axes(c: Context) -> int:
-    """Return how many of the last axes are pooled: all others may be missing but that of N."""
-    return next(axes for cls, axes in AXES.items() if isinstance(c.module, cls))
-
 
 def _shape(c: Context, tensor: Tensor) -> Size:
     """Return the sizes of the axes that are pooled."""
-    return tensor.shape[-_axes(c) :]
+    return tensor.shape[-spatial_axes(c.module) :]
 
 
-class SelectionDerivatives(BaseDerivatives):
+class SelectionDerivatives(ChannelwiseDerivatives):
     """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds.
 
     Letters: n sample, c channel (torch takes inputs without the axis C, too), t position.
@@ -66,7 +56,7 @@ class SelectionDerivatives(BaseDerivatives):
         if "indices" not in saved:
             known = "selected" in saved and call.is_plain and not call.is_unbatched
             found = saved["selected"] if known else self.indices(c)
-            saved["indices"] = found.reshape(c.output.shape).flatten(-_axes(c))
+            saved["indices"] = found.reshape(c.output.shape).flatten(-spatial_axes(c.module))
         return c.select(saved["indices"])
 
     def jvp(self, c: Context, t: Tensor) -> Tensor:
@@ -114,7 +104,7 @@ class MaxPoolNDDerivatives(SelectionDerivatives):
     def indices(self, c: Context) -> Tensor:
         """Return the positions of the maxima that autograd chooses as well."""
         x, module = c.input.detach(), c.module
-        pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[_axes(c)]
+        pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[spatial_axes(c.module)]
         _, indices = pool(
             x,
             module.kernel_size,
@@ -135,7 +125,7 @@ class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
         """Return the positions of the maxima that autograd chooses as well."""
         x = c.input.detach()
         pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
-        return pool[_axes(c)](x, c.module.output_size, return_indices=True)[1]
+        return pool[spatial_axes(c.module)](x, c.module.output_size, return_indices=True)[1]
 
 
 @register(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
@@ -158,4 +148,4 @@ class MaxUnpoolNDDerivatives(BaseDerivatives):
 
     def _flat_indices(self, c: Context) -> Tensor:
         """Return the second argument for the call at hand: ``[N, C, T]``."""
-        return c.select(c.inputs[1]).flatten(-_axes(c))
+        return c.select(c.inputs[1]).flatten(-spatial_axes(c.module))
