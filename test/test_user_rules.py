@@ -10,10 +10,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from seen import seen
 from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
-from backpack.core.derivatives import check_rule
+from backpack.core.derivatives import check_rule, derivatives_of
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import SigmoidDerivatives
@@ -932,6 +933,25 @@ def test_methods_that_are_mixed_into_a_rule(products: type) -> None:
     params = run(model, extensions.DiagGGNExact(), extensions.DiagHessian(), batch=batch)
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
     check(params, "diag_h", truth(oracle.hessian_diag, model, batch))
+
+
+@pytest.mark.parametrize("form", [Products, EarlierProducts])
+def test_methods_of_a_rule_come_before_those_that_are_mixed_in(form: type) -> None:
+    def wrong(self: Any, *arguments: Any, **named: Any) -> Tensor:
+        raise AssertionError("not of the most derived class")
+
+    names = "jvp", "jac_mat_prod", "_jac_mat_prod", "vjp", "jac_t_mat_prod", "_jac_t_mat_prod"
+    own = {name: value for name, value in vars(form).items() if callable(value)}
+    for mixed in names:
+        mixin = type("Mixin", (), {mixed: wrong})
+        register(LinearOfSines)(type("Rule", (mixin, LinearDerivatives), dict(own)))
+        module = extend(LinearOfSines(3, 3))
+        x = torch.rand(4, 3, requires_grad=True)
+        output, rule, mat = module(x), derivatives_of(module), torch.rand(2, 4, 3)
+        slope = x.cos()
+        torch.testing.assert_close(rule.vjp(seen(module), mat), mat @ module.weight * slope)
+        torch.testing.assert_close(rule.jvp(seen(module), mat), mat * slope @ module.weight.T)
+        del output
 
 
 def test_subclass_with_the_same_mathematics_inherits() -> None:

@@ -226,13 +226,17 @@ def _check_same(rule: Any, name: str, module: Module, shape: list[int], got: Any
         )
 
 
+def own_classes(cls: type) -> list[type]:
+    """Return a rule class behind those that it mixes in before its base, the most derived last."""
+    rules = (i for i, base in enumerate(cls.__mro__) if i and issubclass(base, Interface))
+    return [*reversed(cls.__mro__[: next(rules)])]
+
+
 def own_attributes(cls: type) -> dict[str, Any]:
     """Return what a rule class has itself, or mixes in from classes before its base."""
     own: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if base is not cls and issubclass(base, Interface):
-            break
-        own = {**vars(base), **own}
+    for base in own_classes(cls):
+        own |= vars(base)
     return own
 
 
@@ -259,9 +263,15 @@ class Interface:
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a rule that is written in the form of the interface the methods of ours."""
         super().__init_subclass__(**options)
-        for name, function in own_attributes(cls).items():
-            for method, own in _translations(name, function):
-                setattr(cls, method, own)
+        found: dict[str, Any] = {}
+        for base in own_classes(cls):  # of both forms, what the most derived class has
+            names = vars(base)
+            for name in found.keys() & {*names, *(f"{name}_sum" for name in names)}:
+                del found[name]
+            for name, function in names.items():
+                found |= _translations(name, function)
+        for method, own in found.items():
+            setattr(cls, method, own)
 
     def _ours(self, method: str, *names: str) -> Callable[..., Any]:
         """Return our method of this name, passing over translations of these methods of a user.
