@@ -408,9 +408,11 @@ print(*(set(sys.modules) - before))
 
         output.register_hook(take_away)
         loss = lossfunc(output, torch.zeros_like(output))
-        with backpack(BatchGrad()):
+        missing = pytest.raises(RuntimeError, match="no gradient has arrived")
+        with missing, backpack(BatchGrad()):
             loss.backward()
         assert computed == [0] and x.grad is None
+        assert not any(hasattr(p, "grad_batch") for p in model.parameters())
 
     def test_first_and_second_order(self, computed: list[int]) -> None:
         """Other columns than the gradient arrive at the same layers."""

@@ -1228,6 +1228,39 @@ def test_recording_fires_no_hooks_of_others(dropout: Callable[[], nn.Module]) ->
     assert len(seen) == 1 and torch.equal(seen[0], h.grad)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda h: h.register_hook(lambda g: 2 * g),
+        lambda h: h.grad_fn.register_prehook(lambda grads: (2 * grads[0],)),
+    ],
+    ids=["tensor", "node"],
+)
+@pytest.mark.parametrize("shape", [(N, 3), (N, 2, 3)])
+@pytest.mark.parametrize("exts", [[], [extensions.Variance()]], ids=["alone", "elided"])
+def test_hooks_of_outputs_change_individual_gradients(
+    register: Callable[[Any], Any], shape: tuple[int, ...], exts: list[Any]
+) -> None:
+    """Whoever registers them after the forward pass; twice, with a graph that is kept."""
+    first, last = extend(nn.Linear(3, 4)), extend(nn.Linear(4, 2))
+    found = []
+    for hooked in (False, True):
+        h = first(torch.ones(shape))
+        loss = last(h.sin()).square().sum()
+        if hooked:
+            register(h)
+        for _ in range(2):
+            for p in first.parameters():
+                p.grad = None
+            with backpack(extensions.BatchGrad(), *exts):
+                loss.backward(retain_graph=True)
+            sums = [p.grad_batch.sum(0) for p in first.parameters()]
+            torch.testing.assert_close(sums, [p.grad for p in first.parameters()])
+            found.append(sums)
+    torch.testing.assert_close(found[2], [2 * t for t in found[0]])
+    torch.testing.assert_close(found[3], found[2])
+
+
 # ------------------------------------------------------------------ between modules
 
 

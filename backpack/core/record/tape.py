@@ -105,12 +105,31 @@ def listen(tensor: Tensor, listener: Callable[[Any], None]) -> None:
         listeners = node.metadata[key] = [listener]
 
         def tell(grads: Sequence[Any]) -> None:
+            for number, hook in reversed(known().items()):
+                if number == own:  # those that come before have been called
+                    break
+                function = getattr(hook, "func", hook)  # of a partial one
+                if not (getattr(function, "__module__", None) or "").startswith("backpack."):
+                    _tell_afterwards(listeners, slot)
+                    return
             for each in reversed(listeners):
                 each(grads[slot])
 
-        node.register_prehook(tell)
+        handle = node.register_prehook(tell)
+        own, known = handle.id, handle.hooks_dict_ref
     else:
         listeners.append(listener)
+
+
+def _tell_afterwards(listeners: Sequence[Callable[[Any], None]], slot: int) -> None:
+    """Call listeners when the node that runs is done: its hooks may change the gradient yet."""
+
+    def tell(_: Any, grads: Sequence[Any]) -> None:
+        handle.remove()
+        for each in reversed(listeners):
+            each(grads[slot])
+
+    handle = torch._C._current_autograd_node().register_hook(tell)
 
 
 def calls_above(nodes: Iterable[Any]) -> list[Call]:
