@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracle
@@ -16,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from backpack import backpack, extend, extensions
 
@@ -404,6 +405,52 @@ def test_parametrisation_after_extend(name: str) -> None:
         lossfunc(model(x), y).backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+class Steps(nn.Module):
+    """A recurrent layer and a linear one, which read all steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("converter", [False, "record"])
+@pytest.mark.parametrize("where", ["rnn.weight_hh_l0", "head.weight"])
+@pytest.mark.parametrize("name", ["weight norm", "old weight norm", "pruning"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_parameters_that_are_computed_since(name: str, where: str, converter: Any) -> None:
+    """An error says what to do; that done, and once more when they are computed no longer."""
+    module, weight = where.split(".")
+    change, undo = {
+        "weight norm": (parametrizations.weight_norm, parametrize.remove_parametrizations),
+        "old weight norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+        "pruning": (partial(prune.l1_unstructured, amount=3), prune.remove),
+    }[name]
+    model = extend(Steps(), use_converter=converter)
+    layer, x, lossfunc = model.get_submodule(module), torch.rand(5, 6, 3), extend(nn.MSELoss())
+    ext = extensions.DiagGGNExact() if converter else extensions.BatchGrad()
+    change(layer, weight)
+    output = model(x)
+    advice = pytest.raises(
+        NotImplementedError, match=rf"computes its {weight} .*Call extend\(model\)"
+    )
+    with advice, backpack(extensions.DiagGGNExact()):
+        lossfunc(output, torch.zeros_like(output)).backward()
+    for step in (None, undo):
+        if step is not None:
+            step(layer, weight)
+        model = extend(model, use_converter=converter)
+        output = model(x)
+        model.zero_grad()
+        with backpack(extensions.BatchGrad(), ext):
+            lossfunc(output, torch.zeros_like(output)).backward()
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+            assert hasattr(p, ext.savefield)
 
 
 # --- Converted recurrent layers -------------------------------------------------------------------

@@ -621,7 +621,10 @@ def record_functions(root: Module) -> None:
     for module in root.modules():
         if module is root or is_open(module) or not _is_leaf(module):
             vars(module)["_backpack_open"] = True
-        elif _enter_leaf not in module._forward_pre_hooks.values():
+            _forget_leaf(module)
+            continue
+        vars(module).pop("_backpack_open", None)  # it may have computed a parameter before
+        if _enter_leaf not in module._forward_pre_hooks.values():
             hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
             hook = module.register_forward_hook(_leave_leaf, always_call=True)
@@ -632,6 +635,17 @@ def record_functions(root: Module) -> None:
         hook = root.register_forward_pre_hook(_start, prepend=True, with_kwargs=True)
         CTX.add_hook_handle(hook, root)
         CTX.add_hook_handle(root.register_forward_hook(_stop, always_call=True), root)
+
+
+def _forget_leaf(module: Module) -> None:
+    """Take off the hooks of a leaf: it may compute a parameter by now."""
+    for own, hooks, marks in (
+        (_enter_leaf, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (_leave_leaf, module._forward_hooks, module._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is own]:
+            del hooks[key]
+            marks.pop(key, None)
 
 
 def _is_leaf(module: Module) -> bool:

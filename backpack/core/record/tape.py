@@ -293,7 +293,8 @@ def record(
     if MIXED_DATA:
         call.mixed_data = mixed_by(tensors)
     if rule is not None:
-        names = rule.params or ("parametrizations" in module._modules and rule.param_names(module))
+        has_own = module._parameters or "parametrizations" in module._modules
+        names = rule.params or (has_own and rule.param_names(module))
         if names and not call.read[0].keys() >= set(names):
             computed = _computed_parameters(names, rule.own(module))
             if computed is not None:
