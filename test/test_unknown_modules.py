@@ -135,6 +135,17 @@ def test_cumulative_sums_of_exponentials(name: str) -> None:
         torch.testing.assert_close(p.ggnmp(units).reshape(ggn.shape), ggn, **TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_shapes_without_values() -> None:
+    """On the meta device, where whether a module is curved cannot be seen."""
+    exts = extensions.DiagHessian(), extensions.BatchDiagHessian(), extensions.HMP()
+    with torch.device("meta"):
+        model = around(Leaf(RIGHT["no-sample-axis-in-parameters"]))
+        run(model, *data(), *exts)
+    for p in model.parameters():
+        assert p.diag_h.shape == p.shape and p.diag_h_batch.shape == (N, *p.shape)
+
+
 def test_buffers_and_inputs_do_not_change() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

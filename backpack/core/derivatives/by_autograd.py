@@ -618,7 +618,7 @@ def products(
         backs = _grad(outs, [*values.values()], own, create_graph=True, allow_unused=True)
         pairs = [(b, known[k]) for k, b in zip(values, backs, strict=True) if b is not None]
         found = pull_back([b for b, _ in pairs], us, [t for _, t in pairs], create_graph)
-    if any(t is not None and bool(t.isnan().any()) for t in found):
+    if any(t is not None and not t.is_meta and bool(t.isnan().any()) for t in found):
         found = _forward_products(evaluation, values, known, inputs) or found
     num_v = len(next(iter(known.values())))
     results = [
@@ -730,7 +730,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
 
     Then its products with random vectors are not zero, with probability one: a sum over the outputs
     that have a gradient, with random weights, is differentiated twice. Rounding counts as a second
-    derivative.
+    derivative, and so does what has no values (on the meta device).
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -747,7 +747,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
         tangents = {key: draw(evaluation.value(key), 1) for key in group}
         if tangents:
             found = second_of_samples(evaluation, g_out, tangents, None)
-            if any(bool((product != 0).any()) for product in found.values()):
+            if any(p.is_meta or bool((p != 0).any()) for p in found.values()):
                 return True
     return False
 
