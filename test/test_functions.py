@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import oracle
@@ -497,3 +498,49 @@ def test_powers_by_integers_are_told_apart() -> None:
         extend(loss)(recorded(batch[0]), batch[1]).backward()
     for p, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.diag_h, value)
+
+
+class Bent(torch.autograd.Function):
+    """Quadratic for large numbers; autograd differentiates it once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.where(x.abs() < 100, x, x * x / 100)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.where(x.abs() < 100, torch.ones_like(x), x / 50)
+
+
+@torch.fx.wrap
+def bent(x: Tensor) -> Tensor:
+    return Bent.apply(x)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("scale", [1, 1000])
+def test_functions_that_are_affine_for_small_numbers_alone(scale: float) -> None:
+    """Without a second derivative of torch, an error where the data reach what is curved."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return bent(self.linear(x))
+
+    torch.manual_seed(0)
+    model, X = extend(Model(), use_converter=True), scale * torch.rand(5, 3)
+    loss = extend(nn.MSELoss())(model(X), torch.rand(5, 3))
+    curved = pytest.raises(RuntimeError, match=r"'bent0' .*once_differentiable")
+    with curved if scale > 1 else nullcontext(), backpack(extensions.DiagHessian()):
+        loss.backward()
+    if scale == 1:
+        plain = nn.Sequential(model.linear)
+        expected = oracle.hessian_diag(copy.deepcopy(plain), nn.MSELoss(), X, torch.rand(5, 3))
+        for p, value in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.diag_h, value)

@@ -285,7 +285,11 @@ class FunctionDerivatives(AutomaticDerivatives):
         try:
             return self._bends(call, "hessian_is_zero", of_params=False)
         except NotImplementedError:  # torch has no second derivative, such as of grid_sample
-            return False
+            key = "affine at its values"
+            if key not in call.saved:
+                evaluate = self._following(call, 0).evaluate
+                call.saved[key] = self._is_affine(call, evaluate, call.whole_inputs())
+            return not call.saved[key]
 
     def axes_in(self, c: Context) -> list[int | None]:
         """Return the batch axis of each input."""
@@ -479,8 +483,8 @@ class FunctionDerivatives(AutomaticDerivatives):
         return None if places is None else (affine, places)
 
     @staticmethod
-    def _is_affine(call: Call, evaluate: Any) -> bool:
-        """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points."""
+    def _is_affine(call: Call, evaluate: Any, values: Sequence[Any] | None = None) -> bool:
+        """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points, or at values and others."""
         generator = torch.Generator().manual_seed(0)
         pairs = enumerate(zip(call.inputs, call.layouts_in, strict=True))
         known = {i: x for i, (x, layout) in pairs if layout is not None and is_real(x)}
@@ -489,10 +493,12 @@ class FunctionDerivatives(AutomaticDerivatives):
             return {i: (2 * drawn(x.shape, generator)).to(x.device) for i, x in known.items()}
 
         one, other = draw(), draw()
+        if values is not None:
+            one = {i: values[i].detach().to(x.dtype) for i, x in one.items()}
         both = {i: one[i] + other[i] for i in one}
         zero = {i: torch.zeros_like(x) for i, x in one.items()}
         try:
-            values = [
+            found = [
                 evaluate([at.get(i, x) for i, x in enumerate(call.inputs)], torch.float64)
                 for at in (both, one, other, zero)
             ]
@@ -502,7 +508,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             z.is_floating_point()
             and bool(torch.isfinite(z).all())
             and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
-            for b, x, y, z in zip(*values, strict=True)
+            for b, x, y, z in zip(*found, strict=True)
         )
 
 
