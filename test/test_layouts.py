@@ -145,6 +145,10 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor]]
         vectors,
     ),
     "tokens, sequence first": (permuted_tokens, text),
+    "samples one by one": (
+        lambda m, x: torch.cat([m.first(row.unsqueeze(0)) for row in x]).sin(),
+        vectors,
+    ),
     "softmax of one entry": (lambda m, x: m.first(x) * m.first(x)[:, :1].softmax(1), vectors),
 }
 
@@ -187,6 +191,11 @@ WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], Tensor],
         lambda m, x: m.first(x) + m.first(x)[torch.tensor([0, 2, 1, 3])],
         vectors,
         "combines different samples",
+    ),
+    "samples one by one": (
+        lambda m, x: torch.stack([m.first(row) for row in x]),
+        vectors,
+        r"combines different samples .*torch.cat\(\[layer\(row.unsqueeze\(0\)\) for row in x\]\)",
     ),
     "random": (
         lambda m, x: F.scaled_dot_product_attention(*[m.first(x)[:, None]] * 3, dropout_p=0.5)[

@@ -375,7 +375,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             raise ValueError(
                 f"{call!r} combines different samples of the batch, or changes the batch axis in "
                 "a way that cannot be followed. Extensions need functions that act on each sample "
-                f"alone.{assumption_behind(layout for *_, layout in batched)}"
+                f"alone.{assumption_behind(layout for *_, layout in batched)}{_advice(call)}"
             )
         doubtful[0][-1].mark_unbatched()
 
@@ -510,6 +510,17 @@ class FunctionDerivatives(AutomaticDerivatives):
             and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
             for b, x, y, z in zip(*found, strict=True)
         )
+
+
+def _advice(call: Call) -> str:
+    """Return what to do where a call puts together what a loop has computed of one sample each."""
+    read = [len(shape) for shape in call.shape_in if shape is not None]
+    if len(read) < 2 or max(read) >= min(map(len, call.shape_out)):
+        return ""
+    return (
+        " Where a loop calls a module for one sample at a time, keep the axis of the batch: "
+        "torch.cat([layer(row.unsqueeze(0)) for row in x]), or layer(x) at once."
+    )
 
 
 def _moves_entries(module: Module) -> bool:
