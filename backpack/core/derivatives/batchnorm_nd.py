@@ -80,7 +80,7 @@ class BatchNormNdDerivatives(ScaleAndShiftDerivatives):
     @staticmethod
     def _uneven(c: Context) -> Owners | None:
         """Return the samples of the rows, if these have different numbers of them."""
-        place = None if c.call.is_plain else c.call.place_in(0)
+        place = None if c.call.samples_come_first else c.call.place_in(0)
         owners = None if place is None else place.owners
         return None if owners is None or owners.is_even else owners
 

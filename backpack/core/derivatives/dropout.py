@@ -52,7 +52,7 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
             return torch.ones_like(c.x)
         if call.is_unbatched:
             slope = slope.unsqueeze(0).expand(call.copies, *slope.shape)
-        elif not call.is_plain:
+        elif not call.samples_come_first:
             place: Any = call.place_in(0)
             slope = place.to_canonical(slope)
         return c.select(slope)

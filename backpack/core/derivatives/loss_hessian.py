@@ -52,7 +52,7 @@ def place_of_chosen(call: Call) -> Place | None:
 
 def chosen_rows(rule: Any, c: Context) -> Chosen | None:
     """Return which rows of a loss some of the engine's are; None if they are the same."""
-    if c.call.is_plain or c.counts_chosen_rows or not rule.sees_chosen_rows(c.module):
+    if c.call.samples_come_first or c.counts_chosen_rows or not rule.sees_chosen_rows(c.module):
         return None
     place = c.call.place_in(0)
     if place is None or place.owners is None:

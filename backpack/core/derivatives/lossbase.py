@@ -183,7 +183,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
             with disable():
                 loss = self.evaluate(c, {}, x, *inputs[1:])
             gradient = torch.autograd.grad(loss.sum(), x, create_graph=differentiable)[0]
-        if c.call.is_plain:
+        if c.call.samples_come_first:
             return gradient
         return self.seen(c.call, [gradient, *inputs[1:]], c.call.outputs)[0][0]
 

@@ -54,7 +54,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         """Return the indices of the call at hand: ``[N, C, T]``."""
         saved, call = c.saved, c.call
         if "indices" not in saved:
-            known = "selected" in saved and call.is_plain and not call.is_unbatched
+            known = "selected" in saved and call.samples_come_first and not call.is_unbatched
             found = saved["selected"] if known else self.indices(c)
             saved["indices"] = found.reshape(c.output.shape).flatten(-spatial_axes(c.module))
         return c.select(saved["indices"])

@@ -197,14 +197,14 @@ class Part:
     """A slice: which samples and columns, of how many. Empty ranges: everything at once."""
 
     samples: range = range(0)
-    of_samples: range = range(0)
+    all_samples: range = range(0)
     columns: range = range(0)
-    of_columns: range = range(0)
+    all_columns: range = range(0)
 
     @property
     def is_whole(self) -> bool:
         """Whether this is no slice but everything."""
-        return self.samples == self.of_samples and self.columns == self.of_columns
+        return self.samples == self.all_samples and self.columns == self.all_columns
 
     def split(self, samples: int, columns: int) -> list[Part]:
         """Split in slices of about so many samples and columns."""
@@ -286,8 +286,8 @@ class Gathered:
     def add(self, value: Any, part: Part) -> None:
         """Add the quantity of a slice."""
         places = [
-            (self.reduction.sample_axis, part.samples, part.of_samples),
-            (self.reduction.column_axis, part.columns, part.of_columns),
+            (self.reduction.sample_axis, part.samples, part.all_samples),
+            (self.reduction.column_axis, part.columns, part.all_columns),
         ]
         axes = [(axis, some, all_) for axis, some, all_ in places if axis is not None]
         if part.is_whole or isinstance(value, list):
@@ -608,7 +608,7 @@ class Backpropagation:
 
     def _samples(self, part: Part) -> Rows:
         """Return the samples of a slice."""
-        if part.samples == part.of_samples:
+        if part.samples == part.all_samples:
             return self.subsampling
         rows = row_numbers(self.plan.base, self.subsampling)
         return take_rows(rows, slice(part.samples.start, part.samples.stop))
@@ -742,8 +742,8 @@ class Backpropagation:
             shape = self.plan.shape(Producer(call, 0), self.subsampling)
             like = call.outputs[0]
             zeros = torch.zeros(shape, dtype=diagonal.dtype, device=like.device)
-            self.diagonals[call] = Diagonal(zeros, part.of_samples)
-        view = _narrow(self.diagonals[call].values, 0, part.samples, part.of_samples)
+            self.diagonals[call] = Diagonal(zeros, part.all_samples)
+        view = _narrow(self.diagonals[call].values, 0, part.samples, part.all_samples)
         view += diagonal.to(view.device)
 
     def _add_squares(self, call: Call, totals: dict[Parameter, dict[str, Any]]) -> None:
@@ -854,12 +854,12 @@ class Backpropagation:
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows
-            and state.part.columns == state.part.of_columns
+            and state.part.columns == state.part.all_columns
         )
         if not is_reducible:
             return factor
         everything = range(prod(shape))
-        state.part = replace(state.part, columns=everything, of_columns=everything)
+        state.part = replace(state.part, columns=everything, all_columns=everything)
         return factor.reduced()
 
     def _transposed(self, c: Context, mats: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -867,7 +867,7 @@ class Backpropagation:
         call, known = c.call, list[Any](filter(IS_SOMETHING, mats))
         alike = known[0].shape[1] > 1 and not any(map(_STEP_BETWEEN_ROWS, known))
         rule: Any = call.derivatives
-        alike = alike and call.is_plain and not call.couples_samples
+        alike = alike and call.samples_come_first and not call.couples_samples
         if alike and rule.has_one_jacobian(c):
             first = take_rows(row_numbers(self.plan.num_rows(call), c.rows), slice(0, 1))
             one = [None if m is None else m[:, :1] for m in mats]
@@ -928,7 +928,7 @@ def deliver(
         if origin is None or producer is None or factor is None:
             continue
         maker, slot = producer
-        is_whole = samples is None and maker.is_usual
+        is_whole = samples is None and maker.rows_are_samples
         shape = maker.shape_out[slot] if is_whole else plan.shape(producer, samples)
         if maker.is_unbatched and factor.mat.shape[1] > shape[0]:
             factor = factor.gathered(shape[0])
@@ -947,7 +947,7 @@ def fetch(
     call: Call, cotangents: dict[Origin, Factor]
 ) -> tuple[Factor, list[Tensor | None]] | None:
     """Take what arrived at a call's outputs: columns at one of them, and at each."""
-    if len(call.origins_out) == 1 and call.is_usual:
+    if len(call.origins_out) == 1 and call.rows_are_samples:
         (origin,) = call.origins_out
         factor = None if origin is None else cotangents.pop(origin, None)
         return None if factor is None else (factor, [factor.mat])

@@ -912,7 +912,7 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
         grads = [None if grad is None else subsample(grad, subsampling=rows) for grad in grads]
     mats = [None if grad is None else grad.unsqueeze(0) for grad in grads]
     first = mats[0] if mats[0] is not None else next(mat for mat in mats if mat is not None)
-    whole = c.is_folded or call.is_usual
+    whole = c.is_folded or call.rows_are_samples
     groups = first.shape[1] // (1 if whole else call.rows_per_sample)
     # gradients of merged rows add up: there is one loss
     use = Use(call, "", Factor(first, groups, adds_up=True), rows, mats)

@@ -139,7 +139,7 @@ class BatchAveragedBackpropagation:
         chain = len(inputs) == len(call.origins_in) == len(call.outputs) == 1
         # a parameter that is used again above or below has a block with the input
         chain = chain and self._is_alone(call)
-        if chain and call.is_plain and derivatives.batch_axis is not BatchAxis.FOLLOWED:
+        if chain and call.samples_come_first and derivatives.batch_axis is not BatchAxis.FOLLOWED:
             ((node, _),) = inputs
             self._add(node, node, derivatives.batch_averaged(c.at(self.subsampling), own))
             nodes = [(n, j) for n, j in nodes if n is not node]
@@ -227,7 +227,7 @@ class BatchAveragedBackpropagation:
 
 def _chooses(call: Call) -> bool:
     """Whether samples have different numbers of rows: rows do not average like samples."""
-    layouts = () if call.is_plain else call.layouts_in + call.layouts_out
+    layouts = () if call.samples_come_first else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)
 
 

@@ -27,7 +27,7 @@ Columns = Sequence[Tensor | None]
 
 def shape_out(call: Call, i: int, count: int) -> list[int]:
     """Return the canonical shape of an output for a number of rows."""
-    if call.is_usual:
+    if call.rows_are_samples:
         return [count, *call.shape_out[i][1:]]
     return _canonical_shape(call.shape_out[i], call.place_out(i), count)
 
@@ -51,7 +51,7 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
     rule: Any = call.derivatives
     if call.repeats is not None and v[0] is not None:
         return _padded(call, [*[None] * call.repeats, _repeated(call, v[0], to_input=True)])
-    if call.is_direct:  # nothing to move: as a rule
+    if call.moves_no_columns:  # as a rule
         back = rule.vjp(c, v[0] if len(v) == 1 else list(v))
         backs = [back] if isinstance(back, Tensor) else list(back)
         return backs if len(backs) == len(call.inputs) else _padded(call, backs)
@@ -108,7 +108,7 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
     """Call a method of the rule that takes cotangents at the outputs and is about a parameter."""
     if c.call.views:
         need(c.call.views)
-    if c.call.is_direct:  # nothing to move: as a rule
+    if c.call.moves_no_columns:  # as a rule
         at_outputs = v[0] if len(v) == 1 else list(v)
         return getattr(c.call.derivatives, method)(c, name, at_outputs, *arguments)
     view = _RuleView(c)
@@ -167,7 +167,7 @@ def second_diagonal(c: Context) -> Tensor:
         need(c.call.views)
     call, rule = c.call, c.call.derivatives
     diagonal = rule.hessian_diag(c)
-    if call.is_direct or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
+    if call.moves_no_columns or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
         return diagonal
     return diagonal.movedim(rule.batch_axis_in(c.module, 0), 0)
 

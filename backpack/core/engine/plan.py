@@ -168,7 +168,7 @@ class Plan:
 
         None if rows merge, and columns split: there are more of them at some calls than at others.
         """
-        if not all(map(attrgetter("is_usual"), self.calls)):
+        if not all(map(attrgetter("rows_are_samples"), self.calls)):
             return None
         shapes = [s for call in self.calls for s in (*call.shape_in, *call.shape_out) if s]
         return max(map(prod, shapes)) * max([c.outputs[0].element_size() for c in self.calls])
@@ -265,7 +265,7 @@ class Plan:
             return call.copies
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
         shape = call.shape_in[0] if is_loss else call.shape_out[0]
-        if shape and call.is_usual:
+        if shape and call.rows_are_samples:
             return shape[0]
         place = call.place_in(0) if is_loss else call.place_out(0)
         if is_loss and place is None and shape:  # the prediction is data
@@ -276,7 +276,7 @@ class Plan:
     def num_samples(cls, call: Call) -> int:
         """Number of samples of a call, 0 if it has none; each may have several rows."""
         rows = cls.num_rows(call)
-        if call.is_unbatched or call.is_usual or not rows:
+        if call.is_unbatched or call.rows_are_samples or not rows:
             return rows
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
         place = call.place_in(0) if is_loss else call.place_out(0)
@@ -297,7 +297,7 @@ class Plan:
     def shape(self, producer: Producer, samples: Rows) -> Sequence[int]:
         """Canonical shape of a call's output for a selection of samples."""
         call, slot = producer
-        if samples is None and call.is_usual:
+        if samples is None and call.rows_are_samples:
             return call.shape_out[slot]
         total = self.num_rows(call)
         count = len(row_numbers(total, self.rows(call, samples)))

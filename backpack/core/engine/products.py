@@ -101,7 +101,7 @@ class Use:
     def apply(self, method: str, *arguments: Any) -> Any:
         """Call a method of the derivatives for this use."""
         call, mats = self.call, self.mats or [self.factor.mat]
-        if call.is_direct and not call.views:  # nothing to move, as a rule: see call_products.param
+        if call.moves_no_columns and not call.views:  # as a rule: see call_products.param
             at_outputs = mats[0] if len(mats) == 1 else [*mats]
             return getattr(call.derivatives, method)(self.c, self.name, at_outputs, *arguments)
         return call_products.param(self.c, method, self.name, mats, *arguments)

@@ -534,7 +534,7 @@ class UserRules(Propagation):
     ) -> Any:
         """Give columns at input ``i`` of a call the shape of the output that is its input."""
         rows = plan.rows(call, subsampling)
-        if not call.is_direct and isinstance(value, Tensor):
+        if not call.moves_no_columns and isinstance(value, Tensor):
             count = len(row_numbers(plan.num_rows(call), rows))
             own = call_products.shape_in(call, i, count)
             if value.dim() == 1 + len(own) and value.shape[1:].numel() == prod(own):

@@ -233,9 +233,9 @@ class SampleFlow:
         if call.is_container:
             return
         is_loss = isinstance(call.derivatives, BaseLossDerivatives)
-        if is_loss and not call.is_plain:
+        if is_loss and not call.samples_come_first:
             self._check_owners(call)
-        if call.trained and not call.is_usual:
+        if call.trained and not call.rows_are_samples:
             self._check_split(call)
         if call.is_followed:
             return
@@ -496,7 +496,7 @@ def _are_tied(one: Call, other: Call) -> bool:
 def _axis(call: Call, i: int, out: bool = False) -> int:
     """Return the axis of an input, or an output, along which its rule has the samples."""
     rule = call.derivatives
-    if call.is_usual or rule is None or rule.batch_axis is not BatchAxis.FIXED:
+    if call.rows_are_samples or rule is None or rule.batch_axis is not BatchAxis.FIXED:
         return 0
     return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
 
@@ -510,7 +510,7 @@ def _combines_entries(call: Call) -> bool:
 def _samples_of(call: Call) -> int:
     """Return how many samples a layer takes its output to have."""
     layout, shape = call.layouts_out[0], call.shape_out[0]
-    if call.is_usual:
+    if call.rows_are_samples:
         return shape[0]
     if layout is not None and layout.is_batched:
         return layout.samples

@@ -123,7 +123,7 @@ class InputGradients(Sequence[Any]):
         if not needed:
             return (None,) * len(self)
         grad = call.g_out[0]
-        known = call.derivatives is not None and call.is_plain and len(call.outputs) == 1
+        known = call.derivatives is not None and call.samples_come_first and len(call.outputs) == 1
         if known and call.shape_out[0] and grad is not None:
             grads = call_products.transposed(context_of(call), [grad.unsqueeze(0)])
             return tuple(

@@ -122,9 +122,9 @@ class Call(ModuleState):
         misplaced: What is wrong with the place of the batch axis, if anything.
         mixed_data: What has mixed the samples of an input that no gradient flows through.
         couples_samples: Whether the rule says that the output of a sample depends on others.
-        is_usual: Whether it is known that the rows of all tensors are the samples.
-        is_plain: Whether all tensors have their samples first, and the rule sees them so.
-        is_direct: Whether that is where the rule expects the samples of columns, too.
+        rows_are_samples: Whether it is known that the rows of all tensors are the samples.
+        samples_come_first: Whether all tensors have their samples first, and the rule sees them so.
+        moves_no_columns: Whether the rule expects the samples of columns there, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
         unbatched_inputs: Indices of the inputs that have no samples, in a call that has.
         copies: How many samples share this call, if it depends on parameters alone; else 1.
@@ -146,18 +146,16 @@ class Call(ModuleState):
         "index",
         "inputs",
         "is_container",
-        "is_direct",
         "is_followed",
         "is_live",
-        "is_plain",
         "is_transparent",
         "is_unbatched",
-        "is_usual",
         "kept",
         "layouts_in",
         "layouts_out",
         "misplaced",
         "mixed_data",
+        "moves_no_columns",
         "origins_in",
         "origins_out",
         "outputs",
@@ -166,6 +164,8 @@ class Call(ModuleState):
         "recompute_depth",
         "relied_on",
         "repeats",
+        "rows_are_samples",
+        "samples_come_first",
         "saved",
         "shape_in",
         "shape_out",
@@ -437,7 +437,7 @@ class Call(ModuleState):
                 "be followed. Write its forward with functions of torch, or make it a module and "
                 "register derivatives for that (backpack.core.derivatives.register)."
             )
-        if any(m.layout is not None and not m.layout.is_plain for m in above):
+        if any(m.layout is not None and not m.layout.samples_come_first for m in above):
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
                 "from one whose batch axis is not the first (or that has none). Make the function "
@@ -448,7 +448,7 @@ class Call(ModuleState):
     def _find_layouts_out(self) -> None:
         """Find where the samples are in the outputs, and note that at the places in the graph."""
         rule, shapes = self.derivatives, self.shape_out
-        self.is_usual = False
+        self.rows_are_samples = False
         self.unbatched_inputs: tuple[int, ...] = ()
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(shapes)
         if self.is_transparent:  # such as the choice of one tensor of several
@@ -462,12 +462,12 @@ class Call(ModuleState):
             assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in shapes]
             self.layouts_out = tuple([known if s else None for s in shapes] if known else assumed)
         elif (usual := rule.usual_layout(self)) is not None:
-            self.is_usual = self.is_plain = self.is_direct = True
+            self.rows_are_samples = self.samples_come_first = self.moves_no_columns = True
             self.is_unbatched = False
             self.layouts_out = (usual,) if shapes[0] else (None,)
         else:
             self._ask_for_layouts_out(rule)
-        if not self.is_usual:
+        if not self.rows_are_samples:
             self.find_places()
         for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
             if mark is not None and not self.is_transparent:
@@ -659,17 +659,19 @@ class Call(ModuleState):
     def find_places(self) -> None:
         """Find out where the samples are, from the layouts as they are now."""
         rule, layouts_in, layouts_out = self.derivatives, self.layouts_in, self.layouts_out
-        self.is_usual = self.is_transparent and self._only_reshapes_rows()
-        if self.is_usual:
-            self.is_plain = self.is_direct = True
+        self.rows_are_samples = self.is_transparent and self._only_reshapes_rows()
+        if self.rows_are_samples:
+            self.samples_come_first = self.moves_no_columns = True
             self.is_unbatched, self.unbatched_inputs = False, ()
             return
-        self.is_plain = (
+        self.samples_come_first = (
             (rule is None or rule.sees_samples_first(self.module))
             and all(map(_is_first, layouts_in, self.shape_in))
             and all(map(_is_first, layouts_out, self.shape_out))
         )
-        self.is_direct = self.is_plain and rule is not None and rule.has_samples_first
+        self.moves_no_columns = (
+            self.samples_come_first and rule is not None and rule.has_samples_first
+        )
         self.is_unbatched = 0 in _numbers_of_samples(layouts_out)
         self.unbatched_inputs = ()
         if not self.is_unbatched and 0 in (counts := _numbers_of_samples(layouts_in)):
@@ -730,7 +732,7 @@ class Call(ModuleState):
     def num_rows(self) -> int:
         """Number of rows of the output, 0 if it has none."""
         shape = self.shape_out[0]
-        if self.is_usual:
+        if self.rows_are_samples:
             return shape[0]
         place = self.place_out(0) if shape else None
         return 0 if place is None else place.rows(shape)
@@ -738,7 +740,7 @@ class Call(ModuleState):
     @property
     def rows_per_sample(self) -> int:
         """Number of rows that each sample has: more than 1 where a reshape has merged axes."""
-        if self.is_usual or not self.shape_out[0]:
+        if self.rows_are_samples or not self.shape_out[0]:
             return 1
         place = self.place_out(0)
         return 1 if place is None else place.rows_per_sample(self.shape_out[0])
@@ -746,7 +748,7 @@ class Call(ModuleState):
     @property
     def couples_rows(self) -> bool:
         """Whether rows of a sample may meet in the call, or are others at its inputs."""
-        if self.is_usual:
+        if self.rows_are_samples:
             return False
         layouts, rule = self.layouts_in + self.layouts_out, self.derivatives
         is_scattered = any(one is not None and one.owners is not None for one in layouts)
@@ -755,7 +757,7 @@ class Call(ModuleState):
     @property
     def is_foldable(self) -> bool:
         """Whether a sample has several rows, which the rule may see along an axis of their own."""
-        if self.is_usual or self.derivatives is None:
+        if self.rows_are_samples or self.derivatives is None:
             return False
         return self.rows_per_sample > 1 and self.derivatives.folds_rows(self.module)
 
@@ -781,7 +783,7 @@ class Call(ModuleState):
         if self.precision is not None:
             inputs = [cast(x, self.precision) for x in inputs]
             outputs = [cast(y, self.precision) for y in outputs]
-        if not self.is_plain and self.derivatives is not None:
+        if not self.samples_come_first and self.derivatives is not None:
             inputs, outputs = self.derivatives.seen(self, inputs, outputs)
         if folded:
             inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
@@ -791,7 +793,7 @@ class Call(ModuleState):
         """Return gradients with respect to the outputs in canonical form; see :meth:`seen`."""
         if self.g_samples is not None:
             return self.g_samples
-        if self.is_direct and not folded:
+        if self.moves_no_columns and not folded:
             return self.g_out
         grads = [
             g if g is None or place is None else place.to_canonical(g)
@@ -802,7 +804,7 @@ class Call(ModuleState):
     def gradients_seen(self, folded: bool) -> Sequence[Tensor | None]:
         """Return the gradients as the derivatives see them."""
         rule: Any = self.derivatives
-        if rule is None or (self.is_direct and not folded):
+        if rule is None or (self.moves_no_columns and not folded):
             return self.g_out
         return rule.seen_gradients(self, folded)
 

@@ -200,7 +200,7 @@ def context_of(
     if call.views:
         need(call.views)
     kind = OfShards if call.shards else Context
-    as_stored = call.is_usual and call.precision is None and not whole
+    as_stored = call.rows_are_samples and call.precision is None and not whole
     if as_stored and not torch.is_grad_enabled():
         c = kind(call, call.inputs, call.outputs, rows)
         if len(call.read) == 2 and not (call.kept_values or call.shards):

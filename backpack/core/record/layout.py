@@ -220,7 +220,7 @@ class Layout:
         return (self if self._merged_into is None else self._root)._facts[1] > 0
 
     @property
-    def is_plain(self) -> bool:
+    def samples_come_first(self) -> bool:
         """Whether the samples come first."""
         before, samples, *_ = self._root._facts
         return before == 1 and samples > 0 and self.owners is None
