@@ -264,13 +264,13 @@ class _RuleView:
         return [self.from_output(i, o) for i, o in enumerate(outs)]
 
     def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.is_direct:  # nothing to move
+        if self.call.moves_no_columns:
             return mat
         axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
         return self._to(mat, self.call.shape_out[i], self.call.place_out(i), axis)
 
     def from_output(self, i: int, mat: Tensor) -> Tensor:
-        if self.call.is_direct:
+        if self.call.moves_no_columns:
             return mat
         axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
         result = self._from(mat, self.call.shape_out[i], self.call.place_out(i), axis)
@@ -278,7 +278,7 @@ class _RuleView:
         return result
 
     def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.is_direct:
+        if self.call.moves_no_columns:
             return mat
         shape, place = self.call.shape_in[i], self.call.place_in(i)
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
@@ -289,7 +289,7 @@ class _RuleView:
         return self._to(mat, shape, place, axis)
 
     def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.is_direct:
+        if self.call.moves_no_columns:
             return mat
         shape, place = self.call.shape_in[i], self.call.place_in(i)
         axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)

@@ -227,7 +227,7 @@ class Layout:
 
     def is_first(self, shape: Sequence[int]) -> bool:
         """Whether the samples are along the first axis of a tensor of this shape."""
-        return self.is_plain and (not shape or shape[0] % self.samples == 0)
+        return self.samples_come_first and (not shape or shape[0] % self.samples == 0)
 
     def has_rows(self, shape: Sequence[int]) -> bool:
         """Whether each entry of the first axis of a tensor of this shape is a sample."""
