@@ -737,6 +737,28 @@ def test_all_rows_of_one_sample(converter: Any, time: int) -> None:
     assert "batch_first=True" in message
 
 
+class Steps(nn.Module):
+    """The features of a layer become a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lstm = nn.Linear(3, 12), nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.layer(x).unflatten(1, (3, 4)))[0]
+
+
+@CONVERTERS
+@pytest.mark.parametrize(
+    "extension", [extensions.BatchGrad, extensions.KFLR], ids=lambda e: e.__name__
+)
+def test_features_that_become_samples(converter: Any, extension: Any) -> None:
+    """``batch_first`` was forgotten: the LSTM takes features of the layer before for samples."""
+    model = extend(Steps(), use_converter=converter)
+    with pytest.raises(ValueError, match=r"layer.*batch_first=True"), backpack(extension()):
+        extend(nn.MSELoss())(model(torch.randn(2, 3)), torch.randn(2, 3, 4)).backward()
+
+
 def test_labels_of_chosen_rows_are_no_mixture() -> None:
     model = extend(Model(lambda m, x: m.head(m.layer(x))[mask(x)]), use_converter="record")
     X = torch.randn(5, 4, 3)

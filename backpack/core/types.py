@@ -151,6 +151,9 @@ class Rule(Protocol):
     def layouts(self, call: Any) -> Sequence[Any]:
         """Find where the samples are in the outputs, and correct what was assumed of the inputs."""
 
+    def fits_layouts(self, call: Any) -> bool:
+        """Whether samples that a later module has corrected are where the rule can have them."""
+
     def seen(
         self, call: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:

@@ -194,6 +194,18 @@ class SampleAxes(Interface):
                 "before."
             )
 
+    def fits_layouts(self, call: Call) -> bool:
+        """Return whether samples that a later module has corrected are along one of the axes."""
+        if self.batch_axis is not BatchAxis.LEADING:  # confirmed, or found out from the layouts
+            return True
+        for layout, shape in zip(call.layouts_in, call.shape_in, strict=True):
+            if layout is None or not shape or not layout.is_batched or layout.assumed:
+                continue
+            place = layout.place(shape)
+            if place is None or place.axis >= len(shape) - self.trailing_axes(call.module):
+                return False
+        return True
+
     def _check_fixed(self, call: Call, i: int, layout: Layout, shape: Size) -> None:
         """Correct or confirm an assumption about an input; refuse samples along another axis."""
         place, axis = layout.place(shape), self.batch_axis_in(call.module, i)

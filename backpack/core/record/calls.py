@@ -832,13 +832,24 @@ class Call(ModuleState):
         if rule is None:
             return
         if rule.depends_on_layouts and not self._layouts_hold():
-            raise ValueError(
-                f"{self!r}: the samples of the batch were assumed to be along the first axis of "
-                "the network's data, but a later module needs them elsewhere. Give the network "
-                "data with the batch axis first, or let a recurrent module come before functions."
-            )
+            raise ValueError(self._says_corrected())
         if len(shape) < rule.min_dims(self.module) and (self.is_of_copies or not self.is_unbatched):
             raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
+
+    def _says_corrected(self) -> str:
+        return (
+            f"{self!r}: the samples of the batch were assumed to be along the first axis of the "
+            "network's data, but a later module needs them elsewhere. Give the network data with "
+            "the batch axis first, and recurrent layers and attention batch_first=True; if the "
+            "samples are along another axis, let a recurrent module come before functions."
+        )
+
+    def note_correction(self) -> None:
+        """Find out where the samples are, now that a later module has corrected it."""
+        self.find_places()
+        rule = self.derivatives
+        if self.misplaced is None and rule is not None and not rule.fits_layouts(self):
+            self.misplaced = self._says_corrected()
 
     def _check_parameters(self, trained_only: bool) -> None:
         """Refuse parameters that are not dense tensors of real floating-point numbers."""
@@ -1015,7 +1026,7 @@ def all_live_calls() -> list[Call]:
 
 def _find_places() -> None:
     for call in all_live_calls():
-        call.find_places()
+        call.note_correction()
 
 
 Layout.on_correction = staticmethod(_find_places)
