@@ -292,6 +292,15 @@ def in_place_on_parts(net: Any, h: Tensor) -> Tensor:
 
 
 @forward()
+def in_place_products_of_parts(net: Any, h: Tensor) -> Tensor:
+    x = h * 1.5
+    x[:, :2] *= h[:, 2:4]
+    x[:, 1:3].mul_(h[:, :2]).add_(1)
+    x[:, 4:] /= 1 + h[:, :2] ** 2
+    return x
+
+
+@forward()
 def set_items(net: Any, h: Tensor) -> Tensor:
     x = h.sin()
     x[:, 0] = h[:, 1] ** 2

@@ -157,7 +157,7 @@ def change_view(
     if isinstance(function, str):  # a method that changes it
         getattr(view, function)(*args, **kwargs)
     else:
-        view.copy_(function(view, *args, **kwargs))
+        view.copy_(function(view.clone(), *args, **kwargs))  # its derivative may read what it read
     return result
 
 
