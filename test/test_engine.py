@@ -1402,6 +1402,38 @@ def test_diagonal_at_a_layer_without_entries() -> None:
     assert model[0].weight.diag_h_batch.shape == (N, 3, 0)
 
 
+class Narrow(nn.Module):
+    """A layer, and another one without outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(3, 2), nn.Linear(3, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.empty(x).sum(1, keepdim=True)
+
+
+def test_layer_without_outputs() -> None:
+    """The other one has the quantities that it has alone."""
+    batch, v = data(), torch.randn(1, 2, 3)
+    for converter in (False, True):
+        model = extend(Narrow(), use_converter=converter)
+        alone = copy.deepcopy(model.layer)
+        exts: list[Any] = [extensions.BatchGrad()]
+        exts += [extensions.GGNMP(), extensions.KFRA(), extensions.EKFAC()] if converter else []
+        for network in (model, alone):
+            torch.manual_seed(0)
+            run(network, *exts, batch=batch)
+        p, q, empty = model.layer.weight, alone.weight, model.empty.weight
+        assert empty.grad_batch.shape == (N, 0, 3)
+        torch.testing.assert_close(p.grad_batch, q.grad_batch)
+        if converter:
+            assert empty.ggnmp(torch.zeros(1, 0, 3)).shape == (1, 0, 3)
+            torch.testing.assert_close(p.ggnmp(v), q.ggnmp(v))
+            torch.testing.assert_close(p.kfra, q.kfra)
+            torch.testing.assert_close(p.ekfac.dense(), q.ekfac.dense())
+
+
 class Twice(nn.Linear):
     """A layer of a user, the derivative of which is no entry of the input."""
 

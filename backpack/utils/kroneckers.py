@@ -175,8 +175,9 @@ def eigh_semidefinite(factor: Tensor, in_double: bool = False) -> tuple[Tensor, 
                 f"A Kronecker factor of shape {list(factor.shape)} has entries that are not "
                 "finite: the data, or the outputs of the model, are not."
             ) from error
-    round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
-    values = torch.where(values > round_off, values, 0)
+    if len(values):
+        round_off = 10 * torch.finfo(single).eps * values.max()  # that of the entries
+        values = torch.where(values > round_off, values, 0)
     return values.to(factor.dtype), vectors.to(factor.dtype)
 
 

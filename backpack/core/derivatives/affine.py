@@ -32,7 +32,7 @@ def jvp(mat: Tensor, x: Tensor | None, num_n: int, num_t: int) -> Tensor:
 
 def jvp_of_output(t: Tensor, x: Tensor | None, y: Tensor) -> Tensor:
     """Apply the Jacobian of a module whose output y, ``[N, *, O]``, is the sum of ``W x``."""
-    return jvp(t, x, len(y), y.shape[1:-1].numel()).reshape(-1, *y.shape)
+    return jvp(t, x, len(y), y.shape[1:-1].numel()).reshape(len(t), *y.shape)
 
 
 def vjp(s: Tensor, x: Tensor | None) -> Tensor:

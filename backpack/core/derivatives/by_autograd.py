@@ -289,6 +289,8 @@ def pull_back(
     outs, vectors = [y for y, _ in pairs], [m for _, m in pairs]
     options: Any = {"create_graph": create_graph, "allow_unused": True, "retain_graph": True}
     num_v = len(vectors[0])
+    if not num_v:
+        return [x.new_zeros(0, *x.shape) for x in xs]
     if num_v > 1:
         try:
             found = list(_grad(outs, xs, vectors, is_grads_batched=True, **options))

@@ -207,7 +207,7 @@ class BatchAveragedBackpropagation:
         parts = mat.T.split(sizes, 1) if len(slots) > 1 else (mat.T,)
         columns: list[Tensor | None] = [None] * len(call.outputs)
         for i, part, shape in zip(slots, parts, shapes, strict=True):
-            columns[i] = part.reshape(-1, 1, *shape[1:]).expand(-1, *shape)
+            columns[i] = part.reshape(len(part), 1, *shape[1:]).expand(-1, *shape)
         return columns
 
     def _to_input(self, c: Context, slots: list[int], i: int, mat: Tensor, rows: Rows) -> Tensor:
@@ -237,4 +237,5 @@ def _average(terms: Sequence[Tensor]) -> Tensor:
 
 def _over_rows(mat: Tensor) -> Tensor:
     """Average over the rows: ``[V, R, *] -> [V, D]``."""
-    return (mat.squeeze(1) if mat.shape[1] == 1 else mat.mean(1)).reshape(len(mat), -1)
+    averaged = mat.squeeze(1) if mat.shape[1] == 1 else mat.mean(1)
+    return averaged.unsqueeze(-1).flatten(1)

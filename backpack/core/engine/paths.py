@@ -69,7 +69,7 @@ def samples_in(mark: Origin) -> int:
 
 def touched(grad: Tensor | None, mark: Origin) -> Tensor | None:
     """Return which samples a gradient has entries of, ``[N]``; None if it has none."""
-    if grad is None:
+    if grad is None or not grad.numel():
         return None
     layout: Any = mark.layout
     sizes = grad.abs().nan_to_num(nan=0, posinf=0)
