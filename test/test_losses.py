@@ -1452,6 +1452,50 @@ def test_weighted_loss_refuses() -> None:
     assert "mean" in repr(loss)
 
 
+class GoesOn(nn.Module):
+    """A layer reads the losses of samples."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.other, self.last = (nn.Linear(D, D) for _ in range(3))
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.loss(self.first(x), self.other(x)))
+
+
+@pytest.mark.parametrize("number", [1, N])
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(reduction="none"),
+        lambda x, y: F.mse_loss(x, y.detach(), reduction="none"),
+        lambda x, y: F.smooth_l1_loss(x.T, y.T, reduction="none").T,
+        lambda x, y: F.cross_entropy(x, y.argmax(1), reduction="none")[:, None],
+        lambda x, y: F.triplet_margin_loss(x, y, x * 2, reduction="none")[:, None],
+    ],
+)
+def test_network_goes_on_with_losses(
+    loss: Callable[..., Tensor], converter: Any, number: int
+) -> None:
+    torch.manual_seed(0)
+    model = GoesOn(loss).double()
+    X, y = torch.randn(number, D).double(), torch.randn(number, D).double()
+    extended = extend(copy.deepcopy(model), use_converter=converter)
+    with backpack(extensions.BatchDiagGGNExact(), extensions.DiagHessian()):
+        extend(nn.MSELoss())(extended(X), y).backward()
+    for p, ggn, hessian in zip(
+        extended.parameters(),
+        oracle.batch_ggn_diag(model, nn.MSELoss(), X, y),
+        oracle.hessian_diag(model, nn.MSELoss(), X, y),
+        strict=True,
+    ):
+        if p.grad is not None:
+            torch.testing.assert_close(p.diag_ggn_exact_batch, ggn)
+            torch.testing.assert_close(p.diag_h, hessian)
+
+
 def test_unreduced_losses_are_refused() -> None:
     for cls, settings in TABLE.items():
         setting = settings[0]

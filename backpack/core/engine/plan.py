@@ -137,6 +137,8 @@ class Plan:
             for slot, origin in enumerate(call.origins_out):
                 if origin is not None:
                     self.producers[origin] = Producer(call, slot)
+        if len(self.losses) > 1:
+            self._leave_out_inner_losses()
         self.going_on: set[Call] = set()
         self.after_loss = set(self.losses)
         for call in self.calls:
@@ -157,6 +159,20 @@ class Plan:
         if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
             for call in self.calls:
                 call.compute_in(reduce(torch.promote_types, dtypes))
+
+    def _leave_out_inner_losses(self) -> None:
+        """Take losses of each sample whose values the network goes on with for functions."""
+        above: dict[Call, None] = {}
+        waiting = [*self.losses]
+        for call in waiting:
+            found = (self.producers.get(origin) for origin in call.origins_in)
+            new = {p.call: None for p in found if p is not None and p.call not in above}
+            above |= new
+            waiting += new
+        inner = [call for call in self.losses if call in above and call.shape_out[0]]
+        for call in inner:
+            call.become_function()
+        self.losses = [call for call in self.losses if call not in inner]
 
     @lazy
     def predictions(self) -> dict[Call, tuple[int, ...]]:

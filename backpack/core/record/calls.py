@@ -38,6 +38,7 @@ from backpack.core.record.origins import (
 )
 from backpack.core.record.registry import (
     derivatives_of_call,
+    fallback,
     is_leaf,
     own_parameters,
 )
@@ -487,6 +488,22 @@ class Call(ModuleState):
         if rule.depends_on_layouts:
             # what a rule has found out from layouts that are corrected later is void
             self.relied_on = tuple(map(_facts, self.layouts_in))
+
+    def become_function(self) -> None:
+        """Take the automatic derivatives of any leaf, in the place of those of a loss.
+
+        Raises:
+            ValueError: If the samples cannot be followed through the module.
+        """
+        rule = fallback(self.module, self.outputs)
+        assert rule is not None
+        self.derivatives = rule
+        self.saved = _saved(rule, self.module, self.inputs, self.outputs)
+        self.kept = frozenset(self.saved)
+        self._ask_for_layouts_out(rule)
+        self.find_places()
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
 
     def _combines_losses(self) -> bool:
         """Whether the inputs are losses, and numbers that no gradient flows through."""
