@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
+from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import calls, data_notes
 from backpack.core.record.data_notes import noted
 from backpack.core.record.layout import Layout, Owners, Place
@@ -153,6 +154,14 @@ FORWARDS: dict[str, Forward] = {
     "two copies": lambda m, x: (
         m.head(m.layer(torch.cat([x, 2 * x])).tanh()).reshape(2, len(x), -1, 2).sum((0, 2))
     ),
+    "repeated samples": lambda m, x: (
+        m.head(m.layer(x).repeat_interleave(2, 0).tanh()).reshape(len(x), -1, 2).sum(1)
+    ),
+    "chosen rows": lambda m, x: (
+        m.head(m.layer(x)[torch.ones(x.shape[:2], dtype=torch.bool)].tanh())
+        .reshape(len(x), -1, 2)
+        .sum(1)
+    ),
     "a stack": lambda m, x: m.head(m.layer(torch.stack([x, 2 * x])).tanh()).sum((0, 2)),
     "recurrent, steps first": lambda m, x: m.head(m.lstm(x.transpose(0, 1))[0][-1]),
     "positions": lambda m, x: m.head(m.layer(x) * m.positions(torch.arange(x.shape[1]))).sum(1),
@@ -263,6 +272,25 @@ def test_subsampling_of_merged_rows(converter: Any) -> None:
         value = expected[key][chosen]
         torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
         torch.testing.assert_close(p.variance, value.var(0, correction=0), **TOLERANCE)
+
+
+@CONVERTERS
+@pytest.mark.parametrize("name", ["repeated samples", "chosen rows"])
+@pytest.mark.parametrize("chosen", [[3, 1], None], ids=str)
+def test_functions_that_return_more_rows(
+    chosen: list[int] | None, name: str, converter: Any
+) -> None:
+    """Of some samples: those of a subsampling, or of a slice."""
+    exts = [extensions.BatchDiagGGNExact(chosen), extensions.BatchDiagHessian(chosen)]
+    with slice_bytes(2**8):
+        model, used, *problem = check(name, converter, (5, 4), *exts)
+    names = dict(model.named_parameters())
+    ggn = dict(zip(names, oracle.batch_ggn_diag(model, *problem), strict=True))
+    hessian = dict(zip(names, oracle.batch_hessian_diag(model, *problem), strict=True))
+    rows = chosen or slice(None)
+    for key, p in used.items():
+        torch.testing.assert_close(p.diag_ggn_exact_batch, ggn[key][rows], **TOLERANCE)
+        torch.testing.assert_close(p.diag_h_batch, hessian[key][rows], **TOLERANCE)
 
 
 def test_positions_as_an_argument_of_the_model() -> None:

@@ -230,16 +230,21 @@ class _RuleView:
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
         self.is_folded = self.call.is_of_copies
         # the rule gets all rows where they cannot be selected
-        self.sees_all_rows = self.follows and c.rows is not None and self._is_scattered()
+        self.sees_all_rows = self.follows and c.rows is not None and self._rows_differ()
         if self.sees_all_rows or self.is_folded:
             self.c = c.at(None)
 
-    def _is_scattered(self) -> bool:
-        """Whether the rows of a sample are not next to each other in some tensor."""
+    def _rows_differ(self) -> bool:
+        """Whether a sample's rows are not next to each other, or one tensor has more than others.
+
+        Then those of one tensor do not tell those of another by their numbers.
+        """
         call = self.call
-        places = [call.place_in(i) for i in range(len(call.shape_in))]
-        places += [call.place_out(i) for i in range(len(call.shape_out))]
-        return any(place is not None and place.is_scattered for place in places)
+        tensors = [(call.place_in(i), shape) for i, shape in enumerate(call.shape_in)]
+        tensors += [(call.place_out(i), shape) for i, shape in enumerate(call.shape_out)]
+        placed = [(place, shape) for place, shape in tensors if place is not None and shape]
+        counts = {place.rows_per_sample(shape) for place, shape in placed}
+        return len(counts) > 1 or any(place.is_scattered for place, _ in placed)
 
     def _selection(self, place: Place, shape: Sequence[int]) -> Rows:
         """Return the selected rows of a tensor, whose samples may have others than the output's."""
