@@ -1004,3 +1004,14 @@ def test_products_of_a_norm_with_no_vector(module: nn.Module) -> None:
         assert rule.param_mjp(name, module, None, None, mat).shape == (0, *p.shape)
         each = rule.param_mjp(name, module, None, None, mat, sum_batch=False)
         assert each.shape == (0, 3, *p.shape)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("columns", [2, 40])
+@pytest.mark.parametrize("alike", [False, True])
+def test_weighted_squares(alike: bool, columns: int, shape: tuple[int, ...]) -> None:
+    """Also of a parameter without axes, and where all samples have the same products."""
+    values, weights = torch.randn(columns, 1 if alike else 5, *shape), torch.randn(columns, 5)
+    values = values.expand(-1, 5, *shape)
+    expected = torch.einsum("vn,vn...->n...", weights, values**2)
+    torch.testing.assert_close(reductions.sum_of_squares(values, weights), expected)

@@ -85,7 +85,7 @@ def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
         first = values[0]
         return first * first
     if weights is not None and values.stride(1) == 0:  # all samples are alike
-        return (weights.T @ values[:, 0].flatten(1).square()).unflatten(1, values.shape[2:])
+        return (weights.T @ values[:, 0, ..., None].flatten(1).square()).reshape(values.shape[1:])
     is_precise = values.is_cpu and values.dtype in PRECISE and not torch.is_grad_enabled()
     if is_precise and len(values) < MANY_COLUMNS and values[0].numel() >= LONG_ROW:
         total = torch.zeros_like(values[0])  # squares are not written before they are added up
@@ -98,7 +98,7 @@ def sum_of_squares(values: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return values.square().sum(0)
     if len(values) >= MANY_COLUMNS:  # one product for each sample
-        squares = values.square().transpose(0, 1).flatten(2)
+        squares = values.square().transpose(0, 1).unsqueeze(-1).flatten(2)
         return torch.bmm(weights.T.unsqueeze(1), squares).reshape(values.shape[1:])
     weights = weights.reshape(*weights.shape, *(1,) * (values.dim() - 2))
     return (weights * values * values).sum(0)
