@@ -7,8 +7,9 @@ and special cases than we would think of. A quantity is right, or refused with a
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,9 +17,12 @@ import oracle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack import backpack, extend, extensions
+from backpack.core.engine.backpropagation import slice_bytes
 
 PARTS = 8
 EXAMPLES = 4  # of each function
@@ -172,3 +176,104 @@ def test_right_or_refused(part: int, are_trained: bool) -> None:
                     wrong.append(" ".join(map(str, what)))
     assert not wrong, "\n".join(wrong)
     assert counts["right"] > counts["refused"], counts
+
+
+# --- Chains ---------------------------------------------------------------------------------------
+
+CHAINS = 96
+# Functions [N, 3, 4] -> [N, 3, 4] of a model and an activation. Those of ``changed`` change a copy.
+STEPS: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda m, h: h.sin() * h,
+    lambda m, h: F.gelu(h) + h,
+    lambda m, h: torch.where(h > 0, h, m.gain * h),
+    lambda m, h: h * m.gain.exp(),
+    lambda m, h: torch.lerp(h, h.cos(), torch.sigmoid(m.gain)),
+    lambda m, h: m.layer(h) + m.layer(h**2),
+    lambda m, h: F.linear(h, m.layer.weight / 2, m.layer.bias),
+    lambda m, h: h @ m.layer.weight,
+    lambda m, h: h * m.layer.weight.norm(),
+    lambda m, h: m.layer(h.transpose(0, 1)).tanh().transpose(0, 1),
+    lambda m, h: m.layer(h.reshape(-1, 4)).tanh().reshape(h.shape),
+    lambda m, h: m.layer(h.repeat_interleave(2, 0)).sin().unflatten(0, (-1, 2)).sum(1),
+    lambda m, h: m.layer(torch.cat([h, h.cos()])).tanh().unflatten(0, (2, -1)).sum(0),
+    lambda m, h: m.layer(h[h > -9].view(h.shape)),
+    lambda m, h: h[torch.arange(3) < torch.full((len(h), 1), 3)].sin().view(h.shape),
+    lambda m, h: h.flip(0).tanh().flip(0),
+    lambda m, h: (h @ h.mT).softmax(-1) @ h,
+    lambda m, h: F.scaled_dot_product_attention(h, h.sin(), h, is_causal=True),
+    lambda m, h: torch.einsum("nij,nkj->nik", h, h.tanh()) @ h,
+    lambda m, h: torch.linalg.solve(h @ h.mT + torch.eye(3, dtype=h.dtype), h),
+    lambda m, h: torch.cdist(h, h.sin() + 2) @ h,
+    lambda m, h: F.layer_norm(h, h.shape[1:]),
+    lambda m, h: F.normalize(h, dim=1) + h.std(-1, keepdim=True),
+    lambda m, h: h - h.logsumexp((1, 2), keepdim=True),
+    lambda m, h: h.cumsum(1).flip(-1),
+    lambda m, h: h.sort(-1).values * h.amax(1, keepdim=True),
+    lambda m, h: h.gather(1, h.argsort(1)) * h,
+    lambda m, h: h.topk(2, -1).values.repeat(1, 1, 2),
+    lambda m, h: torch.cat([h[:, 1:].tanh(), h[:, :1]], 1),
+    lambda m, h: torch.stack(
+        [a * b for a, b in zip(h.unbind(1), h.flip(1).unbind(1), strict=True)], 1
+    ),
+    lambda m, h: torch.cat([m.token.expand(len(h), 1, -1), h[:, :2]], 1),
+    lambda m, h: F.mse_loss(h, h.flip(1), reduction="none") + h,
+    lambda m, h: changed(h, lambda x: x[:, :2].mul_(h[:, 1:])),
+    lambda m, h: changed(h, lambda x: x[..., 0].add_(h[..., 1]).div_(1 + h[..., 2] ** 2)),
+    lambda m, h: changed(h, lambda x: x[:, 1:].copy_(h[:, :2].sin())),
+    lambda m, h: changed(h, lambda x: x.tanh_()),
+]
+
+
+def changed(h: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    """Return a copy of an activation after a change in place."""
+    copied = h.clone(memory_format=torch.contiguous_format)
+    change(copied)
+    return copied
+
+
+class Chain(nn.Module):
+    """Layers and functions, with a connection that skips some."""
+
+    def __init__(self, steps: Sequence[Callable[[Any, Tensor], Tensor]]):
+        super().__init__()
+        self.steps = steps
+        self.layer, self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(12, 2)
+        self.gain, self.token = nn.Parameter(torch.tensor(0.6)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = h = self.first(x)
+        for step in self.steps:
+            h = step(self, h)
+        return self.head((self.layer(h) + start).tanh().flatten(1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("chosen", [None, [2, 0]], ids=str)
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
+def test_chains(loss: nn.Module, chosen: list[int] | None, converter: Any) -> None:
+    """Quantities of all samples or some, in slices of samples, agree with autograd."""
+    drawn = random.Random(f"{loss} {chosen} {converter}")
+    rows = chosen or slice(None)
+    for _ in range(CHAINS // 8):
+        numbers = drawn.sample(range(len(STEPS)), 3)
+        torch.manual_seed(0)
+        model = Chain([STEPS[n] for n in numbers]).double()
+        X = torch.randn(3, 3, 4, dtype=torch.float64)
+        y = torch.rand(3, 2).double() if isinstance(loss, nn.MSELoss) else torch.tensor([1, 0, 1])
+        with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+            truths = [
+                (extensions.BatchGrad, oracle.batch_grad(model, loss, X, y)),
+                (extensions.BatchDiagGGNExact, oracle.batch_ggn_diag(model, loss, X, y)),
+                (extensions.BatchDiagHessian, oracle.batch_hessian_diag(model, loss, X, y)),
+            ]
+        extended = extend(model, use_converter=converter)
+        with slice_bytes(2**8), backpack(*[extension(chosen) for extension, _ in truths]):
+            extend(loss)(extended(X), y).backward()
+        for extension, truth in truths:
+            for p, expected in zip(extended.parameters(), truth, strict=True):
+                if p.grad is not None:
+                    found, right = getattr(p, extension().savefield), expected[rows]
+                    what = extension.__name__, numbers, found - right
+                    assert torch.allclose(found, right, rtol=1e-6, atol=1e-8), what
