@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, FrameType
 
 import torch
@@ -36,14 +37,15 @@ def warn(message: str) -> None:
     A thread of autograd (of a GPU) has no such line: there it is that of the thread that waits in
     ``backward()``.
     """
-    here = sys._getframe()
-    frame = _above(here, _is_of_the_program)
+    # no variable holds the frame it is in: that cycle would keep what callers hold
+    frame = _above(sys._getframe(), _is_of_the_program)
     if frame is None:
-        threads = sys._current_frames().values()
-        waiting = [*filter(None, (_above(top, _starts_a_pass) for top in threads))]
-        if len(waiting) == 1:
-            frame = _above(waiting[0], _is_of_the_program)
-    frame = frame or here
+        passes = map(partial(_above, is_searched=_starts_a_pass), sys._current_frames().values())
+        waiting = [*filter(None, passes)]
+        frame = _above(waiting[0], _is_of_the_program) if len(waiting) == 1 else None
+    if frame is None:
+        warnings.warn(message, UserWarning, stacklevel=2)
+        return
     space = frame.f_globals
     registry = space.setdefault("__warningregistry__", {})
     name, file, line = space.get("__name__"), frame.f_code.co_filename, frame.f_lineno
