@@ -66,6 +66,12 @@ def test_warning_in_a_thread_of_autograd_is_told_where_backward_is_called() -> N
     assert (one.filename, one.lineno) == (__file__, line - 1)
 
 
+def test_warning_in_code_without_a_name_is_told() -> None:
+    """As that of ``exec``, and of examples in documentation."""
+    with pytest.warns(UserWarning, match="told"):
+        exec("warn('told')", {"warn": warn})
+
+
 def test_warnings_go_through_one_function() -> None:
     """It finds the line of the program, which no fixed number of levels does."""
     folder = Path(backpack.__file__).parent

@@ -48,7 +48,7 @@ def warn(message: str) -> None:
         return
     space = frame.f_globals
     registry = space.setdefault("__warningregistry__", {})
-    name, file, line = space.get("__name__"), frame.f_code.co_filename, frame.f_lineno
+    name, file, line = space.get("__name__", "<string>"), frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, UserWarning, file, line, name, registry)
 
 
