@@ -495,7 +495,7 @@ SAMPLE_BY_SAMPLE = {"KFRA", "GradGram", "GGNGram", "ProjectedGrad"}
 
 @pytest.mark.parametrize("ext", [ext for ext in EVERY if ext.__name__ not in SAMPLE_BY_SAMPLE])
 def test_operations_on_an_accelerator(ext: Any) -> None:
-    """They hardly become more with the batch: there, each takes longer to start than to run."""
+    """They grow less than the batch: there, small ones take longer to start than to run."""
     counts = []
     for samples in (32, 128):
         with torch.device("meta"):
@@ -509,7 +509,7 @@ def test_operations_on_an_accelerator(ext: Any) -> None:
         with backpack(ext()), Count() as count:
             loss.backward()
         counts.append(count.number)
-    assert counts[1] < 1.5 * counts[0]
+    assert counts[1] < 2 * counts[0]
 
 
 @pytest.mark.parametrize(("columns", "samples"), [(1, 1024), (1024, 2)])

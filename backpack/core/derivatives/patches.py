@@ -20,7 +20,6 @@ CORRELATIONS = fast.path(
 )
 # About how many entries the patches of a slice of samples have, and its input.
 PATCH_ENTRIES = 2**24
-PATCH_ENTRIES_ELSEWHERE = 2**26
 INPUT_ENTRIES = 2**21
 # Multiplications for a pair of taps from which on it pays to reuse sums.
 WORTHWHILE = 2**22
@@ -80,8 +79,7 @@ def _gram_of_unfolded(x: Tensor, kernel: Kernel) -> Tensor:
     margins = zip(reversed(before), reversed(behind), strict=True)
     x = pad(x, [width for pair in margins for width in pair])
     unfolded = patches(x, size, stride, dilation, positions)
-    entries = PATCH_ENTRIES if x.is_cpu else PATCH_ENTRIES_ELSEWHERE
-    parts = unfolded.split(max(1, entries // unfolded[0].numel()))
+    parts = unfolded.split(max(1, PATCH_ENTRIES // unfolded[0].numel()))
     features = x.shape[1] * prod(size)
     rows = (part.movedim(0, 1 + len(size)).reshape(features, -1) for part in parts)
     return reduce(torch.add, (flat @ flat.T for flat in rows))

@@ -30,6 +30,8 @@ FEWER_POSITIONS = fast.path(
 
 # About how many entries a slice of P has: few enough that it stays in the cache of a CPU.
 SLICE_ENTRIES = 2**21
+# And elsewhere: enough that it takes longer to read them than to start an operation.
+SLICE_ENTRIES_ELSEWHERE = 2**24
 # How many it has where that does not matter: memory is bounded.
 MOST_ENTRIES = 2**26
 # Rows with more entries than this are added one by one: nothing is written in between.
@@ -160,9 +162,8 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
 
 def slice_size(entries: float, device: torch.device) -> int:
     """Return how many samples (or columns) a slice has, if each takes so many entries."""
-    is_cached = device.type == "cpu" and CACHED_PRODUCTS.is_on
-    limit = SLICE_ENTRIES if is_cached else MOST_ENTRIES
-    return max(1, int(limit // max(1, entries)))
+    limit = SLICE_ENTRIES if device.type == "cpu" else SLICE_ENTRIES_ELSEWHERE
+    return max(1, int((limit if CACHED_PRODUCTS.is_on else MOST_ENTRIES) // max(1, entries)))
 
 
 def _slices(count: int, size: int) -> list[slice]:
