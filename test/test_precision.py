@@ -426,6 +426,28 @@ def test_no_value_is_needed_for_a_shape(ext: Any, loss: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("ext", [extensions.GGNMP, extensions.HMP, extensions.PCHMP])
+def test_products_without_values(ext: Any) -> None:
+    """Whether a function is affine cannot be seen on the meta device; of a sum it is known."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h + self.other(h.sigmoid())
+
+    with torch.device("meta"):
+        model = extend(Skips(), use_converter=True)
+        loss = extend(nn.CrossEntropyLoss())(model(torch.rand(N, 3)), torch.randint(3, (N,)))
+        with backpack(ext()):
+            loss.backward()
+        for p in model.parameters():
+            assert getattr(p, ext().savefield)(torch.rand(2, *p.shape)).shape == (2, *p.shape)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", select("network", without="random mixing"), ids=str)
 def test_gpu(case: Case) -> None:

@@ -280,7 +280,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         """
         if not call.saved["affine"]:
             return True
-        if _moves_entries(call.module):
+        if self.hessian_is_zero(call.module) or _moves_entries(call.module):
             return False
         try:
             return self._bends(call, "hessian_is_zero", of_params=False)
