@@ -1413,6 +1413,24 @@ class Narrow(nn.Module):
         return self.layer(x) + self.empty(x).sum(1, keepdim=True)
 
 
+@pytest.mark.parametrize("activation", [nn.Tanh(), nn.ReLU(), nn.Softmax(1)], ids=repr)
+@pytest.mark.parametrize(
+    "extension",
+    [extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFLR, extensions.KFRA],
+    ids=lambda e: e.__name__,
+)
+def test_layer_without_outputs_in_the_middle(activation: nn.Module, extension: Any) -> None:
+    """A bias behind it has the quantity of the loss, and the layer has an empty one."""
+    model = nn.Sequential(nn.Linear(3, 0), activation, nn.utils.skip_init(nn.Linear, 0, 2))
+    torch.nn.init.zeros_(model[2].bias)
+    ext, hessian = extension(), torch.eye(2) / 2 - 0.25
+    run(model, ext, batch=data())
+    found = [getattr(p, ext.savefield) for p in model.parameters()]
+    first, *_, last = [one if isinstance(one, Tensor) else one[0] for one in found]
+    assert not first.numel()
+    torch.testing.assert_close(last, hessian.diag() if last.dim() == 1 else hessian)
+
+
 def test_layer_without_outputs() -> None:
     """The other one has the quantities that it has alone."""
     batch, v = data(), torch.randn(1, 2, 3)

@@ -334,13 +334,13 @@ class BaseDerivatives(SampleAxes):
         """Average ``matᵀ J`` over samples: ``[D_out, K] -> [K, D_in]``."""
         axis = self.axis_out(c, 0)
         shape = self.shape_of_rows(c.output.shape, axis, c.rows)
-        alike = mat.T.reshape(-1, *shape[:axis], 1, *shape[axis + 1 :])  # for all samples
+        alike = mat.T.reshape(mat.shape[1], *shape[:axis], 1, *shape[axis + 1 :])  # for all samples
         v = alike.expand(-1, *shape)
         back = self.vjp(c, [v, *[None] * (len(c.outputs) - 1)] if len(c.outputs) > 1 else v)
         back = back if isinstance(back, Tensor) else back[0]
         axis_in = 1 + self.axis_in(c, 0)
         mean = back.squeeze(axis_in) if back.shape[axis_in] == 1 else back.mean(axis_in)
-        return mean.reshape(len(mean), -1)  # a sample may be a number alone
+        return mean.unsqueeze(-1).flatten(1)  # a sample may be a number alone
 
     def jacobian_is_constant(self, c: Context) -> bool:
         """Return whether all samples have the same Jacobian."""

@@ -82,7 +82,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     @fast.body("Diagonal Jacobians average to one matrix of factors.", "vjp")
     def batch_averaged(self, c: Context, mat: Tensor) -> Tensor:
         """Multiply with the average of ``f' f'ᵀ``."""
-        df = self.df(c).reshape(-1, len(mat))  # a sample may be a number alone
+        df = self.df(c).unsqueeze(-1).flatten(1)  # a sample may be a number alone
         return gram(df, len(df)).mul_(mat)
 
     def hessian_diag(self, c: Context) -> Tensor:

@@ -850,7 +850,7 @@ class Backpropagation:
         num_v, rows, *shape = factor.mat.shape
         is_reducible = (
             self.may_reduce
-            and 2 * num_v > 3 * prod(shape)
+            and 2 * num_v > 3 * prod(shape) > 0
             and factor.weights is None
             and not factor.adds_up
             and factor.groups == rows
