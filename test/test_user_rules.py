@@ -1337,3 +1337,16 @@ def test_rules_of_modules_with_children(is_frozen: bool, knows_child: bool) -> N
     for p in params:
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
     check(params, "diag_ggn_exact", truth(oracle.ggn_diag, model, batch))
+
+
+class Coarse(nn.Module):
+    """Pooling that torch does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.avg_pool2d(x, 2)
+
+
+def test_rule_of_pooling_for_another_module() -> None:
+    """Which of its axes are in space is not known: its samples come first."""
+    register(Coarse)(type("Rule", (type(derivatives_of(nn.AvgPool2d(2))),), {}))
+    check_rule(Coarse(), torch.rand(3, 2, 4, 4))

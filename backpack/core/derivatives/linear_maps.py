@@ -106,6 +106,12 @@ class ChannelwiseMapDerivatives(ChannelwiseDerivatives, LinearMapDerivatives):
 
     reads_input = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the samples come first in a rule for other modules: which axes are in space?"""
+        if "trailing_axes" not in vars(cls):
+            cls.batch_axis = BatchAxis.FIXED
+        super().__init_subclass__(**options)
+
 
 @register(nn.PixelShuffle, nn.PixelUnshuffle, nn.Fold, nn.Unfold)
 class ChannelsInSpaceDerivatives(LinearMapDerivatives):
