@@ -511,6 +511,9 @@ BUILT = {"stride": 2, "dilation": 2, "padding": 1}
         # what `forward` pads is decided when the module is built
         (nn.Conv2d, {"padding": 1, "padding_mode": "circular"}, {"padding": 2}, {}),
         (nn.Conv2d, {"padding": "same", "padding_mode": "reflect"}, {"padding": 0}, {}),
+        # the kernel has the size of the weight
+        (nn.Conv2d, {"groups": 2}, {"kernel_size": (1, 1)}, {}),
+        (nn.ConvTranspose2d, {}, {"kernel_size": (1, 1)}, {}),
     ],
     ids=str,
 )
@@ -519,7 +522,7 @@ def test_settings_of_convolutions_that_change(
 ) -> None:
     """One number is that of all axes, as in torch: products are those of one that is built so."""
     found = []
-    for module in (make(2, 3, 3, **options), make(2, 3, 3, **(options | same))):
+    for module in (make(2, 4, 3, **options), make(2, 4, 3, **(options | same))):
         torch.manual_seed(0)
         module.reset_parameters()
         if not found:

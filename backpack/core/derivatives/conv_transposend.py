@@ -40,13 +40,14 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     hessian_is_zero = is_linear_in_params = jacobian_is_constant = repeats_output = always
     param_vjp_reads_inputs_alone = ConvolutionDerivatives.param_vjp_reads_inputs_alone
 
-    def _geometry(self, module: Any) -> Geometry:
-        size, settings = module.kernel_size, (module.stride, module.dilation, module.padding)
+    def _geometry(self, c: Context) -> Geometry:
+        size, module = c.params["weight"].shape[2:], c.module
+        settings = module.stride, module.dilation, module.padding
         stride, dilation, padding = per_axis(len(size), *settings)
         return Geometry(size, stride, dilation, padding, padding, module.groups, "constant")
 
     def _options(self, c: Context) -> tuple[Any, ...]:
-        moves = self._geometry(c.module)
+        moves = self._geometry(c)
         shapes = c.output.shape[2:], c.input.shape[2:]
         sizes = zip(*shapes, moves.stride, moves.before, moves.dilation, moves.size, strict=True)
         # that of the call at hand: `output_size` may have changed the module's
@@ -73,7 +74,7 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
         return self._multiply(c, v, sum_batch=True)
 
     def _multiply(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
-        x, moves = c.x, self._geometry(c.module)
+        x, moves = c.x, self._geometry(c)
         if weight_jac_t_save_memory.active:
             padding, small = [0] * len(moves.size), x.unsqueeze(0)
             each = (correlate(s, small, moves, padding, sum_batch) for s in self._pad(c, moves, v))
@@ -95,7 +96,7 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
 
     def _unfold(self, c: Context, v: Tensor) -> Tensor:
         """Return each input position's patch: ``[V, N, O, *] -> [V, N, G, O/G·k, T]``."""
-        moves, positions = self._geometry(c.module), c.input.shape[2:]
+        moves, positions = self._geometry(c), c.input.shape[2:]
         return map_rows(lambda s: unfolded(s, moves, positions), self._pad(c, moves, v))
 
     @fast.body("Norms are those of Gram matrices.", "param_vjp")
@@ -139,7 +140,7 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
 
     def _unfold_input(self, c: Context) -> Tensor:
         """Return what each entry of the kernel is multiplied with, ``[N, I·k, T]``."""
-        x, kernel = c.x, c.module.kernel_size
+        x, kernel = c.x, self._geometry(c).size
         channels, taps = x.shape[1], torch.Size(kernel).numel()
         # one output channel for each entry of the kernel copies x to where that entry reads it
         one_hot = torch.eye(taps, dtype=x.dtype, device=x.device)

@@ -231,8 +231,9 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     # ------------------------------------------------------------------ padding
 
-    def _geometry(self, module: Any) -> Geometry:
-        size, mode, padding = module.kernel_size, module.padding_mode, module.padding
+    def _geometry(self, c: Context) -> Geometry:
+        size = c.params["weight"].shape[2:]  # another than `kernel_size` if the weight is another
+        module, mode, padding = c.module, c.module.padding_mode, c.module.padding
         settings = module.stride, module.dilation, 0 if isinstance(padding, str) else padding
         stride, dilation, before = per_axis(len(size), *settings)
         after: Sequence[int] = before
@@ -257,16 +258,16 @@ class ConvNDDerivatives(ConvolutionDerivatives):
     # ------------------------------------------------------------------ Jacobians
 
     def _options(self, c: Context) -> tuple[Any, ...]:
-        moves = self._geometry(c.module)
+        moves = self._geometry(c)
         return moves.stride, moves.native, moves.dilation, False, [0] * len(moves.size)
 
     def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        x = self._pad(self._geometry(c.module), x)
+        x = self._pad(self._geometry(c), x)
         return super()._convolve(c, x, weight, groups)
 
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Apply the transpose."""
-        moves, shape = self._geometry(c.module), c.input.shape[1:]
+        moves, shape = self._geometry(c), c.input.shape[1:]
         padded = self._pad(moves, v.new_zeros(1).expand(1, *shape)).shape[1:]
 
         def pull(s: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         return self._correlate(c, v, sum_batch=True)
 
     def _correlate(self, c: Context, v: Tensor, sum_batch: bool) -> Tensor:
-        moves = self._geometry(c.module)
+        moves = self._geometry(c)
         return correlate(self._pad(moves, c.x), v, moves, moves.native, sum_batch)
 
     def _unfold(self, c: Context, moves: Geometry, x: Tensor) -> Tensor:
@@ -314,7 +315,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         self, c: Context, v: Tensor, wanted: Set[str], weights: Tensor | None
     ) -> dict[str, Tensor]:
         """Reduce the individual products, made of patches or of convolutions."""
-        x, p, moves = c.x, c.params["weight"], self._geometry(c.module)
+        x, p, moves = c.x, c.params["weight"], self._geometry(c)
         out_shape, groups = v.shape[3:], moves.groups
         flat = reductions.fewer_columns(v.flatten(3), wanted, weights)
         num_v, num_n, num_o, positions = flat.shape
@@ -373,7 +374,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         joint: bool = False,
     ) -> Tensor:
         """Sum the squares in a basis, see the base class."""
-        moves, x = self._geometry(c.module), c.x
+        moves, x = self._geometry(c), c.x
         if name != "weight" or moves.groups > 1 or len(bases) < 2:
             return super().square_in_bases(c, name, v, bases, weights, joint)
         s = v.flatten(3).mT  # [V, N, T, O]
@@ -397,7 +398,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Return A of the patches, see ``affine.input_factor``: ``[I/G·k, I/G·k]``, mean over G."""
         if name != "weight":
             return []
-        x, moves, positions = c.x, self._geometry(c.module), c.output.shape[2:]
+        x, moves, positions = c.x, self._geometry(c), c.output.shape[2:]
         if approximation == "reduce":
             return [affine.input_factor(self._unfold(c, moves, x).flatten(0, 1).mT, approximation)]
         before = moves.before
@@ -420,7 +421,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     def _diagonal(self, c: Context, approximation: str | None) -> Tensor:
         """Return the diagonal of A, ``[I/G·k]``: squares of patches are patches of squares."""
-        x, moves = c.x, self._geometry(c.module)
+        x, moves = c.x, self._geometry(c)
         if approximation == "reduce":
             rows = self._unfold(c, moves, x).flatten(0, 1).mT
             return affine.input_factor(rows, approximation, max_size=0)
@@ -433,9 +434,7 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         """Average the patches of each sample: ``[N, G, I/G·k]``."""
         if name != "weight":
             return None
-        return (
-            self._unfold(c, self._geometry(c.module), c.x).mean(3).unflatten(0, (num_n, -1)).mean(1)
-        )
+        return self._unfold(c, self._geometry(c), c.x).mean(3).unflatten(0, (num_n, -1)).mean(1)
 
     def kron_joint_input(
         self, c: Context, approximation: str | None = None, max_size: float = inf
@@ -445,5 +444,5 @@ class ConvNDDerivatives(ConvolutionDerivatives):
             own = self._diagonal(c, approximation)
             of_one = c.output.shape[2:].numel() if approximation is None else 1
             return torch.cat([own, own.new_full((1,), of_one)])
-        rows = self._unfold(c, self._geometry(c.module), c.x).flatten(0, 1).mT
+        rows = self._unfold(c, self._geometry(c), c.x).flatten(0, 1).mT
         return affine.input_factor(affine.with_one(rows), approximation)
