@@ -1469,7 +1469,8 @@ def told_by_library() -> Iterator[list[str]]:
     def warn(text: str, *options: Any, **others: Any) -> None:
         told.append(text)
 
-    with warnings.catch_warnings(), mock.patch.object(warning, "warnings", mock.Mock(warn=warn)):
+    listening = mock.Mock(warn=warn, warn_explicit=warn)
+    with warnings.catch_warnings(), mock.patch.object(warning, "warnings", listening):
         warnings.simplefilter("ignore")
         yield told
 
