@@ -55,7 +55,7 @@ class weight_jac_t_save_memory:
 
 
 class Geometry(NamedTuple):
-    """How a convolution moves over its input; numbers have an entry for each spatial axis."""
+    """How a convolution moves over its input; sequences have an entry for each spatial axis."""
 
     size: Sequence[int]
     stride: Sequence[int]
