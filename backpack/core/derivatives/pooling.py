@@ -81,7 +81,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         dim = channels * size
         total = mat.new_zeros(dim * dim)
         for i in (index + offsets).flatten(1):
-            total = total.index_add(0, (i.unsqueeze(1) * dim + i).flatten(), mat.flatten())
+            total.index_add_(0, (i.unsqueeze(1) * dim + i).flatten(), mat.flatten())
         return total.reshape(dim, dim) / len(index)
 
 
