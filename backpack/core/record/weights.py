@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import chain, compress, count
@@ -81,7 +81,7 @@ class KeptParameters:
         entries = tensors if compared is None else [p for p in tensors if p in compared]
         known = {p: value for p in entries if (value := self._kept[id(p)].value) is not None}
         digested = [p for p in entries if p not in known]
-        digests = dict(zip(digested, _digests(digested), strict=True))
+        digests = dict(zip(digested, _digests(digested, Tensor.detach), strict=True))
         compared_with: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for p, state in zip(tensors, _states(tensors), strict=True):
             was = self._kept[id(p)]
@@ -127,11 +127,13 @@ def _differing(pairs: Mapping[Tensor, tuple[Tensor, Tensor]]) -> list[Tensor]:
     return found
 
 
-def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
+def _digests(
+    tensors: Sequence[Tensor], taken: Callable[[Tensor], Tensor] = Tensor.clone
+) -> Iterator[Tensor | None]:
     """Return what tells the entries of each tensor from others; None if nothing does.
 
-    A copy or, of a large tensor, the sum of all entries with random weights, which is one pass
-    through memory.
+    The entries themselves, as ``taken`` gives them, or, of a large tensor, their sum with random
+    weights, which is one pass through memory.
     """
     with without_autocast() if torch._C._is_any_autocast_enabled() else nullcontext():
         if shards.KNOWN or not TENSORS.issuperset(map(type, tensors)):
@@ -139,17 +141,17 @@ def _digests(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
         found = []
         for t in tensors:
             is_small = t.dtype in PLAIN and t.layout is torch.strided and t.numel() <= EXACT
-            found.append(t.detach().clone() if is_small else _digest(t.detach()))
+            found.append(taken(t.detach()) if is_small else _digest(t.detach(), taken))
         return iter(found)
 
 
-def _digest(tensor: Tensor) -> Tensor | None:
+def _digest(tensor: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     if tensor.element_size() == 1:  # some precisions have no arithmetic
-        return tensor.view(torch.uint8).clone()
+        return taken(tensor.view(torch.uint8))
     if tensor.numel() <= EXACT or not tensor.is_floating_point():
-        return tensor.clone()
+        return taken(tensor)
     rows = tensor.reshape(-1, tensor.shape[-1]).to(_precision(tensor))
     left, right = (_weights(n, k, rows.dtype, rows.device) for k, n in enumerate(rows.shape))
     return (rows @ right) @ left
