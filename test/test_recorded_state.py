@@ -459,15 +459,16 @@ def test_readers_of_given_parameters_do_not_add_up() -> None:
 
 
 @pytest.mark.parametrize("make", ["trace", "script"])
+@pytest.mark.parametrize("route", [False, "record", True])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_what_torch_jit_has_made_has_no_quantities(make: str) -> None:
+def test_what_torch_jit_has_made_has_no_quantities(make: str, route: Any) -> None:
     """It runs and has gradients, and the modules behind it do not mind."""
     torch.manual_seed(0)
     x, y = torch.rand(6, 4), torch.randint(2, (6,))
     layer = nn.Linear(4, 4)
     made = torch.jit.trace(layer, x) if make == "trace" else torch.jit.script(layer)
     with pytest.warns(match=r"^'0' \(.*\) was made by torch\.jit"):
-        model = extend(nn.Sequential(made, nn.Linear(4, 2)))
+        model = extend(nn.Sequential(made, nn.Linear(4, 2)), use_converter=route)
     lossfunc = extend(nn.CrossEntropyLoss())
     with backpack(BatchGrad(), extension_hook=lambda module: None):
         lossfunc(model(x), y).backward()
@@ -478,6 +479,8 @@ def test_what_torch_jit_has_made_has_no_quantities(make: str) -> None:
     with backpack(DiagGGNExact()):
         lossfunc(model(x), y).backward()
     assert last.diag_ggn_exact.shape == last.shape
+    with pytest.warns(match=r"was made by torch\.jit"):
+        extend(made, use_converter=route)
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")

@@ -618,7 +618,11 @@ def is_recorded(root: Module) -> bool:
 
 def record_functions(root: Module) -> None:
     """Let forward passes of a model record their functions: it and its leaves get hooks."""
+    if isinstance(root, torch.jit.ScriptModule):
+        return
     for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; extend() has warned
+            continue
         if module is root or is_open(module) or not _is_leaf(module):
             vars(module)["_backpack_open"] = True
             _forget_leaf(module)
