@@ -544,3 +544,28 @@ def test_functions_that_are_affine_for_small_numbers_alone(scale: float) -> None
         expected = oracle.hessian_diag(copy.deepcopy(plain), nn.MSELoss(), X, torch.rand(5, 3))
         for p, value in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(p.diag_h, value)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("extension", [extensions.DiagHessian, extensions.HMP])
+def test_functions_without_a_second_derivative_are_named(
+    extension: type[extensions.DiagHessian | extensions.HMP],
+) -> None:
+    """The error is torch's, with the function and what to do."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.multi_margin_loss(self.linear(x), torch.arange(4), p=2, reduction="none")
+
+    model = extend(Model(), use_converter=True)
+    loss = extend(nn.MSELoss())(model(torch.rand(4, 3)), torch.rand(4))
+    told = r"'multi_margin_loss0' .* cannot be differentiated twice .*Use first-order quantities"
+    with pytest.raises(NotImplementedError, match=told):
+        with backpack(extension()):
+            loss.backward()
+        for p in model.parameters():
+            p.hmp(torch.rand(1, *p.shape))

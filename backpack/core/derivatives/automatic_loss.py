@@ -26,6 +26,7 @@ from backpack.core.derivatives.by_autograd import (
     Evaluation,
     alone,
     close,
+    differentiated_twice,
     is_same,
     with_other_samples,
 )
@@ -204,7 +205,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             for m, p, i in zip(mats, places, numbers, strict=True)
         ]
         evaluation = self.evaluation(c)
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiated_twice(c.module):
             leaves = list(evaluation.inputs)
             for i in numbers:
                 x = leaves[i]
@@ -213,31 +214,22 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 if not leaves[i].requires_grad:
                     leaves[i].requires_grad_()
             xs = [leaves[i] for i in numbers]
-            try:
-                (loss,), _ = evaluated_apart(lambda: evaluation.outputs({}, leaves))
-                slopes = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
-                curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
-                each = [
-                    torch.autograd.grad(
-                        [slopes[k] for k in curved],
-                        xs,
-                        [v[k] for k in curved],
-                        retain_graph=True,
-                        create_graph=differentiable,
-                        materialize_grads=True,
-                    )
-                    if curved
-                    else [torch.zeros_like(x) for x in xs]
-                    for v in zip(*mats, strict=True)
-                ]
-            except RuntimeError as error:
-                if "not implemented" not in str(error) and "differentiat" not in str(error):
-                    raise
-                raise NotImplementedError(
-                    f"{describe(c.module)} cannot be differentiated twice by autograd ({error}). "
-                    "Use first-order quantities, or register derivatives for it "
-                    "(backpack.core.derivatives.register)."
-                ) from error
+            (loss,), _ = evaluated_apart(lambda: evaluation.outputs({}, leaves))
+            slopes = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
+            curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
+            each = [
+                torch.autograd.grad(
+                    [slopes[k] for k in curved],
+                    xs,
+                    [v[k] for k in curved],
+                    retain_graph=True,
+                    create_graph=differentiable,
+                    materialize_grads=True,
+                )
+                if curved
+                else [torch.zeros_like(x) for x in xs]
+                for v in zip(*mats, strict=True)
+            ]
         return [
             torch.stack(parts) if place is None else place.to_canonical(torch.stack(parts), skip=1)
             for parts, place in zip(zip(*each, strict=True), places, strict=True)

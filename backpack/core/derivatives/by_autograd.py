@@ -276,6 +276,21 @@ def _grad(*args: Any, **options: Any) -> Any:
         return torch.autograd.grad(*args, **options)
 
 
+@contextmanager
+def differentiated_twice(module: Module) -> Iterator[None]:
+    """Let torch's error name the module, if an operation has no second derivative."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not implemented" not in str(error) and "differentiat" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{describe(module)} cannot be differentiated twice by autograd ({error}). Use "
+            "first-order quantities, or register derivatives for it "
+            "(backpack.core.derivatives.register)."
+        ) from error
+
+
 def pull_back(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -612,7 +627,7 @@ def products(
         known = evaluation.whole_tangents(known, rows)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, list(known), inputs)
-    with torch.enable_grad():
+    with torch.enable_grad(), differentiated_twice(evaluation.c.module):
         ys = evaluation.outputs(values, inputs)
         us = [torch.ones_like(y, requires_grad=True) for y in ys]
         reached = [(y, u) for y, u in zip(ys, us, strict=True) if y.requires_grad]
@@ -775,7 +790,7 @@ def second_of_samples(
     if not separable:
         g_out = evaluation.whole(g_out, numbers, 0)
         whole = evaluation.whole_tangents(tangents, numbers)
-    with torch.enable_grad():
+    with torch.enable_grad(), differentiated_twice(evaluation.c.module):
         ys = evaluation.outputs(values, inputs)
         # what is once differentiable (a function in Python) says so if the gradient has a graph
         pairs = [
