@@ -177,7 +177,9 @@ class RecurrentDerivatives(BaseDerivatives):
             raise NotImplementedError(
                 f"{describe(module)} was called with a PackedSequence, whose samples have no axis "
                 "of their own. Call it with a padded batch (torch.nn.utils.rnn.pad_sequence) "
-                "instead, and leave the outputs of the padding out of the loss."
+                "instead, leave the outputs of the padding out of the loss, and read the last "
+                "output of each sequence in the place of a final state. A backward direction would "
+                "begin in the padding: give a second layer each sequence in reverse."
             )
         if x.dim() != self.min_dims(module):
             raise ValueError(
