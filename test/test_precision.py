@@ -574,3 +574,43 @@ def test_sums_over_slices_of_the_engine_do_not_get_stuck() -> None:
     for whole, sliced in zip(*found, strict=True):
         assert sliced.dtype == torch.bfloat16
         torch.testing.assert_close(sliced, whole, rtol=0.05, atol=0.02 * float(whole.abs().max()))
+
+
+CAPTURED = [
+    extensions.BatchGrad,
+    extensions.Variance,
+    extensions.DiagGGNExact,
+    extensions.BatchDiagGGNExact,
+    extensions.SqrtGGNExact,
+    extensions.KFLR,
+    extensions.KFRA,
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("extension", CAPTURED)
+def test_captured_in_a_graph(extension: Any) -> None:
+    """A CUDA graph replays with other data what nothing has to wait for."""
+    layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
+    plain = nn.Sequential(*layers).double().cuda()
+    X, y = torch.rand(6, 3, 8, 8).double().cuda(), torch.randint(5, (6,)).cuda()
+    loss = extend(nn.CrossEntropyLoss())
+
+    def results(model: nn.Module) -> list[Any]:
+        model.zero_grad()
+        with backpack(extension()):
+            loss(model(X), y).backward()
+        return [getattr(p, extension().savefield) for p in model.parameters()]
+
+    model, side = extend(copy.deepcopy(plain)), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            results(model)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(model)
+    X.copy_(torch.rand_like(X))
+    graph.replay()
+    torch.testing.assert_close(found, results(extend(plain)), **TOLERANCE)

@@ -17,6 +17,12 @@ is_exporting: Callable[[], bool] = getattr(
     torch.compiler, "is_exporting", torch.compiler.is_compiling
 )
 
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether entries can be read: there are none on the meta device and in a CUDA graph."""
+    return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 # Hooks that decide what autograd keeps, None if there are none. Before torch 2.7 that is not known,
 # and they are assumed to be there.
 hooks_of_saved_tensors: Callable[[bool], Any] = getattr(

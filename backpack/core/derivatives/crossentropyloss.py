@@ -15,6 +15,7 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
+from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
@@ -230,7 +231,7 @@ class NLLLossDerivatives(CrossEntropyLossDerivatives):
         error = (log_p.logsumexp(1, keepdim=True).abs() * counts).detach()
         # log(p + 1e-8), which is a habit, has to pass
         tolerance = max(c.call.rounding**0.5, 1e-5)
-        if not error.is_meta and bool((error > tolerance).any()):
+        if has_values(error) and bool((error > tolerance).any()):
             raise ValueError(
                 f"{describe(c.module)} reads log-probabilities, but the exponentials of the "
                 f"prediction do not sum to 1 (their sum has the logarithm {float(error.max()):g} "

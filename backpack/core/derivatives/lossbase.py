@@ -29,6 +29,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
+from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import cast, describe
@@ -239,8 +240,8 @@ def not_convex(module: Module, why: str) -> ValueError:
 
 
 def is_negative(tensor: Tensor) -> bool:
-    """Return whether an entry is negative; no on the meta device, where there are no values."""
-    if tensor.is_meta:
+    """Return whether an entry is negative; no where there are no values."""
+    if not has_values(tensor):
         return False
     return tensor.item() < 0 if tensor.numel() == 1 else bool((tensor < 0).any())
 

@@ -51,6 +51,7 @@ from backpack.core.derivatives.recurrent_cells import (
     in_order,
     shifted,
 )
+from backpack.core.features import has_values
 from backpack.core.rows import Rows
 from backpack.utils.subsampling import subsample
 
@@ -430,7 +431,7 @@ def prefers_factors(network: Network, slopes: Slopes, like: Tensor) -> bool:
     return (
         FACTORED.is_on
         and not torch.is_grad_enabled()
-        and not like.is_meta
+        and has_values(like)
         and first.weight_hr is None
         and num_v > MANY_COLUMNS
         and num_v * num_read > num_t * (num_v * states_per_gate + num_read)

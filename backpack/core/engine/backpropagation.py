@@ -48,6 +48,7 @@ from backpack.core.engine.user_rules import (
     sample_counts,
     what_is_passed_on,
 )
+from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe
@@ -372,7 +373,7 @@ def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | Non
     Raises:
         ValueError: If it is negative: there is no real square root of the curvature.
     """
-    value = None if scale.is_meta else float(scale)
+    value = float(scale) if has_values(scale) else None
     if value is not None and value < 0:
         raise ValueError(
             f"{savefields}: the loss {describe(loss)} was multiplied with a negative "

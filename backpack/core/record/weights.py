@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.context import without_autocast
+from backpack.core.features import has_values
 from backpack.core.record import shards
 
 TENSORS = frozenset({Tensor, Parameter})
@@ -88,7 +89,7 @@ class KeptParameters:
             after, before = (p, known[p]) if p in known else (digests.get(p), was.digest)
             if was.state != state:
                 found[p] = was
-            elif after is not None and before is not None and not after.is_meta:
+            elif after is not None and before is not None:
                 compared_with[p] = after, before
         for p in _differing(compared_with):
             was, (after, before) = self._kept[id(p)], compared_with[p]
@@ -114,13 +115,13 @@ PLAIN = frozenset({torch.float32, torch.float64})
 
 
 def _differing(pairs: Mapping[Tensor, tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return the keys of pairs that are not equal, waiting once for each accelerator."""
+    """Return the keys of pairs that are known to differ, waiting once for each accelerator."""
     found: list[Tensor] = []
     waiting: defaultdict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
     for key, (one, other) in pairs.items():
         if one.is_cpu:
             found += [] if torch.equal(one, other) else [key]
-        else:
+        elif has_values(one):
             waiting[one.device][key] = (one != other).any()
     for differs in waiting.values():
         found += compress(differs, torch.stack([*differs.values()]).tolist())
