@@ -748,24 +748,27 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
 
     Then its products with random vectors are not zero, with probability one: a sum over the outputs
     that have a gradient, with random weights, is differentiated twice. Rounding counts as a second
-    derivative, and so does what has no values (on the meta device).
+    derivative, and so does what has no values.
     """
     generator = torch.Generator().manual_seed(0)
 
     def draw(x: Tensor, *v: int) -> Tensor:
         return drawn((*v, *x.shape), generator).to(x)
 
+    call, outputs = evaluation.c.call, evaluation.c.outputs
     keys: list[Any] = [i for i, x in enumerate(evaluation.inputs) if is_real(x)]
-    groups = [[name] for name in evaluation.c.call.trained] if of_params else [keys]
-    pairs = zip(evaluation.c.call.g_out, evaluation.c.outputs, strict=True)
-    g_out = [None if g is None else draw(y) for g, y in pairs]
-    if not any(g is not None for g in g_out):
+    groups = [[name] for name in call.trained] if of_params else [keys]
+    if not any(g is not None for g in call.g_out):
         return False
+    if not has_values(outputs[0]):
+        return any(groups)
+    pairs = zip(call.g_out, outputs, strict=True)
+    g_out = [None if g is None else draw(y) for g, y in pairs]
     for group in groups:
         tangents = {key: draw(evaluation.value(key), 1) for key in group}
         if tangents:
             found = second_of_samples(evaluation, g_out, tangents, None)
-            if any(not has_values(p) or bool((p != 0).any()) for p in found.values()):
+            if any(bool((p != 0).any()) for p in found.values()):
                 return True
     return False
 
