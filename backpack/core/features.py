@@ -20,7 +20,9 @@ is_exporting: Callable[[], bool] = getattr(
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether entries can be read: there are none on the meta device and in a CUDA graph."""
-    return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+    if tensor.is_cuda and torch.cuda.is_initialized():  # a fake tensor needs no GPU
+        return not torch.cuda.is_current_stream_capturing()
+    return not tensor.is_meta
 
 
 # Hooks that decide what autograd keeps, None if there are none. Before torch 2.7 that is not known,
