@@ -237,6 +237,35 @@ def test_parameters_of_different_precisions(first: torch.dtype) -> None:
     assert model.one.weight.kflr[0].dtype == first
 
 
+def test_a_number_that_a_function_of_lower_precision_reads(float64: None) -> None:
+    """Its gradients of samples add up to that of all: large ones cancel, which leaves rounding."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.numbers = nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.numbers.unbind()
+            h = self.layer(x).float()
+            h = torch.cat([h, 1e-4 * h.sin() - h], 1) * one
+            return self.head(h.double().reshape(len(x), 2, 3)).sum(1) * other
+
+    torch.manual_seed(0)
+    model, X, y = Scaled(), torch.randn(N, 3), torch.randint(2, (N,))
+    converted = extend(copy.deepcopy(model), use_converter="record")
+    loss = extend(nn.CrossEntropyLoss())(converted(X), y)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    problem = (model, nn.CrossEntropyLoss(), X, y)
+    expected = dict(zip(dict(model.named_parameters()), oracle.batch_grad(*problem), strict=True))
+    diagonal = dict(zip(dict(model.named_parameters()), oracle.ggn_diag(*problem), strict=True))
+    close = {"rtol": 1e-4, "atol": 1e-8}
+    torch.testing.assert_close(converted.numbers.grad_batch, expected["numbers"], **close)
+    torch.testing.assert_close(converted.numbers.diag_ggn_exact, diagonal["numbers"], **close)
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

@@ -73,5 +73,6 @@ def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
             if reader.is_unbatched:
                 stack += [] if seen.issuperset(reader.origins_out) else [reader]
                 seen |= set(reader.origins_out)
-            size += sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
-    return float(difference.abs().max()) <= 10 * call.rounding * size
+            of_reader = sum(float(g.abs().sum()) for g in reader.g_out if g is not None)
+            size += reader.rounding * of_reader
+    return float(difference.abs().max()) <= 10 * size
