@@ -35,6 +35,17 @@ class Rotations(nn.Module):
         return positions[..., None].expand(-1, -1, 3).to(x).cos()
 
 
+class Scale(nn.Module):
+    """A leaf without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sin()
+
+
 class Model(nn.Module):
     """Runs a function; has whatever functions may want to use."""
 
@@ -45,7 +56,7 @@ class Model(nn.Module):
         self.lstm, self.gru = nn.LSTM(3, 3), nn.GRU(3, 3, batch_first=True)
         self.positions, self.conv = nn.Embedding(7, 3), nn.Conv1d(3, 3, 1)
         self.norm, self.slopes = nn.LayerNorm(3), nn.PReLU(3)
-        self.rotations = Rotations()
+        self.rotations, self.scale = Rotations(), Scale()
         self.weight = nn.Parameter(torch.randn(3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,6 +173,12 @@ FORWARDS: dict[str, Forward] = {
         .reshape(len(x), -1, 2)
         .sum(1)
     ),
+    "two copies, a function": lambda m, x: (
+        m.head(F.linear(torch.cat([m.layer(x), 2 * x]), m.weight).tanh())
+        .reshape(2, len(x), -1, 2)
+        .sum((0, 2))
+    ),
+    "reversed samples, no rule": lambda m, x: m.head(m.scale(m.layer(x).flip(0)).flip(0)).sum(1),
     "a stack": lambda m, x: m.head(m.layer(torch.stack([x, 2 * x])).tanh()).sum((0, 2)),
     "recurrent, steps first": lambda m, x: m.head(m.lstm(x.transpose(0, 1))[0][-1]),
     "positions": lambda m, x: m.head(m.layer(x) * m.positions(torch.arange(x.shape[1]))).sum(1),
@@ -275,7 +292,13 @@ def test_subsampling_of_merged_rows(converter: Any) -> None:
 
 
 @CONVERTERS
-@pytest.mark.parametrize("name", ["repeated samples", "chosen rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("repeated samples", "chosen rows", "two copies, a function", "no rows are chosen"),
+        "reversed samples, no rule",
+    ],
+)
 @pytest.mark.parametrize("chosen", [[3, 1], None], ids=str)
 def test_functions_that_return_more_rows(
     chosen: list[int] | None, name: str, converter: Any

@@ -114,7 +114,8 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
     view = _RuleView(c)
     if view.is_folded:
         return _param_of_copies(c, method, name, v)
-    return getattr(view.rule, method)(view.c, name, view.at_outputs(v), *arguments)
+    product = getattr(view.rule, method)(view.c, name, view.at_outputs(v), *arguments)
+    return view.in_order(product) if method in ("param_vjp", "kron_rows") else product
 
 
 def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
@@ -156,6 +157,8 @@ def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = Fals
     tangents = view.at_inputs(inputs)
     if params:
         backs, products = view.rule.mixed_hvp(view.c, tangents, params, sum_batch)
+        if not sum_batch:
+            products = {name: view.in_order(product) for name, product in products.items()}
     else:
         backs, products = _listed(view.rule.hvp(view.c, _argument(tangents))), {}
     return view.from_inputs(backs), products
@@ -302,7 +305,7 @@ class _RuleView:
             return None
         if self.follows and not self.is_folded and place is None:
             # columns of a tensor without samples: a row for each of the output's, in its order
-            return self._from(mat, shape, self._merged_rows(), axis)
+            return self._from(mat, *self._rows_of_output(), axis)
         result = self._from(mat, shape, place, axis)
         if result is not None and axis is not None and self._reads_own_row(i):
             count = result.shape[1]
@@ -312,10 +315,17 @@ class _RuleView:
             result = whole
         return result
 
-    def _merged_rows(self) -> Place | None:
-        places = map(self.call.place_out, range(len(self.call.shape_out)))
-        found = next((place for place in places if place is not None), None)
-        return None if found is None else found._replace(axis=0, is_split=False)
+    def in_order(self, mat: Tensor) -> Tensor:
+        """Bring what a rule has found for each row of its output to the order of the samples."""
+        return self._from(mat, *self._rows_of_output(), None) if self.follows else mat
+
+    def _rows_of_output(self) -> tuple[Sequence[int], Place | None]:
+        """Return the shape and the place of the rows of the first output that has samples."""
+        for i, shape in enumerate(self.call.shape_out):
+            place = self.call.place_out(i)
+            if place is not None:
+                return shape[place.axis :], place._replace(axis=0, is_split=False)
+        return (), None
 
     def _reads_own_row(self, i: int) -> bool:
         """Whether each sample reads a row of its own of an input without samples."""
@@ -336,7 +346,7 @@ class _RuleView:
             mat = spread(mat, 1, rows, place.rows(shape), self.call.module)
         return place.from_canonical(mat, place.rows_per_sample(shape))
 
-    def _from(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
+    def _from(self, mat: Any, shape: Any, place: Any, axis: int | None) -> Any:
         if mat is None or axis == 0 or (axis is None and place is None):
             return mat
         if axis is not None:

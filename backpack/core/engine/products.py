@@ -16,6 +16,7 @@ from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
 from backpack.core.derivatives.affine import input_factor, mean_square, with_one
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products, sources
 from backpack.core.engine.extracted import (
     ARRIVED,
@@ -205,18 +206,19 @@ class Products:
         self._taken: set[str] = set()
         self._sources: Sequence[sources.Source] = []
         use, *others = uses
-        call, mat = use.call, use.factor.mat
+        call, mat, rule = use.call, use.factor.mat, use.call.derivatives
         self.num_samples = use.factor.groups
         for other in others:
             self.num_samples = min(self.num_samples, other.factor.groups)
-        # whether the derivatives can reduce on their own: one use, every row a sample
+        # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
             not others
             and terms is None
             and use.factor.groups == mat.shape[1]
             and not (call.is_unbatched and call.is_of_copies)
+            and not (rule.batch_axis is BatchAxis.FOLLOWED and call.scattered_rows())
         )
-        self.input_first = call.derivatives is not None and call.derivatives.kronecker_input_first
+        self.input_first = rule is not None and rule.kronecker_input_first
         if "factored" in self.wanted:
             self._find_sources()
 
