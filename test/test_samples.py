@@ -104,6 +104,31 @@ def written_through_a_view(m: Any, x: Tensor) -> Tensor:
     return m.head(h.transpose(1, 2).tanh()).sum(1)
 
 
+def changed_through_a_view(m: Any, x: Tensor) -> Tensor:
+    """A part of what has its samples second in memory."""
+    h = m.layer(x).transpose(0, 1).contiguous().transpose(0, 1).sin()
+    later = h[:, 1:]
+    later *= 2
+    return m.head(later.tanh()).sum(1)
+
+
+def product_changed_in_place(m: Any, x: Tensor) -> Tensor:
+    """The result of ``einsum`` is a view of what it has computed."""
+    scores = torch.einsum("ntd,sd->nts", m.layer(x), m.weight)
+    scores *= torch.arange(3.0)
+    first = scores.transpose(1, 2)
+    first += 1
+    return m.head(scores.tanh()).sum(1)
+
+
+def windows(m: Any, x: Tensor) -> Tensor:
+    """Overlapping windows of samples that come second in memory."""
+    h = m.layer(x).transpose(0, 1).contiguous().transpose(0, 1)
+    per_sample, step, entry = h.stride()
+    h = h.as_strided((len(x), x.shape[1] - 1, 2, 3), (per_sample, step, step, entry))
+    return m.head(h.prod(2)).sum(1)
+
+
 def steps_of(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])
 
@@ -179,6 +204,7 @@ FORWARDS: dict[str, Forward] = {
         .sum((0, 2))
     ),
     "reversed samples, no rule": lambda m, x: m.head(m.scale(m.layer(x).flip(0)).flip(0)).sum(1),
+    "windows": windows,
     "a stack": lambda m, x: m.head(m.layer(torch.stack([x, 2 * x])).tanh()).sum((0, 2)),
     "recurrent, steps first": lambda m, x: m.head(m.lstm(x.transpose(0, 1))[0][-1]),
     "positions": lambda m, x: m.head(m.layer(x) * m.positions(torch.arange(x.shape[1]))).sum(1),
@@ -224,6 +250,8 @@ FORWARDS: dict[str, Forward] = {
     "split for each sample": split_for_each_sample,
     "padded again": padded_again,
     "written through a view": written_through_a_view,
+    "changed through a view": changed_through_a_view,
+    "a product changed in place": product_changed_in_place,
 }
 
 
@@ -296,7 +324,7 @@ def test_subsampling_of_merged_rows(converter: Any) -> None:
     "name",
     [
         *("repeated samples", "chosen rows", "two copies, a function", "no rows are chosen"),
-        "reversed samples, no rule",
+        *("reversed samples, no rule", "windows", "a product changed in place"),
     ],
 )
 @pytest.mark.parametrize("chosen", [[3, 1], None], ids=str)

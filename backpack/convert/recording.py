@@ -61,7 +61,7 @@ from backpack.core.record.lookup import (
     part_of,
     set_item,
 )
-from backpack.core.record.origins import origin
+from backpack.core.record.origins import origin, own_node
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
 from backpack.core.record.weights import TENSORS
@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
         if what.is_nested:
             return self._run(what, inputs)
         if not is_view:
-            result = func(*args, **kwargs)
+            result = _apart(func(*args, **kwargs), tensors)
         return self._note(what, inputs, result)
 
     def _note(self, what: Apply, tensors: Sequence[Tensor], result: Any) -> Any:
@@ -308,13 +308,7 @@ class Recorder(TorchFunctionMode):
         before = _former(base)
         preserve(base, before)
         start = view.storage_offset() - base.storage_offset()
-        geometry = (tuple(view.shape), view.stride(), start)
-        if before.stride() != base.stride():
-            raise NotImplementedError(
-                f"a view of a tensor of shape {list(base.shape)} and strides {list(base.stride())} "
-                "was changed in place, which cannot be recorded. Replace the in-place operation "
-                "by its out-of-place form."
-            )
+        geometry = (tuple(view.shape), view.stride(), start, base.stride())
         given, options = _formers(base, (args[1:], kwargs))
         result = func(*args, **kwargs)
         options.pop("inplace", None)
@@ -512,6 +506,14 @@ def resolve(func: Any) -> Function | None:
     if method is None:
         return Function(name, None, in_place=True, on_clone=True)
     return Function(method, INDEX.methods.get(plain), in_place=True)
+
+
+def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:
+    """Let a result that is a view of what the function has computed be no view: it may change."""
+    base = result._base if isinstance(result, Tensor) else None
+    if base is None or any(base is x or base is x._base for x in arguments):
+        return result
+    return result if origin(base) is origin(result) else own_node(result)
 
 
 def _former(x: Tensor) -> Tensor:

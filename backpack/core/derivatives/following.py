@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.by_autograd import drawn, is_real
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
-from backpack.core.record.functions import CONSTANT, ENTRIES, MOVES, RESHAPES
+from backpack.core.record.functions import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.core.record.lookup import treatment
 from backpack.custom_module.branching import SumModule
@@ -198,6 +198,8 @@ class Following:
         A function, or a module whose treatment of entries is known, has no state of its own.
         """
         call = self.call
+        if self.treatment == MEMORY:  # it depends on strides
+            return None
         if not (self.depends_on_values or self.relies_on_values):
             state = [] if self.treatment is not None else state_of(call.module)
             return None if state is None else Conditions({}, state)
@@ -299,7 +301,7 @@ class Following:
             moved = self._moved()
             if moved is not None:
                 return moved
-        return self._tried()
+        return self._in_memory() if self.treatment == MEMORY else self._tried()
 
     # ------------------------------------------------------------------ functions of each entry
 
@@ -378,6 +380,20 @@ class Following:
         if by_others and _contain(moved, NONE):
             return None
         return moved
+
+    def _in_memory(self) -> list[Tensor] | None:
+        """Number what is read of the memory of the first input; what is beyond that is unknown."""
+        x, layout = self.call.inputs[0], self.call.layouts_in[0]
+        numbers = layout.numbers(x.shape) if layout else None
+        if numbers is None:
+            return None
+        size, geometry = x.untyped_storage().nbytes() // x.element_size(), (x.shape, x.stride())
+        places = torch.arange(size, device=CPU).as_strided(*geometry, x.storage_offset())
+        memory = torch.full((size,), SEVERAL, dtype=torch.float32, device=CPU)
+        memory[places] = numbers.expand(x.shape).float()
+        own = memory.as_strided(*geometry, x.storage_offset())
+        read = self.evaluate([own, *self.call.inputs[1:]])
+        return [y.long() for y in read]
 
     # ------------------------------------------------------------------ any other
 

@@ -39,6 +39,7 @@ UNKNOWN: Final = "unknown"
 # What a function does with the entries of its tensors.
 ENTRIES: Final = "entries"  # each entry of the result depends on those at its place, broadcast
 MOVES: Final = "moves"  # each entry of the result is one of the first argument's, or a constant
+MEMORY: Final = "memory"  # each entry of the result is the one at a place in memory
 CONSTANT: Final = "constant"  # no entry of the result depends on those of the first argument
 RESHAPES: Final = "reshapes"  # the result has the first argument's entries, in their order
 
@@ -567,7 +568,7 @@ TABLE: tuple[Row, ...] = (
         treatment=MOVES,
     ),
     Row("builtins.getattr", attribute, attribute_kind, is_view=True),
-    Row("torch.as_strided .as_strided", is_view=True),
+    Row("torch.as_strided .as_strided", is_view=True, treatment=MEMORY),
     Row("torch.broadcast_tensors torch.meshgrid", None, TENSORS, is_view=True),
     *_rows(
         "torch.cat torch.concat torch.concatenate",

@@ -135,12 +135,15 @@ def treatment(function: Callable[..., Any] | str) -> str | None:
     return None if method is None else method.treatment
 
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, first entry
+# shape, strides and first entry of a view, and strides of what it is a view of
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 
 
 def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Return a view of a tensor."""
-    shape, strides, start = geometry
+    """Return a view of a tensor, or of a copy with the strides that the view was made for."""
+    shape, strides, start, of_base = geometry
+    if base.stride() != of_base:
+        base = base.new_empty_strided(base.shape, of_base).copy_(base)
     return base.as_strided(shape, strides, base.storage_offset() + start)
 
 
@@ -152,7 +155,7 @@ def change_view(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Return a clone of ``base`` after a view of it has become ``function(view, …)``."""
-    result = base.clone()
+    result = base.new_empty_strided(base.shape, geometry[-1]).copy_(base)
     view = part_of(result, geometry)
     if isinstance(function, str):  # a method that changes it
         getattr(view, function)(*args, **kwargs)
