@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from backpack import backpack, extend, extensions
 from backpack.core.engine.backpropagation import slice_bytes
@@ -129,6 +130,26 @@ def windows(m: Any, x: Tensor) -> Tensor:
     return m.head(h.prod(2)).sum(1)
 
 
+def packed(m: Any, x: Tensor) -> PackedSequence:
+    """Sequences whose lengths depend on the data."""
+    lengths = (x[:, 1:, 0] > 0).sum(1) + 1
+    return pack_padded_sequence(m.layer(x), lengths, batch_first=True, enforce_sorted=False)
+
+
+def states_of_both(m: Any, x: Tensor) -> Tensor:
+    """The last state of one recurrent layer, and the outputs of another."""
+    sequences = packed(m, x)
+    _, (h, _) = m.lstm(sequences)
+    return m.head(h[-1] + pad_packed_sequence(m.gru(input=sequences)[0])[0].sum(0))
+
+
+def packed_rows(m: Any, x: Tensor) -> Tensor:
+    """Layers that read the rows of packed sequences."""
+    output, _ = m.gru(packed(m, x))
+    rows = output._replace(data=m.head(output.data.tanh()))
+    return pad_packed_sequence(rows, batch_first=True)[0].sum(1)
+
+
 def steps_of(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])
 
@@ -205,6 +226,10 @@ FORWARDS: dict[str, Forward] = {
     ),
     "reversed samples, no rule": lambda m, x: m.head(m.scale(m.layer(x).flip(0)).flip(0)).sum(1),
     "windows": windows,
+    "packed sequences": lambda m, x: m.head(pad_packed_sequence(m.gru(packed(m, x))[0])[0].sum(0)),
+    "states of packed sequences": lambda m, x: m.head(m.lstm(packed(m, x))[1][0][-1]),
+    "packed sequences, two layers": states_of_both,
+    "rows of packed sequences": packed_rows,
     "a stack": lambda m, x: m.head(m.layer(torch.stack([x, 2 * x])).tanh()).sum((0, 2)),
     "recurrent, steps first": lambda m, x: m.head(m.lstm(x.transpose(0, 1))[0][-1]),
     "positions": lambda m, x: m.head(m.layer(x) * m.positions(torch.arange(x.shape[1]))).sum(1),
@@ -325,6 +350,7 @@ def test_subsampling_of_merged_rows(converter: Any) -> None:
     [
         *("repeated samples", "chosen rows", "two copies, a function", "no rows are chosen"),
         *("reversed samples, no rule", "windows", "a product changed in place"),
+        *("packed sequences", "rows of packed sequences"),
     ],
 )
 @pytest.mark.parametrize("chosen", [[3, 1], None], ids=str)

@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -748,7 +749,11 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
         if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = read = recorder.read_parameters(args, kwargs)
-        if _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs))):
+        # the samples of packed sequences have no axis: what is computed of them is followed
+        is_packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
+        if is_packed or (
+            _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs)))
+        ):
             recorder.opened.append(module)
             recorder.resume()
     return read

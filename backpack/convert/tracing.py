@@ -27,11 +27,9 @@ from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.node import Node
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack.core.derivatives import derivatives_of
 from backpack.core.record.functions import (
-    PACKED,
     TENSOR,
     TENSORS,
     UNKNOWN,
@@ -52,8 +50,6 @@ from backpack.custom_module.rnn_layers import RNNLayers
 
 # Modules that never are in the graph: the tracer records what their forward pass does.
 CONTAINERS = (Sequential, ModuleList, ModuleDict, GraphModule, Parallel, ParameterModule, RNNLayers)
-# Functions that are recorded although torch does not tell the tracer about their calls.
-WRAPPED = (pack_padded_sequence, pad_packed_sequence)
 # Functions of torch that check the types of sizes and flags before a tracer may see them.
 STRICT = (
     *("zeros", "ones", "empty", "dropout", "alpha_dropout", "feature_dropout"),
@@ -234,8 +230,7 @@ def kind_of_output(module: Module, node: Node) -> Kind:
     if isinstance(module, nn.Identity):
         return first
     if isinstance(module, nn.RNNBase):
-        output = PACKED if first == PACKED else TENSOR
-        return (output, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
+        return (TENSOR, (TENSOR, TENSOR) if isinstance(module, nn.LSTM) else TENSOR)
     if isinstance(module, ReduceTuple):
         return first[module.index] if isinstance(first, tuple) else UNKNOWN
     is_pair = isinstance(module, (nn.MultiheadAttention, nn.LSTMCell))
@@ -332,7 +327,7 @@ class BackpackTracer(Tracer):
 
     def __init__(self) -> None:
         """Create the tracer."""
-        super().__init__((math,), WRAPPED)
+        super().__init__((math,))
         self.branches: list[Branch] = []
         self._culprit: tuple[str, Module] | None = None
         self._modes: tuple[bool, ...] = ()
@@ -485,7 +480,6 @@ class BackpackTracer(Tracer):
         ``hasattr(x, name)`` if tensors have such an attribute.
         """
         patched: list[tuple[Any, str]] = [(torch, name) for name in (*STRICT, *RANDOM)]
-        patched += [(torch.nn.utils.rnn, function.__name__) for function in WRAPPED]
         originals = [(owner, name, getattr(owner, name)) for owner, name in patched]
         apply = vars(AutogradFunction)["apply"]
         asked = {"isinstance": _is_instance, "hasattr": _has_attribute}

@@ -9,7 +9,6 @@ import torch
 from torch.fx import Graph
 from torch.fx.node import Node, map_arg
 from torch.nn import LSTM, Module
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from backpack.custom_module.rnn_layers import PREFIXES, RNNLayers
 
@@ -54,10 +53,9 @@ def _arguments(node: Node) -> tuple[Any, Any]:
 
 
 def _can_split(node: Node) -> bool:
-    x, hx = _arguments(node)
-    is_packed = isinstance(x, Node) and x.target is pack_padded_sequence
+    _, hx = _arguments(node)
     perhaps_none = isinstance(hx, Node) and hx.op == "placeholder" and hx.args == (None,)
-    return not is_packed and not perhaps_none
+    return not perhaps_none
 
 
 def _split(graph: Graph, node: Node, rnn: Any, layers: RNNLayers) -> None:

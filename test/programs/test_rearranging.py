@@ -160,8 +160,8 @@ def test_modules_of_tensors_without_samples(module: str, data: bool) -> None:
         assert outcome.kind == "right", (check, outcome.reason)
 
 
-def test_functions_behind_a_packed_sequence_are_refused() -> None:
-    """What reads the output of a call that cannot be followed cannot be followed either."""
+def test_packed_sequences() -> None:
+    """Recurrent layers that read some are functions where functions are recorded."""
     program = example(
         "h1 = nn.utils.rnn.pack_padded_sequence(x, torch.full((N,), 2), True)",
         "h2 = nn.utils.rnn.pad_packed_sequence(self.m1(h1)[0])[0]",
@@ -171,9 +171,10 @@ def test_functions_behind_a_packed_sequence_are_refused() -> None:
     truth = truth_of(program)
     assert truth is not None
     for route in ("auto", "record"):
-        outcome = run(program, truth, route)
-        assert outcome.kind == "refused"
-        assert "'m1' (GRU) was called with a PackedSequence" in outcome.reason
+        for check in rearranging.CHECKS:
+            outcome = run(program, truth, route, check)
+            assert outcome.kind == "right", (check, outcome.reason)
+    assert run(program, truth, "plain").kind == "refused"
 
 
 def test_an_axis_of_one_entry_is_not_taken_for_the_batch() -> None:

@@ -719,12 +719,16 @@ def second_products(
         if size < count and not evaluation.rows([numbers[0]])[1]:
             size = count
         return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
-    if any(tangents[k].shape[a + 1] != count for k, a in axes.items() if a is not None):
-        module, shapes = evaluation.c.module, [list(x.shape) for x in evaluation.c.outputs]
+    outputs = evaluation.c.outputs
+    read = zip(outputs, evaluation.axes_out, g_out, strict=True)
+    counts = {y.shape[a] for y, a, g in read if a is not None and g is not None}
+    counts |= {tangents[k].shape[a + 1] for k, a in axes.items() if a is not None} - {count}
+    if len(counts) > 1:
         raise NotImplementedError(
-            f"The second derivative of {describe(module)} for single samples: its outputs "
-            f"{shapes} have another number of rows for each sample than its inputs. Give it "
-            "inputs with a batch axis, or let a reshape behind it merge the axes."
+            f"The second derivative of {describe(evaluation.c.module)} for single samples: its "
+            f"outputs {[list(x.shape) for x in outputs]} have another number of rows for each "
+            "sample than its inputs, or than one another. Give it inputs with a batch axis, or let "
+            "a reshape behind it merge the axes."
         )
     inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
     if VMAP.is_on and separable and count > 1:

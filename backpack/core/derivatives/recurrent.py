@@ -176,10 +176,9 @@ class RecurrentDerivatives(BaseDerivatives):
         if others and isinstance(others[0], Tensor) and not others[0].is_floating_point():
             raise NotImplementedError(
                 f"{describe(module)} was called with a PackedSequence, whose samples have no axis "
-                "of their own. Call it with a padded batch (torch.nn.utils.rnn.pad_sequence) "
-                "instead, leave the outputs of the padding out of the loss, and read the last "
-                "output of each sequence in the place of a final state. A backward direction would "
-                "begin in the padding: give a second layer each sequence in reverse."
+                "of their own. Use extend(model, use_converter=True), which records what is "
+                "computed of it, or call it with a padded batch (torch.nn.utils.rnn.pad_sequence), "
+                "and leave the outputs of the padding out of the loss."
             )
         if x.dim() != self.min_dims(module):
             raise ValueError(

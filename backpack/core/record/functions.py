@@ -33,7 +33,6 @@ Kind = Any
 TENSOR: Final = "tensor"
 TENSORS: Final = "tensors"  # a sequence of them, of unknown length
 VALUE: Final = "value"  # number, shape, dtype, ...
-PACKED: Final = "packed"  # PackedSequence
 UNKNOWN: Final = "unknown"
 
 # What a function does with the entries of its tensors.
@@ -443,8 +442,6 @@ def item_kind(input: Any, index: Any) -> Kind:
     what = kind(input)
     if what == TENSORS:
         return TENSOR if isinstance(index, int) else TENSORS
-    if what == PACKED:
-        return UNKNOWN
     if isinstance(what, tuple):
         try:
             return what[index]
@@ -800,6 +797,4 @@ TABLE: tuple[Row, ...] = (
     Row("math.*", None, VALUE),
     Row("torch._assert", None, VALUE, keep=True),
     Row("torch.fx._symbolic_trace._assert_is_none", None, VALUE, keep=True),
-    Row("torch.nn.utils.rnn.pack_padded_sequence", None, PACKED),
-    Row("torch.nn.utils.rnn.pad_packed_sequence", None, (TENSOR, TENSOR)),
 )
