@@ -47,6 +47,14 @@ class Scale(nn.Module):
         return (x * self.weight).sin()
 
 
+class Router(Scale):
+    """A leaf without a rule that returns its rows and their places."""
+
+    def forward(self, x: Tensor, *, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        rows = super().forward(x.reshape(-1, 3)) * factor
+        return rows, rows.argmax(1)
+
+
 class Model(nn.Module):
     """Runs a function; has whatever functions may want to use."""
 
@@ -57,7 +65,7 @@ class Model(nn.Module):
         self.lstm, self.gru = nn.LSTM(3, 3), nn.GRU(3, 3, batch_first=True)
         self.positions, self.conv = nn.Embedding(7, 3), nn.Conv1d(3, 3, 1)
         self.norm, self.slopes = nn.LayerNorm(3), nn.PReLU(3)
-        self.rotations, self.scale = Rotations(), Scale()
+        self.rotations, self.scale, self.router = Rotations(), Scale(), Router()
         self.weight = nn.Parameter(torch.randn(3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,6 +156,11 @@ def packed_rows(m: Any, x: Tensor) -> Tensor:
     output, _ = m.gru(packed(m, x))
     rows = output._replace(data=m.head(output.data.tanh()))
     return pad_packed_sequence(rows, batch_first=True)[0].sum(1)
+
+
+def routed(m: Any, x: Tensor) -> Tensor:
+    rows, numbers = m.router(m.layer(x), factor=2.0)
+    return merged(m, rows * m.weight[numbers], x)
 
 
 def steps_of(x: Tensor) -> Tensor:
@@ -277,6 +290,7 @@ FORWARDS: dict[str, Forward] = {
     "written through a view": written_through_a_view,
     "changed through a view": changed_through_a_view,
     "a product changed in place": product_changed_in_place,
+    "routed": routed,
 }
 
 

@@ -643,3 +643,32 @@ def test_samples_without_a_gradient_tell_nothing_of_others(
     for p, each, diagonal in zip(model.parameters(), *truths, strict=True):
         torch.testing.assert_close(p.grad_batch, each)
         torch.testing.assert_close(p.diag_ggn_exact_batch, diagonal)
+
+
+class Rows(nn.Module):
+    """Returns several rows for each sample, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.count = nn.Parameter(torch.randn(4)), 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.calls += 1
+        return (x.reshape(-1, 2) * self.w[:2]).sin()
+
+
+def test_rows_of_samples_are_recorded_without_a_trace() -> None:
+    """The first call runs twice: its state, and hooks, do not notice."""
+    model = nn.Sequential(nn.Linear(3, 4), Rows(), nn.Unflatten(0, (-1, 2)), nn.Flatten())
+    reference, (X, y), hooked = copy.deepcopy(model), data(), []
+    model[1].register_forward_hook(lambda *_: hooked.append(None))
+    recorded = extend(model, use_converter="record")
+    expected = oracle.batch_grad(reference, nn.CrossEntropyLoss(), X, y)[2]
+    for calls in (1, 2):
+        loss = extend(nn.CrossEntropyLoss())(recorded(X), y)
+        with backpack(extensions.BatchGrad()):
+            loss.backward()
+        assert model[1].count == float(model[1].calls) == len(hooked) == calls
+        torch.testing.assert_close(model[1].w.grad_batch, expected, **TOLERANCE)

@@ -12,6 +12,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -20,6 +21,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import (
@@ -32,6 +34,7 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import CTX, STATE, disable, update
+from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import extend_one
 from backpack.core.engine.intercept import not_intercepted
@@ -50,6 +53,7 @@ from backpack.core.record.data_flow import (
 )
 from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
     FILLS,
@@ -634,7 +638,7 @@ def record_functions(root: Module) -> None:
         if _enter_leaf not in module._forward_pre_hooks.values():
             hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
-            hook = module.register_forward_hook(_leave_leaf, always_call=True)
+            hook = module.register_forward_hook(_leave_leaf, always_call=True, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
     if not is_recorded(root):
         vars(root)["_backpack_functions"] = Functions()
@@ -648,11 +652,12 @@ def _forget_leaf(module: Module) -> None:
     """Take off the hooks of a leaf: it may compute a parameter by now."""
     for own, hooks, marks in (
         (_enter_leaf, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (_leave_leaf, module._forward_hooks, module._forward_hooks_always_called),
+        (_leave_leaf, module._forward_hooks, module._forward_hooks_with_kwargs),
     ):
         for key in [key for key, hook in hooks.items() if hook is own]:
             del hooks[key]
             marks.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def _is_leaf(module: Module) -> bool:
@@ -741,7 +746,7 @@ class Guard:
 def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     state = STATE.get()
     recorder = state.recorders[-1] if state.recorders else None
-    if recorder is None:
+    if recorder is None or "_backpack_open" in vars(module):
         return None
     is_outermost, read = not recorder.silent, None
     recorder.pause()
@@ -759,27 +764,59 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     return read
 
 
-def _leave_leaf(module: Module, args: Any, output: Any) -> None:
+def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
     recorder = _recorder()
-    if recorder is None:
-        return
+    if recorder is None or "_backpack_open" in vars(module):
+        return None
     if recorder.opened and recorder.opened[-1] is module:
         recorder.opened.pop()
-    else:
-        recorder.resume()
+        return None
+    recorder.resume()
+    is_outermost = not recorder.silent and torch.is_grad_enabled() and not STATE.get().disabled
+    if is_outermost and _has_no_rule(module) and not _has_rows_of_samples(tree_leaves(output)):
+        return _opened(module, args, kwargs, output)
+    return None
+
+
+def _opened(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Return the output of a module again, with its functions recorded: from now on, they are.
+
+    None if it is not the same, as that of a module that is random, or that a hook has changed.
+    """
+    vars(module)["_backpack_open"] = True
+    with suppress(Exception), attributes_kept(module):  # some cannot run twice
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        again, is_random = evaluated_apart(lambda: functional_call(module, buffers, args, kwargs))
+        leaves, others = tree_leaves(output), tree_leaves(again)
+        if not is_random and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
+            return again
+    del vars(module)["_backpack_open"]
+    return None
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _suits_as_a_whole(inputs: Sequence[Any]) -> bool:
     """Whether a module can be one function: of something with samples, a row for each."""
     if not all(is_dense(x) for x in inputs if isinstance(x, Tensor)):
         return True  # what is said of it names the module
-    layouts = [(layout_of(x), x) for x in inputs if isinstance(x, Tensor)]
-    batched = [(one, x.shape) for one, x in layouts if one is None or one.is_batched]
-    return bool(batched) and all(
+    layouts = [layout_of(x) for x in inputs if isinstance(x, Tensor)]
+    return any(one is None or one.is_batched for one in layouts) and _has_rows_of_samples(inputs)
+
+
+def _has_rows_of_samples(values: Sequence[Any]) -> bool:
+    """Whether tensors with samples have one row for each of them, as far as that is known."""
+    tensors = [x for x in values if isinstance(x, Tensor) and is_dense(x)]
+    return all(
         layout is None
-        or (place := layout.place(shape)) is None
-        or place.rows(shape) == place.samples
-        for layout, shape in batched
+        or not layout.is_batched
+        or (place := layout.place(x.shape)) is None
+        or place.rows(x.shape) == place.samples
+        for x, layout in zip(tensors, map(layout_of, tensors), strict=True)
     )
 
 
