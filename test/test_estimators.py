@@ -375,3 +375,29 @@ def test_single_precision() -> None:
     assert (found.value - matrix.trace()).abs() < 6 * found.error
     low = Dense(matrix.bfloat16())
     assert trace(low, 12, generator=seeded()).value.dtype == torch.float32
+
+
+class Diagonal(LinearOperator):
+    """A diagonal matrix that is known by its products alone."""
+
+    def __init__(self, entries: Tensor):
+        super().__init__(len(entries), entries.dtype, entries.device)
+        self.entries = entries
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.entries.unsqueeze(1) * matrix
+
+
+def test_many_rows_in_single_precision() -> None:
+    """What is small beside the largest is no rounding because vectors are long."""
+    size, largest = 100_000, torch.full((5,), 100.0)
+    entries = torch.cat([largest, torch.full((size - 5,), 0.01)]).float()
+    found = trace(Diagonal(entries), 18, generator=seeded())
+    assert 0 < found.error < 20 and found.products == 18
+    assert (found.value - entries.double().sum()).abs() < 5 * found.error
+    each = diagonal(Diagonal(entries), 18, generator=seeded())
+    assert each.products == 18 and each.error.min() > 0
+
+    flat = Diagonal(torch.linspace(1, 1.01, size, dtype=torch.float32))
+    nodes = spectral_density(flat, 2, 6, generator=seeded()).nodes
+    assert nodes.min() < 1.001 and nodes.max() > 1.009

@@ -195,7 +195,7 @@ def _lanczos(
         for _ in range(2):  # twice is enough
             rest = rest - (known * (known * rest).sum(1, keepdim=True)).sum(0)
         length, scale = rest.norm(dim=0), image.norm(dim=0)
-        is_new = length > size * torch.finfo(rest.dtype).eps * scale
+        is_new = length > 10 * len(bases) * torch.finfo(rest.dtype).eps * scale
         length = torch.where(is_new, length, 0)
         q = torch.where(is_new, rest / torch.where(is_new, length, 1), 0)
         T[:, k, k + 1] = T[:, k + 1, k] = length

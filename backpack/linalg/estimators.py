@@ -301,7 +301,7 @@ class _LeftOut:
         Y = draw.multiply(V)
         Q, R = torch.linalg.qr(Y)
         left, values, _ = torch.linalg.svd(R)
-        significant = values > len(Y) * torch.finfo(Y.dtype).eps * values[:1]
+        significant = _beyond_rounding(values)
         products = len(V.T) + int(significant.sum())
         if not significant.all():
             return cls(V, Y, Q @ left[:, significant], None, products)
@@ -376,7 +376,12 @@ def average(each: Tensor, products: int) -> Estimate:
 def _orthonormal(matrix: Tensor) -> Tensor:
     """Return an orthonormal basis of the range ``[P, r]``, without rounding errors."""
     left, values, _ = torch.linalg.svd(matrix, full_matrices=False)
-    return left[:, values > len(matrix) * torch.finfo(matrix.dtype).eps * values[:1]]
+    return left[:, _beyond_rounding(values)]
+
+
+def _beyond_rounding(values: Tensor) -> Tensor:
+    """Tell which singular values are not zero, ``[k]``: however long the vectors are."""
+    return values > 10 * len(values) * torch.finfo(values.dtype).eps * values[:1]
 
 
 def _without(basis: Tensor, matrix: Tensor) -> Tensor:
