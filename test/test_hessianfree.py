@@ -137,6 +137,19 @@ def test_ops_give_zeros_for_what_is_independent(op: Callable[..., tuple[Tensor, 
     assert torch.equal(independent, torch.zeros_like(x))
 
 
+def test_parameters_without_axes_and_no_parameters() -> None:
+    x, z = rand(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    square, unused = L_op(x**2, [x, z], torch.ones(3))
+    assert torch.equal(square, 2 * x)
+    assert torch.equal(unused, torch.tensor(0.0))
+    assert torch.equal(hessian_vector_product(3 * z, z, torch.tensor(1.0))[0], torch.tensor(0.0))
+    (moved,) = R_op(torch.tensor(1.0) * z, z, torch.tensor(4.0))
+    assert torch.equal(moved, torch.tensor(4.0))
+    output = x**2
+    assert hessian_vector_product(output.sum(), [], []) == ()
+    assert ggn_vector_product_from_plist(output.sum(), output, [], []) == ()
+
+
 def test_op_errors() -> None:
     x = rand(2, 3, requires_grad=True)
     y = x.sum(1)

@@ -66,8 +66,8 @@ def vjp(
     stacked = ws[0].shape[:1] if several else ()
     # autograd refuses constant outputs; they contribute zero.
     varying = [i for i, y in enumerate(ys) if y.requires_grad]
-    if not varying:
-        return tuple(x.new_zeros(*stacked, *x.shape) for x in xs)
+    if not varying or not xs:
+        return tuple(x.new_zeros((*stacked, *x.shape)) for x in xs)
     alone = stacked == (1,)  # vectorising costs time, and not every function can be vectorised
     products = torch.autograd.grad(
         [ys[i] for i in varying],
@@ -79,7 +79,7 @@ def vjp(
         is_grads_batched=several and not alone,
     )
     return tuple(
-        x.new_zeros(*stacked, *x.shape) if p is None else p.unsqueeze(0) if alone else p
+        x.new_zeros((*stacked, *x.shape)) if p is None else p.unsqueeze(0) if alone else p
         for x, p in zip(xs, products, strict=True)
     )
 
