@@ -262,6 +262,9 @@ def test_parameter_without_axes() -> None:
     problem = Problem(Scaled(), nn.BCEWithLogitsLoss(), (inputs(3), torch.rand(N).round()))
     for kind in (GGN, Hessian, EmpiricalFisher, DiagonalGGN):
         assert_close(build(kind, problem).to_dense(), TRUTH[kind](problem))
+    corrected, ggn = build(EKFAC, problem), TRUTH[GGN](problem)
+    assert_close(corrected.to_dense()[0, 0], ggn[0, 0])
+    assert_close(corrected.trace(), ggn.trace())
     output, at = function(problem.model, problem.whole[0])
     J = jacobian(output, at)
     operator = Jacobian(problem.model, problem.data)

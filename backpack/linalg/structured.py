@@ -301,7 +301,7 @@ class EigenOperator(SpectralOperator):
         if not blocks:
             raise ValueError("Expected the blocks of some parameters, got none.")
         spectrum = torch.cat([block.eigenvalues.flatten() for block in blocks])
-        shapes = [(spectrum.new_empty(1).expand(b.shape), b.swaps_axes) for b in blocks]
+        shapes = [(spectrum.new_empty(()).expand(b.shape), b.swaps_axes) for b in blocks]
         order = order_of(shapes) if order is None else order
         super().__init__(spectrum, [block.bases for block in blocks], order)
         self.blocks = list(blocks)
