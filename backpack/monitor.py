@@ -167,7 +167,8 @@ class Monitor:
         self._group = DataGroup.of(process_group, model, "A Monitor")
         if isinstance(model, DistributedDataParallel):
             model = model.module  # tags are those of one process
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        named = model.named_parameters()
+        self._parameters = {n: p for n, p in named if p.requires_grad and p.numel()}
         if not self._parameters:
             raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True.")
         if every < 1:

@@ -266,6 +266,16 @@ def test_gradients_of_any_kind(tmp_path: Path) -> None:
         assert float(found["grad.norm"]) == pytest.approx((300 * (2**2 + 1)) ** 0.5)
 
 
+def test_parameters_without_entries_are_left_out(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"none": torch.zeros(0), "two": torch.tensor([1.0, 3.0])})
+    sum(p.square().sum() for p in model.values()).backward()
+    metrics = ["grad", "grad.min", "grad.mean", "grad.q50"]
+    with Monitor(model, metrics, CSVWriter(tmp_path / "log.csv")) as monitor:
+        found = monitor.step()
+    assert [found[name].tolist() for name in metrics] == [[2, 6], 2, 4, 4]
+    assert not any(tag.endswith("none") for tag in found)
+
+
 def test_histograms_are_copies(model: Any) -> None:
     def entries(params: Any) -> Tensor:
         return params[0].grad.flatten()
