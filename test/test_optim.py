@@ -1048,6 +1048,13 @@ def test_poisson_batches() -> None:
         PoissonBatches(20, 21)
 
 
+def test_poisson_batches_of_a_small_rate() -> None:
+    """The rate is not rounded up to a multiple of 2^-24: samples would spend more privacy."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = sum(map(len, PoissonBatches(10**6, 0.01, steps=400, generator=generator)))
+    assert drawn <= 11  # 4 are expected, more than 11 have the probability 0.001
+
+
 # --- Forgotten zero_grad() ------------------------------------------------------------------------
 
 

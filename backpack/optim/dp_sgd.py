@@ -464,5 +464,8 @@ class PoissonBatches(Sampler[list[int]]):
         """Draw the batches."""
         device = None if self.generator is None else self.generator.device
         for _ in range(self.steps):
-            drawn = torch.rand(self.num_samples, generator=self.generator, device=device)
+            # in double precision: multiples of 2^-24 would draw small rates too often
+            drawn = torch.rand(
+                self.num_samples, generator=self.generator, device=device, dtype=torch.float64
+            )
             yield (drawn < self.sampling_rate).nonzero().flatten().tolist()
