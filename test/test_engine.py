@@ -1065,6 +1065,33 @@ def test_weight_norm() -> None:
             torch.testing.assert_close(getattr(p, field), value)
 
 
+class PaddedLinear(nn.Linear):
+    """A layer with a module in it, which is a container to the library."""
+
+    def __init__(self, *features: int) -> None:
+        super().__init__(*features)
+        self.before = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x))
+
+
+def test_weight_norm_of_layers_with_a_module_in_them() -> None:
+    """Unconverted, they are refused with what to do; nothing is said of batches of other sizes."""
+    layers = map(nn.utils.parametrizations.weight_norm, (PaddedLinear(3, 4), PaddedLinear(4, 2)))
+    model, batch = nn.Sequential(*layers), data()
+    expected = oracle.batch_grad(copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
+    recorded = extend(copy.deepcopy(model), use_converter="record")
+    with (
+        pytest.warns(UserWarning, match=r"no rule for .* bias .* Use .*use_converter=True"),
+        pytest.raises(ValueError, match=r"no samples, and reaches.*use_converter=True"),
+    ):
+        run(model, extensions.BatchGrad(), batch=batch)
+    run(recorded, extensions.BatchGrad(), batch=batch)
+    for p, value in zip(recorded.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value)
+
+
 # ------------------------------------------------------------------ several models, copies, pickles
 
 

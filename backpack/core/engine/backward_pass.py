@@ -956,8 +956,10 @@ def unsupported_reason(call: Call, names: Collection[str]) -> str | None:
 def no_rule(call: Call, *names: str) -> str:
     """Explain that a module (or a parameter of it) is not supported, and what to do."""
     what = f"the parameters {', '.join(names)} of {call!r}" if names else repr(call)
+    convert = "Use extend(model, use_converter=True), or register"
+    advice = convert if call.is_container else "Register"
     return (
-        f"there is no rule for {what}. Register derivatives for {type(call.module).__qualname__} "
+        f"there is no rule for {what}. {advice} derivatives for {type(call.module).__qualname__} "
         "(backpack.core.derivatives.register), or a rule for this extension alone "
         "(set_module_extension)."
     )

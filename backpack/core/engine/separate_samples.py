@@ -46,7 +46,8 @@ def separate_samples(plan: Plan) -> None:
                     raise ValueError(
                         f"{call!r} has no samples, and reaches the loss on a way on which those of "
                         "the loss cannot be told apart (not through a module that combines it with "
-                        "data). Combine it with data in a module, such as SumModule."
+                        "data). Combine it with data in a module, such as SumModule, or use "
+                        "extend(model, use_converter=True)."
                     )
         grads = call.gradients()
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):

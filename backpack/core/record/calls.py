@@ -460,8 +460,13 @@ class Call(ModuleState):
             self.relied_on = tuple(map(_facts, self.layouts_in))
         elif rule is None:
             known = next((layout for layout in self.layouts_in if layout is not None), None)
-            assumed = [Layout.of_axis(s, 0, assumed=True) if s else None for s in shapes]
-            self.layouts_out = tuple([known if s else None for s in shapes] if known else assumed)
+            made = [getattr(mark, "layout", None) or known for mark in self.origins_out]
+            self.layouts_out = tuple(
+                [
+                    (layout or Layout.of_axis(s, 0, assumed=True)) if s else None
+                    for layout, s in zip(made, shapes, strict=True)
+                ]
+            )
         elif (usual := rule.usual_layout(self)) is not None:
             self.rows_are_samples = self.samples_come_first = self.moves_no_columns = True
             self.is_unbatched = False
