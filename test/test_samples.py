@@ -365,6 +365,7 @@ def test_subsampling_of_merged_rows(converter: Any) -> None:
         *("repeated samples", "chosen rows", "two copies, a function", "no rows are chosen"),
         *("reversed samples, no rule", "windows", "a product changed in place"),
         *("packed sequences", "rows of packed sequences"),
+        *("states of packed sequences", "packed sequences, two layers"),
     ],
 )
 @pytest.mark.parametrize("chosen", [[3, 1], None], ids=str)

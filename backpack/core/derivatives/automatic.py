@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
@@ -264,29 +263,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         c, found = evaluation.c, None
         if _moves_entries(c.module) and not torch.is_grad_enabled():
             found = moved_products(evaluation, vs, keys, c.numbers(evaluation.num_samples))
-        if found is not None:
-            return found
-        pairs = [*zip(c.outputs, evaluation.axes_out, strict=True)]
-        counts = [None if axis is None else y.shape[axis] for y, axis in pairs]
-        if len({*counts} - {None}) < 2:
-            return super()._cotangents_of_samples(evaluation, vs, keys)
-        # outputs with as many rows at a time; the result has a row for each of the first output's
-        total: dict[Any, Tensor | None] = dict.fromkeys(keys)
-        rows = _samples_of_rows(c.call, counts.index(evaluation.num_samples))
-        for count in {*counts} - {None}:
-            axes = [a if n == count else None for (_, a), n in zip(pairs, counts, strict=True)]
-            own = [v if a is not None else None for v, a in zip(vs, axes, strict=True)]
-            if any(v is not None for v in own):
-                each = replace(evaluation, axes_out=axes)
-                places = [rows.index(n) for n in _samples_of_rows(c.call, counts.index(count))]
-                for key, part in super()._cotangents_of_samples(each, own, keys).items():
-                    if part is not None:
-                        whole = part.new_zeros(len(part), len(rows), *part.shape[2:])
-                        index = torch.tensor(places, device=part.device)
-                        part = whole.index_add(1, index, part)
-                        known = total[key]
-                        total[key] = part if known is None else known + part
-        return total
+        return super()._cotangents_of_samples(evaluation, vs, keys) if found is None else found
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters, which it may change in place."""
@@ -533,15 +510,6 @@ class FunctionDerivatives(AutomaticDerivatives):
             and torch.allclose(b - z, (x - z) + (y - z), rtol=1e-9, atol=1e-9)
             for b, x, y, z in zip(*found, strict=True)
         )
-
-
-def _samples_of_rows(call: Call, i: int) -> list[int]:
-    """Return which sample each row of an output belongs to, along its batch axis."""
-    layout, place, shape = call.layouts_out[i], call.place_out(i), call.shape_out[i]
-    numbers = None if layout is None else layout.numbers(shape)
-    assert numbers is not None and place is not None
-    by_row = numbers.expand(shape).movedim(place.axis, 0)
-    return by_row.reshape(shape[place.axis], -1)[:, 0].tolist()
 
 
 def _advice(call: Call) -> str:

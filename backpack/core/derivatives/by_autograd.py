@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.math_attention import math_attention
+from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.features import has_values
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
@@ -178,6 +180,52 @@ class Evaluation:
             axis is None or close(f, y.roll(1, axis), self.c.call.rounding)
             for f, y, axis in zip(found, self.c.outputs, self.axes_out, strict=True)
         )
+
+    @property
+    def follows(self) -> bool:
+        """Whether samples may be along any axis, in any order and number of rows."""
+        return self.rule.batch_axis is BatchAxis.FOLLOWED
+
+    def rows_differ(self, mats: Sequence[Tensor | None]) -> bool:
+        """Whether the rows of an output that is read are other samples than those of the first."""
+        if not self.follows:
+            return False
+        first, *others = [i for i, axis in enumerate(self.axes_out) if axis is not None]
+        known = [i for i in others if mats[i] is not None]
+        return any(self._samples_of_rows(i) != self._samples_of_rows(first) for i in known)
+
+    def each_sample(
+        self, mats: Sequence[Tensor | None], skip: int
+    ) -> Iterator[tuple[int, list[Tensor | None]]]:
+        """Yield for each sample a row of its own at the first output, and what is at its rows.
+
+        The ``mats`` are at outputs that have their samples in any order and number, behind ``skip``
+        axes; they are zero in the rows of others.
+        """
+        rows = {i: self._samples_of_rows(i) for i, a in enumerate(self.axes_out) if a is not None}
+        first = next(iter(rows.values()))
+        for n in sorted({*chain.from_iterable(rows.values())} - {-1}):  # that of no sample
+            if n not in first:
+                raise NotImplementedError(
+                    f"The first of the outputs of {describe(self.c.module)} has no rows of sample "
+                    f"{n}, but another has some. Compute them in functions of their own."
+                )
+            own = list(mats)
+            for i, each in rows.items():
+                m, axis = mats[i], self.axes_out[i]
+                if m is not None and axis is not None:
+                    others = [k for k, other in enumerate(each) if other != n]
+                    index = torch.tensor(others, dtype=torch.long, device=m.device)
+                    own[i] = m.index_fill(axis + skip, index, 0)
+            yield first.index(n), own
+
+    def _samples_of_rows(self, i: int) -> list[int]:
+        """Return which sample each row of an output belongs to, along its batch axis."""
+        call, axis = self.c.call, self.axes_out[i] or 0
+        layout, shape = call.layouts_out[i], call.shape_out[i]
+        numbers = None if layout is None else layout.numbers(shape)
+        assert numbers is not None
+        return numbers.expand(shape).movedim(axis, 0).reshape(shape[axis], -1).amax(1).tolist()
 
     @property
     def num_samples(self) -> int:
@@ -404,6 +452,17 @@ def per_sample_products(
     As :func:`transposed_products`, for inputs without samples, and parameters. The ``numbers`` are
     those of the rows.
     """
+    if evaluation.rows_differ(mats):
+        total: dict[Any, Tensor | None] = dict.fromkeys(keys)
+        for row, own in evaluation.each_sample(mats, 1):
+            for key, product in transposed_products(evaluation, own, keys, None).items():
+                if product is not None:
+                    whole = total[key]
+                    if whole is None:
+                        shape = len(product), evaluation.num_samples, *product.shape[1:]
+                        whole = total[key] = product.new_zeros(shape)
+                    whole[:, row] = product
+        return total
     inputs, separable = evaluation.rows(rows if rows is not None else slice(None))
 
     def of_sample(i: int) -> dict[Any, Tensor | None]:
@@ -719,17 +778,23 @@ def second_products(
         if size < count and not evaluation.rows([numbers[0]])[1]:
             size = count
         return put_together([of_samples(i, min(size, count - i)) for i in range(0, count, size)])
-    outputs = evaluation.c.outputs
-    read = zip(outputs, evaluation.axes_out, g_out, strict=True)
-    counts = {y.shape[a] for y, a, g in read if a is not None and g is not None}
-    counts |= {tangents[k].shape[a + 1] for k, a in axes.items() if a is not None} - {count}
-    if len(counts) > 1:
-        raise NotImplementedError(
-            f"The second derivative of {describe(evaluation.c.module)} for single samples: its "
-            f"outputs {[list(x.shape) for x in outputs]} have another number of rows for each "
-            "sample than its inputs, or than one another. Give it inputs with a batch axis, or let "
-            "a reshape behind it merge the axes."
-        )
+    others = any(tangents[k].shape[a + 1] != count for k, a in axes.items() if a is not None)
+    if evaluation.rows_differ(g_out) or others:
+        if not (evaluation.follows and evaluation.is_whole(numbers)):
+            module, shapes = evaluation.c.module, [list(x.shape) for x in evaluation.c.outputs]
+            raise NotImplementedError(
+                f"The second derivative of {describe(module)} for single samples: its outputs "
+                f"{shapes} have another number of rows for each sample than its inputs. Give it "
+                "inputs with a batch axis, or let a reshape behind it merge the axes."
+            )
+        total: Values = {}
+        for row, g in evaluation.each_sample(g_out, 0):
+            for key, each in second_of_samples(evaluation, g, tangents, None).items():
+                if axes[key] is None:
+                    whole = each.new_zeros(num_v, count, *each.shape[1:])
+                    whole[:, row], each = each, whole
+                total[key] = total[key] + each if key in total else each
+        return total
     inputs, separable = evaluation.rows(slice(None) if evaluation.is_whole(numbers) else numbers)
     if VMAP.is_on and separable and count > 1:
         try:
