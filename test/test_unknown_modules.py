@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any
 
 import oracle
@@ -672,3 +673,61 @@ def test_rows_of_samples_are_recorded_without_a_trace() -> None:
             loss.backward()
         assert model[1].count == float(model[1].calls) == len(hooked) == calls
         torch.testing.assert_close(model[1].w.grad_batch, expected, **TOLERANCE)
+
+
+def test_rows_of_changed_data_are_computed_once() -> None:
+    """What a module does to its input is not done twice."""
+
+    class Doubled(Rows):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rows, self.head = nn.Linear(3, 4), Doubled(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x).sigmoid().clone()
+            return self.rows(h).reshape(len(h), 4)[:, :3] + self.head(h)
+
+    model, (X, y) = Model(), data()
+    recorded = extend(copy.deepcopy(model), use_converter="record")
+    for one in (model, recorded):
+        nn.CrossEntropyLoss()(one(X), y).backward()
+    for p, q in zip(model.parameters(), recorded.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_rows_of_samples_in_several_threads() -> None:
+    """A thread that runs a module while another one finds out about its rows records all, too."""
+    entered, found = Event(), Event()
+
+    class Waiting(Rows):
+        def forward(self, x: Tensor) -> Tensor:
+            next(waits, int)()
+            return super().forward(x)
+
+    def first() -> None:
+        other.start()
+        entered.wait(60)
+
+    def second() -> None:
+        entered.set()
+        found.wait(60)
+
+    def passes() -> None:
+        loss = extend(nn.CrossEntropyLoss())(recorded(X), y)
+        with backpack(extensions.BatchGrad()):
+            loss.backward()
+
+    model = nn.Sequential(nn.Linear(3, 4), Waiting(), nn.Unflatten(0, (-1, 2)), nn.Flatten())
+    waits, (X, y) = iter([first, second]), data()
+    recorded, other = extend(copy.deepcopy(model), use_converter="record"), Thread(target=passes)
+    recorded(X)
+    found.set()
+    other.join()
+    expected = oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y)
+    for p, value in zip(recorded.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)

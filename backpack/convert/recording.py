@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -69,7 +70,7 @@ from backpack.core.record.lookup import (
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
-from backpack.core.record.weights import TENSORS
+from backpack.core.record.weights import TENSORS, version_of
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -141,6 +142,7 @@ class Recorder(TorchFunctionMode):
         silent: How many leaf modules are running: their functions belong to them.
         is_away: Whether it was taken from the stack of modes for as long as they run.
         opened: The leaf modules that are running whose functions are recorded instead.
+        versions: Counts the changes of what the leaf without a rule reads that is running.
         compiler: What compiles functions before and after: compiled ones would not be seen.
         others: Keeps our other mode away, which would look at each function as well.
     """
@@ -153,6 +155,7 @@ class Recorder(TorchFunctionMode):
         self.silent = 0
         self.is_away = False
         self.opened: list[Module] = []
+        self.versions: list[int] = []
         self.views: dict[int, Tensor] = {}
         for buffer in root.buffers():
             note(buffer, unbatched())
@@ -746,7 +749,7 @@ class Guard:
 def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     state = STATE.get()
     recorder = state.recorders[-1] if state.recorders else None
-    if recorder is None or "_backpack_open" in vars(module):
+    if recorder is None:
         return None
     is_outermost, read = not recorder.silent, None
     recorder.pause()
@@ -756,9 +759,11 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
             args, kwargs = read = recorder.read_parameters(args, kwargs)
         # the samples of packed sequences have no axis: what is computed of them is followed
         is_packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
-        if is_packed or (
-            _has_no_rule(module) and not _suits_as_a_whole(tree_leaves((args, kwargs)))
-        ):
+        opens = is_packed or "_backpack_open" in vars(module)
+        if not opens and _has_no_rule(module):
+            recorder.versions = _versions(module, args, kwargs)
+            opens = not _suits_as_a_whole(tree_leaves((args, kwargs)))
+        if opens:
             recorder.opened.append(module)
             recorder.resume()
     return read
@@ -766,16 +771,25 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
 
 def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
     recorder = _recorder()
-    if recorder is None or "_backpack_open" in vars(module):
+    if recorder is None:
         return None
     if recorder.opened and recorder.opened[-1] is module:
         recorder.opened.pop()
         return None
     recorder.resume()
     is_outermost = not recorder.silent and torch.is_grad_enabled() and not STATE.get().disabled
-    if is_outermost and _has_no_rule(module) and not _has_rows_of_samples(tree_leaves(output)):
-        return _opened(module, args, kwargs, output)
+    if is_outermost and _has_no_rule(module):
+        opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile
+        opens = opens or not _has_rows_of_samples(tree_leaves(output))
+        if opens and recorder.versions == _versions(module, args, kwargs):
+            return _opened(module, args, kwargs, output)
     return None
+
+
+def _versions(module: Module, args: Any, kwargs: Any) -> list[int]:
+    """Count the changes in place of all that a module reads: what changes some runs only once."""
+    read = (*tensors_among((*args, *kwargs.values())), *module.parameters())
+    return list(map(version_of, read))
 
 
 def _opened(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -783,14 +797,14 @@ def _opened(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
 
     None if it is not the same, as that of a module that is random, or that a hook has changed.
     """
-    vars(module)["_backpack_open"] = True
-    with suppress(Exception), attributes_kept(module):  # some cannot run twice
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        again, is_random = evaluated_apart(lambda: functional_call(module, buffers, args, kwargs))
+    own = copy(module)  # other threads may run the module
+    with suppress(Exception), attributes_kept(own):  # some cannot run twice
+        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        again, is_random = evaluated_apart(lambda: functional_call(own, buffers, args, kwargs))
         leaves, others = tree_leaves(output), tree_leaves(again)
         if not is_random and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
+            vars(module)["_backpack_open"] = True
             return again
-    del vars(module)["_backpack_open"]
     return None
 
 

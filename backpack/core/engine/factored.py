@@ -36,6 +36,7 @@ from backpack.core.engine.sources import (
     square_norms_of_sum,
 )
 from backpack.core.record.layout import CPU
+from backpack.core.record.weights import version_of
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25
@@ -82,7 +83,7 @@ class FactoredGrad:
         self.label = label
         self.columns = columns
         self._norms = norms
-        self._read = [(t, _version(t)) for part in self._sources for t in part.tensors()]
+        self._read = [(t, version_of(t)) for part in self._sources for t in part.tensors()]
         self.shape = Size(shape)
         self.dtype = dtype
 
@@ -129,10 +130,10 @@ class FactoredGrad:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what :meth:`__getstate__` has returned."""
         vars(self).update(state)
-        self._read = [(t, _version(t)) for part in self._sources for t in part.tensors()]
+        self._read = [(t, version_of(t)) for part in self._sources for t in part.tensors()]
 
     def _check(self) -> None:
-        if any(_version(tensor) != version for tensor, version in self._read):
+        if any(version_of(tensor) != version for tensor, version in self._read):
             raise RuntimeError(
                 f"The individual gradients of {self.label}, {list(self.shape)}, are kept as "
                 "factors, and one of these (a module's input, or the gradient at its output) was "
@@ -353,11 +354,6 @@ class FactoredGrad:
         if isinstance(one, Pairs) and isinstance(two, Pairs) and one.kind == two.kind:
             return one, two
         return None
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Count the changes in place; those of torch.inference_mode are not counted."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
