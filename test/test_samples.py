@@ -121,6 +121,15 @@ def changed_through_a_view(m: Any, x: Tensor) -> Tensor:
     return m.head(later.tanh()).sum(1)
 
 
+def views_of_what_changed(m: Any, x: Tensor) -> Tensor:
+    """Views that were made before: a function and a layer read them."""
+    h = m.layer(x).transpose(0, 1).sin()
+    steps, later = h.transpose(0, 1), h[1:]
+    h *= 2
+    later += 1
+    return m.head(h.tanh() * steps.transpose(0, 1)).sum(0) + m.head(steps).sum(1)
+
+
 def product_changed_in_place(m: Any, x: Tensor) -> Tensor:
     """The result of ``einsum`` is a view of what it has computed."""
     scores = torch.einsum("ntd,sd->nts", m.layer(x), m.weight)
@@ -289,6 +298,7 @@ FORWARDS: dict[str, Forward] = {
     "padded again": padded_again,
     "written through a view": written_through_a_view,
     "changed through a view": changed_through_a_view,
+    "views of what changed": views_of_what_changed,
     "a product changed in place": product_changed_in_place,
     "routed": routed,
 }

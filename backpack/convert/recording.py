@@ -61,6 +61,7 @@ from backpack.core.record.lookup import (
     INDEX,
     NOT_IN_PLACE,
     Function,
+    Geometry,
     change_clone,
     change_view,
     name_of,
@@ -142,6 +143,7 @@ class Recorder(TorchFunctionMode):
         silent: How many leaf modules are running: their functions belong to them.
         is_away: Whether it was taken from the stack of modes for as long as they run.
         opened: The leaf modules that are running whose functions are recorded instead.
+        has_changes: Whether a tensor was changed in place: views of it may be read later.
         versions: Counts the changes of what the leaf without a rule reads that is running.
         compiler: What compiles functions before and after: compiled ones would not be seen.
         others: Keeps our other mode away, which would look at each function as well.
@@ -155,6 +157,7 @@ class Recorder(TorchFunctionMode):
         self.silent = 0
         self.is_away = False
         self.opened: list[Module] = []
+        self.has_changes = False
         self.versions: list[int] = []
         self.views: dict[int, Tensor] = {}
         for buffer in root.buffers():
@@ -211,6 +214,8 @@ class Recorder(TorchFunctionMode):
             return self._pass_by(func, args, kwargs, tensors)
         if not (torch.is_grad_enabled() and any(map(REQUIRES_GRAD, tensors))):
             return self._follow(func, args, kwargs, tensors)
+        if self.has_changes:
+            self.note_views(tensors)
         function = resolve(func)
         if function is None:
             return self._follow_source(func(*args, **kwargs), args)
@@ -315,8 +320,7 @@ class Recorder(TorchFunctionMode):
         view, base = args[0], args[0]._base
         before = _former(base)
         preserve(base, before)
-        start = view.storage_offset() - base.storage_offset()
-        geometry = (tuple(view.shape), view.stride(), start, base.stride())
+        geometry = _geometry(view, base)
         given, options = _formers(base, (args[1:], kwargs))
         result = func(*args, **kwargs)
         options.pop("inplace", None)
@@ -325,8 +329,19 @@ class Recorder(TorchFunctionMode):
         self._note_change(Function(part_of, None), (base, geometry), {}, view)
         return result
 
+    def note_views(self, tensors: Iterable[Tensor]) -> None:
+        """Record views again if what they are views of has changed: torch has a new node, too."""
+        for x in tensors:
+            base = x._base
+            if base is None or type(x.grad_fn).__name__ != "AsStridedBackward0":
+                continue
+            mark = origin(x)
+            if mark is not None and not mark.is_output:
+                self._note_change(Function(part_of, None), (base, _geometry(x, base)), {}, x)
+
     def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
         """Record what was computed already."""
+        self.has_changes = True
         self._note(*self._application(function, args, kwargs, at_once=True), output)
 
     # ------------------------------------------------------------------ parameters
@@ -546,6 +561,11 @@ def _formers(changing: Tensor, arguments: Any) -> Any:
     return map_leaves(former, arguments)
 
 
+def _geometry(view: Tensor, base: Tensor) -> Geometry:
+    start = view.storage_offset() - base.storage_offset()
+    return tuple(view.shape), view.stride(), start, base.stride()
+
+
 def _follow_base(view: Tensor) -> None:
     """Note where the samples are in a tensor after a view of it has changed."""
     base, now = view._base, layout_of(view)
@@ -755,6 +775,8 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
     recorder.pause()
     if is_outermost and torch.is_grad_enabled() and not state.disabled:
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        if recorder.has_changes:
+            recorder.note_views(tensors)
         if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = read = recorder.read_parameters(args, kwargs)
         # the samples of packed sequences have no axis: what is computed of them is followed

@@ -136,7 +136,7 @@ def treatment(function: Callable[..., Any] | str) -> str | None:
 
 
 # shape, strides and first entry of a view, and strides of what it is a view of
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, tuple[int, ...]]
 
 
 def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
