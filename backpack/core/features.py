@@ -19,7 +19,7 @@ is_exporting: Callable[[], bool] = getattr(
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether entries can be read: there are none on the meta device and in a CUDA graph."""
+    """Whether entries can be read: not on the meta device, nor while a CUDA graph is captured."""
     if tensor.is_cuda and torch.cuda.is_initialized():  # a fake tensor needs no GPU
         return not torch.cuda.is_current_stream_capturing()
     return not tensor.is_meta
