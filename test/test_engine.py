@@ -172,6 +172,35 @@ def test_inplace_modules(
     check_all(model, plain, nn.CrossEntropyLoss(), *batch)
 
 
+class ReadsWhatChanges(nn.Module):
+    """Ignores what its activation returns, unless it reads a copy of what that changes."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        before = h.clone() if self.copies else h
+        self.act(h)
+        return self.two(before)
+
+
+@pytest.mark.parametrize("converter", [False, "record"])
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_a_module_would_have_changed_in_place(copies: bool, converter: Any) -> None:
+    model, (X, _) = ReadsWhatChanges(copies), data()
+    plain = copy.deepcopy(model)
+    extend(model, use_converter=converter)
+    if copies:
+        torch.testing.assert_close(model(X), plain(X))
+        return
+    told = r"'two' \(Linear\) reads a tensor that 'act' \(ReLU\) would have changed in place"
+    with pytest.warns(UserWarning, match=told):
+        model(X)
+
+
 def test_values_and_gradients_do_not_change() -> None:
     plain = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
     model, X = extend(copy.deepcopy(plain)), torch.rand(N, 1, 3, 3, requires_grad=True)

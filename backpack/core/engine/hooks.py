@@ -36,7 +36,7 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
         print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
     if getattr(module, "inplace", False) is True:
         # an in-place change would destroy the input that the derivatives need
-        module.inplace = False  # type: ignore[assignment]
+        module.inplace, own["_backpack_inplace"] = False, True  # type: ignore[assignment]
         if debug:
             print(f"[backpack] switched off inplace of {name or type(module).__name__}")
     for key, hook in list(module._forward_hooks.items()):

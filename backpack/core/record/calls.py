@@ -52,6 +52,7 @@ from backpack.core.record.weights import (
     version_of,
 )
 from backpack.core.types import Rule
+from backpack.utils.warning import warn
 
 DROPPED_OUTPUTS = fast.path(
     "outputs computed again", "Large outputs that no formula reads are not kept."
@@ -230,6 +231,8 @@ class Call(ModuleState):
                 if x.requires_grad:
                     mark = origin(x)
                     layout = None if mark is None else mark.layout
+                    if mark is not None and mark.overwritten is not None:
+                        _warn_of_overwritten(module, x, mark.overwritten)
                     if mark is None or not mark.is_output or mark.by_container:
                         self.reads_functions = True
             origins_in.append(mark)
@@ -281,6 +284,12 @@ class Call(ModuleState):
         self.is_live = True
         global _newest
         _newest = self.index
+
+    def note_overwritten(self) -> None:
+        """Note that the module would change its inputs in place, had it not been extended."""
+        for x, mark in zip(self.inputs, self.origins_in, strict=True):
+            if mark is not None and not self.is_transparent:
+                mark.overwritten = describe(self.module), storage_of(x)
 
     @classmethod
     def of_data(
@@ -1102,3 +1111,13 @@ def positional(
     arguments = signature(module.forward).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.args, arguments.kwargs
+
+
+def _warn_of_overwritten(module: Module, x: Tensor, overwritten: tuple[str, int]) -> None:
+    by, memory = overwritten
+    if storage_of(x) == memory:
+        warn(
+            f"{describe(module)} reads a tensor that {by} would have changed in place. extend() "
+            "has set inplace=False there, because derivatives need the old entries: the output is not "
+            "that of the plain model. Use what the module returns."
+        )

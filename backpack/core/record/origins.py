@@ -73,6 +73,8 @@ class Origin:
         layout: Where the samples are in it, if that is known.
         lost: Why that is not known.
         producer: The call that computes the tensor again, if it is not kept.
+        overwritten: The module that would change the entries in place, had it not been extended,
+            and where they are in memory.
     """
 
     is_output: bool = False
@@ -80,6 +82,7 @@ class Origin:
     layout: Layout | None = None
     lost: str | None = None
     producer: ref[Any] | None = None  # of a call
+    overwritten: tuple[str, int] | None = None
 
 
 def origin(tensor: Any) -> Origin | None:

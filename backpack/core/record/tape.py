@@ -292,6 +292,8 @@ def record(
     call = Call(module, args, kwargs, outputs, rule, was_first)
     if MIXED_DATA:
         call.mixed_data = mixed_by(tensors)
+    if "_backpack_inplace" in vars(module):
+        call.note_overwritten()
     if rule is not None:
         has_own = module._parameters or "parametrizations" in module._modules
         names = rule.params or (has_own and rule.param_names(module))
