@@ -1118,6 +1118,6 @@ def _warn_of_overwritten(module: Module, x: Tensor, overwritten: tuple[str, int]
     if storage_of(x) == memory:
         warn(
             f"{describe(module)} reads a tensor that {by} would have changed in place. extend() "
-            "has set inplace=False there, because derivatives need the old entries: the output is not "
-            "that of the plain model. Use what the module returns."
+            "has set inplace=False there, because derivatives need the old entries: the output is "
+            "not that of the plain model. Use what the module returns."
         )
