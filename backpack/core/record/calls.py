@@ -289,7 +289,7 @@ class Call(ModuleState):
         """Note that the module would change its inputs in place, had it not been extended."""
         for x, mark in zip(self.inputs, self.origins_in, strict=True):
             if mark is not None and not self.is_transparent:
-                mark.overwritten = describe(self.module), storage_of(x)
+                mark.overwritten = self.module, x.untyped_storage()._cdata
 
     @classmethod
     def of_data(
@@ -1113,11 +1113,11 @@ def positional(
     return arguments.args, arguments.kwargs
 
 
-def _warn_of_overwritten(module: Module, x: Tensor, overwritten: tuple[str, int]) -> None:
-    by, memory = overwritten
-    if storage_of(x) == memory:
+def _warn_of_overwritten(module: Module, x: Tensor, overwritten: tuple[Module, int]) -> None:
+    by, storage = overwritten
+    if x.untyped_storage()._cdata == storage:
         warn(
-            f"{describe(module)} reads a tensor that {by} would have changed in place. extend() "
-            "has set inplace=False there, because derivatives need the old entries: the output is "
-            "not that of the plain model. Use what the module returns."
+            f"{describe(module)} reads a tensor that {describe(by)} would have changed in place. "
+            "extend() has set inplace=False there, because derivatives need the old entries: the "
+            "output is not that of the plain model. Use what the module returns."
         )
