@@ -17,14 +17,6 @@ is_exporting: Callable[[], bool] = getattr(
     torch.compiler, "is_exporting", torch.compiler.is_compiling
 )
 
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether entries can be read: not on the meta device, nor while a CUDA graph is captured."""
-    if tensor.is_cuda and torch.cuda.is_initialized():  # a fake tensor needs no GPU
-        return not torch.cuda.is_current_stream_capturing()
-    return not tensor.is_meta
-
-
 # Hooks that decide what autograd keeps, None if there are none. Before torch 2.7 that is not known,
 # and they are assumed to be there.
 hooks_of_saved_tensors: Callable[[bool], Any] = getattr(

@@ -26,11 +26,11 @@ from backpack.context import disable
 from backpack.core import fast
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.derivatives.sample_axes import BatchAxis
-from backpack.core.features import has_values
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
+from backpack.core.values import has_values
 from backpack.hessianfree.graph import nodes_above
 
 VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")

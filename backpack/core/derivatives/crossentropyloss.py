@@ -15,11 +15,11 @@ from torch.nn import CrossEntropyLoss, NLLLoss
 from backpack.core import fast
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.derivatives.memoise import memoise
-from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
+from backpack.core.values import has_values
 
 # What fast bodies of the cross entropy follow from.
 SOFTMAX = ("hessian_root", "log_p", "p", "_scale")

@@ -29,11 +29,11 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
-from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.registry import derivatives_of
+from backpack.core.values import has_values
 
 # Columns at the prediction, or one entry (None for zero) for each input.
 Columns = Tensor | tuple[Tensor | None, ...]

@@ -51,8 +51,8 @@ from backpack.core.derivatives.recurrent_cells import (
     in_order,
     shifted,
 )
-from backpack.core.features import has_values
 from backpack.core.rows import Rows
+from backpack.core.values import has_values
 from backpack.utils.subsampling import subsample
 
 # More columns than this may be factored: a matrix for each sample and step has to pay off.

@@ -48,7 +48,6 @@ from backpack.core.engine.user_rules import (
     sample_counts,
     what_is_passed_on,
 )
-from backpack.core.features import has_values
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe
@@ -56,6 +55,7 @@ from backpack.core.record.origins import Origin
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
+from backpack.core.values import has_values
 from backpack.utils.progress import with_bar
 
 T = TypeVar("T")

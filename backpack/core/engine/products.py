@@ -210,13 +210,14 @@ class Products:
         self.num_samples = use.factor.groups
         for other in others:
             self.num_samples = min(self.num_samples, other.factor.groups)
+        follows = rule is not None and rule.batch_axis is BatchAxis.FOLLOWED
         # whether the derivatives can reduce on their own: one use, every row a sample, in order
         self._reduces = (
             not others
             and terms is None
             and use.factor.groups == mat.shape[1]
             and not (call.is_unbatched and call.is_of_copies)
-            and not (rule.batch_axis is BatchAxis.FOLLOWED and call.scattered_rows())
+            and not (follows and call.scattered_rows())
         )
         self.input_first = rule is not None and rule.kronecker_input_first
         if "factored" in self.wanted:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.context import without_autocast
-from backpack.core.features import has_values
 from backpack.core.record import shards
+from backpack.core.values import has_values
 
 TENSORS = frozenset({Tensor, Parameter})
 COUNTER = count()

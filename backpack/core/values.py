@@ -1,0 +1,13 @@
+"""Whether a tensor has values: decisions that depend on them fall back on the general case."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether entries can be read: not on the meta device, nor while a CUDA graph is captured."""
+    if tensor.is_cuda and torch.cuda.is_initialized():  # a fake tensor needs no GPU
+        return not torch.cuda.is_current_stream_capturing()
+    return not tensor.is_meta
