@@ -153,54 +153,6 @@ def test_debug_prints(capsys: pytest.CaptureFixture) -> None:
     assert "grad_batch" in shown and "Linear" in shown
 
 
-@pytest.mark.parametrize(
-    "activation", [nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.Dropout], ids=lambda c: c.__name__
-)
-def test_inplace_modules(
-    activation: Callable[..., nn.Module], capsys: pytest.CaptureFixture
-) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), activation(inplace=True), nn.Linear(4, 2)).eval()
-    plain, batch = copy.deepcopy(model), data()
-    extend(model, debug=True)
-    assert capsys.readouterr().out.count("inplace") == 1
-    extend(model, debug=True)
-    assert "inplace" not in capsys.readouterr().out
-    assert model[1].inplace is False
-    torch.testing.assert_close(model(batch[0]), plain(batch[0]))
-    plain[1].inplace = False
-    run(model, *some(), batch=batch)
-    check_all(model, plain, nn.CrossEntropyLoss(), *batch)
-
-
-class ReadsWhatChanges(nn.Module):
-    """Ignores what its activation returns, unless it reads a copy of what that changes."""
-
-    def __init__(self, copies: bool) -> None:
-        super().__init__()
-        self.one, self.act, self.two = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
-        self.copies = copies
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x)
-        before = h.clone() if self.copies else h
-        self.act(h)
-        return self.two(before)
-
-
-@pytest.mark.parametrize("converter", [False, "record"])
-@pytest.mark.parametrize("copies", [True, False])
-def test_what_a_module_would_have_changed_in_place(copies: bool, converter: Any) -> None:
-    model, (X, _) = ReadsWhatChanges(copies), data()
-    plain = copy.deepcopy(model)
-    extend(model, use_converter=converter)
-    if copies:
-        torch.testing.assert_close(model(X), plain(X))
-        return
-    told = r"'two' \(Linear\) reads a tensor that 'act' \(ReLU\) would have changed in place"
-    with pytest.warns(UserWarning, match=told):
-        model(X)
-
-
 def test_values_and_gradients_do_not_change() -> None:
     plain = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 2))
     model, X = extend(copy.deepcopy(plain)), torch.rand(N, 1, 3, 3, requires_grad=True)

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (lambda: Leaf(lambda m, x: x * m.w + torch.randn_like(x)), "random"),
     "cache": (lambda: Leaf(cached), "other than through its arguments"),
     "borrowed": (lambda: Borrowing(nn.Linear(4, 4)), "other than through its arguments"),
-    "in-place": (lambda: Leaf(lambda m, x: x.mul_(2) * m.w), "evaluated again"),
+    "in-place": (lambda: Leaf(lambda m, x: x.mul_(2) * m.w), r"evaluated again.*inplace = True"),
     "rows": (
         lambda: Leaf(lambda m, x: torch.cat([x * m.w, x], 1).reshape(-1, 4)),
         "several rows",

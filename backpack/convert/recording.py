@@ -55,19 +55,21 @@ from backpack.core.record.data_flow import (
 from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
 from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.in_place import former_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
     FILLS,
     INDEX,
     NOT_IN_PLACE,
     Function,
-    Geometry,
     change_clone,
     change_view,
+    geometry_of,
     name_of,
     part_of,
     set_item,
 )
+from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import has_rules, record
@@ -277,7 +279,7 @@ class Recorder(TorchFunctionMode):
             return self._follow_source(func(*args, **kwargs), args)
         changes = function.in_place or _changes_input(func, args, kwargs)
         changed = args[0] if changes else None
-        former = None if changed is None else _former(changed)
+        former = None if changed is None else former_of(changed)
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) and changed is None and not tree_leaves(result):
             return result
@@ -307,7 +309,7 @@ class Recorder(TorchFunctionMode):
         """Change the first argument, and record the change as a function of its former value."""
         if args[0]._base is not None:
             return self._in_place_of_view(func, function, args, kwargs)
-        before = _former(args[0])
+        before = former_of(args[0])
         given, options = _formers(args[0], (args[1:], kwargs))
         preserve(args[0], before)
         result = func(*args, **kwargs)
@@ -318,9 +320,9 @@ class Recorder(TorchFunctionMode):
     def _in_place_of_view(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
         """Change a view, and record the change as one of what it is a view of."""
         view, base = args[0], args[0]._base
-        before = _former(base)
+        before = former_of(base)
         preserve(base, before)
-        geometry = _geometry(view, base)
+        geometry = geometry_of(view)
         given, options = _formers(base, (args[1:], kwargs))
         result = func(*args, **kwargs)
         options.pop("inplace", None)
@@ -337,7 +339,7 @@ class Recorder(TorchFunctionMode):
                 continue
             mark = origin(x)
             if mark is not None and not mark.is_output:
-                self._note_change(Function(part_of, None), (base, _geometry(x, base)), {}, x)
+                self._note_change(Function(part_of, None), (base, geometry_of(x)), {}, x)
 
     def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
         """Record what was computed already."""
@@ -539,14 +541,6 @@ def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:
     return result if origin(base) is origin(result) else own_node(result)
 
 
-def _former(x: Tensor) -> Tensor:
-    """Copy a tensor that is about to change."""
-    copy = x.clone()
-    if not copy.requires_grad:
-        note(copy, layout_of(x))
-    return copy
-
-
 def _formers(changing: Tensor, arguments: Any) -> Any:
     """Copy the tensors among arguments that share the memory of one that is about to change.
 
@@ -556,14 +550,9 @@ def _formers(changing: Tensor, arguments: Any) -> Any:
 
     def former(x: Any) -> Any:
         has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
-        return _former(x) if has_memory and x.untyped_storage().data_ptr() == storage else x
+        return former_of(x) if has_memory and x.untyped_storage().data_ptr() == storage else x
 
     return map_leaves(former, arguments)
-
-
-def _geometry(view: Tensor, base: Tensor) -> Geometry:
-    start = view.storage_offset() - base.storage_offset()
-    return tuple(view.shape), view.stride(), start, base.stride()
 
 
 def _follow_base(view: Tensor) -> None:
@@ -781,7 +770,10 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
             args, kwargs = read = recorder.read_parameters(args, kwargs)
         # the samples of packed sequences have no axis: what is computed of them is followed
         is_packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
-        opens = is_packed or "_backpack_open" in vars(module)
+        rule = derivatives_of(module)
+        changes_view = works_in_place(module) and any(x._is_view() for x in tensors)
+        changes_view &= rule is None or not rule.keeps_something  # what was drawn is not again
+        opens = is_packed or changes_view or "_backpack_open" in vars(module)
         if not opens and _has_no_rule(module):
             recorder.versions = _versions(module, args, kwargs)
             opens = not _suits_as_a_whole(tree_leaves((args, kwargs)))
@@ -799,6 +791,7 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
         recorder.opened.pop()
         return None
     recorder.resume()
+    recorder.has_changes |= works_in_place(module)
     is_outermost = not recorder.silent and torch.is_grad_enabled() and not STATE.get().disabled
     if is_outermost and _has_no_rule(module):
         opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile

@@ -26,7 +26,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 # Attributes that extending a module sets, beside those that are called `_backpack…`.
-OTHERS = ("_call_impl", "__prepare_scriptable__", "inplace")
+OTHERS = ("_call_impl", "__prepare_scriptable__")
 
 
 @contextmanager

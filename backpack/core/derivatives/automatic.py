@@ -111,7 +111,8 @@ class AutomaticDerivatives(BaseDerivatives):
             f"{describe(module)} returns something else when it is evaluated again (is it random, "
             "or does it change its own state?), so its derivatives cannot be computed "
             "automatically. Use eval(), or register derivatives "
-            "(backpack.core.derivatives.register)."
+            "(backpack.core.derivatives.register). If it changes its input in place, let it have "
+            "an attribute inplace = True before extend()."
         )
 
     def evaluation(self, c: Context) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,17 +11,32 @@ from torch import Tensor, nn
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
+from backpack.core.record.lookup import geometry_of, part_of
 from backpack.core.record.origins import is_output
 from backpack.core.record.registry import register
 from backpack.custom_module.stochastic_depth import StochasticDepth
 
 
-def _pull_back(node: Any, grad: Tensor, target: Any) -> Tensor:
+def _nodes_of(x: Tensor) -> list[Any]:
+    """List the node of a tensor and those above that it depends on alone.
+
+    A module that works in place was recorded with a copy of what the nodes of the output lead to.
+    """
+    nodes = [torch.autograd.graph.get_gradient_edge(x).node]
+    while len(nodes[-1].next_functions) == 1:
+        (parent, _) = nodes[-1].next_functions[0]
+        if parent is None:
+            break
+        nodes.append(parent)
+    return nodes
+
+
+def _pull_back(node: Any, grad: Tensor, targets: Sequence[Any]) -> Tensor:
     """Apply the nodes between two tensors by hand: autograd would run the hooks on them."""
     grads = grad if is_output(node) else node(grad)
     grads = grads if isinstance(grads, tuple) else (grads,)
     parts = [
-        g if parent is target else _pull_back(parent, g, target)
+        g if parent in targets else _pull_back(parent, g, targets)
         for (parent, _), g in zip(node.next_functions, grads, strict=True)
         if parent is not None and g is not None
     ]
@@ -42,8 +58,8 @@ class RandomSlopeDerivatives(PiecewiseLinearDerivatives):
         (x, *_), (y,) = inputs, outputs
         if y is x:
             return {}
-        target = torch.autograd.graph.get_gradient_edge(x).node
-        return {"slope": _pull_back(y.grad_fn, torch.ones_like(y), target)}
+        slope = _pull_back(y.grad_fn, torch.ones_like(y), _nodes_of(x))
+        return {"slope": slope if y._base is None else part_of(slope, geometry_of(y))}
 
     def df(self, c: Context) -> Tensor:
         """Slopes that were drawn; 1 if nothing was (evaluation mode)."""

@@ -12,7 +12,8 @@ from backpack.core.record import data_flow, tape
 from backpack.core.record.altered import alteration
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
-from backpack.core.record.module_state import describe
+from backpack.core.record.in_place import NO_COPY, keep_former, take_former, with_former
+from backpack.core.record.module_state import describe, works_in_place
 from backpack.utils.warning import warn
 
 # What records of calls tell
@@ -34,11 +35,8 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
         return
     if debug:
         print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
-    if getattr(module, "inplace", False) is True:
-        # an in-place change would destroy the input that the derivatives need
-        module.inplace, own["_backpack_inplace"] = False, True  # type: ignore[assignment]
-        if debug:
-            print(f"[backpack] switched off inplace of {name or type(module).__name__}")
+    if works_in_place(module):
+        _keep_what_it_overwrites(module)
     for key, hook in list(module._forward_hooks.items()):
         if hook is _record:  # a program has reset the flag
             del module._forward_hooks[key]
@@ -47,6 +45,25 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
     CTX.add_hook_handle(handle, module)
     module._backpack_extend = True  # type: ignore[assignment]
     vars(module)["__prepare_scriptable__"] = _refuse_script
+
+
+def _keep_what_it_overwrites(module: Module) -> None:
+    if _keep_former not in module._forward_pre_hooks.values():
+        handle = module.register_forward_pre_hook(_keep_former, with_kwargs=True)
+        CTX.add_hook_handle(handle, module)
+
+
+def _keep_former(module: Module, args: tuple, kwargs: dict) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return
+    compiler = set_compiler(None)
+    try:
+        if works_in_place(module) and module._backpack_extend:
+            keep_former(args, kwargs)
+    finally:
+        set_compiler(compiler)
 
 
 def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object:
@@ -59,9 +76,19 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
         if vars(module).get("_backpack_identity") != id(module):
             CTX.adopt(module, _record)
         altered, is_first = None, next(iter(module._forward_hooks.values())) is _record
+        changes = False
+        if vars(module).get("inplace"):
+            copies = take_former(args, kwargs)
+            if copies:
+                changes, (args, kwargs) = True, with_former(copies, (args, kwargs))
+            if copies is None:
+                altered = NO_COPY
+                _keep_what_it_overwrites(module)
         if _global_forward_hooks or not is_first:
-            altered, is_first = alteration(module, args, kwargs, output), False
-        seen = tape.record(module, args, kwargs, output, REACHED, MISSED, altered, is_first)
+            altered, is_first = altered or alteration(module, args, kwargs, output), False
+        seen = tape.record(
+            module, args, kwargs, output, REACHED, MISSED, altered, is_first, changes=changes
+        )
         if MARK in vars(module):
             note_given(module, args, kwargs, output if seen is None else seen, ENTERED)
         return seen

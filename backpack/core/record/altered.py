@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
 from backpack.context import disable
 from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import derivatives_of_call
 
@@ -41,6 +43,8 @@ def _computed_again(
         for own, values in buffers:  # which the module may write to
             own.update({name: b if b is None else b.clone() for name, b in values.items()})
         with disable(), torch.no_grad(), torch._C.DisableTorchFunction():
+            if works_in_place(module):
+                args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
             return flatten_outputs(module.forward(*args, **kwargs))
     finally:
         for own, values in buffers:

@@ -26,7 +26,13 @@ from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
 from backpack.core.record.data_notes import UNFILLED, layout_of, noted
 from backpack.core.record.layout import CPU, Layout, Place, unbatched
-from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
+from backpack.core.record.module_state import (
+    ModuleState,
+    cast,
+    describe,
+    placeholder,
+    works_in_place,
+)
 from backpack.core.record.origins import (
     Origin,
     flatten_outputs,
@@ -52,7 +58,6 @@ from backpack.core.record.weights import (
     version_of,
 )
 from backpack.core.types import Rule
-from backpack.utils.warning import warn
 
 DROPPED_OUTPUTS = fast.path(
     "outputs computed again", "Large outputs that no formula reads are not kept."
@@ -231,8 +236,6 @@ class Call(ModuleState):
                 if x.requires_grad:
                     mark = origin(x)
                     layout = None if mark is None else mark.layout
-                    if mark is not None and mark.overwritten is not None:
-                        _warn_of_overwritten(module, x, mark.overwritten)
                     if mark is None or not mark.is_output or mark.by_container:
                         self.reads_functions = True
             origins_in.append(mark)
@@ -284,12 +287,6 @@ class Call(ModuleState):
         self.is_live = True
         global _newest
         _newest = self.index
-
-    def note_overwritten(self) -> None:
-        """Note that the module would change its inputs in place, had it not been extended."""
-        for x, mark in zip(self.inputs, self.origins_in, strict=True):
-            if mark is not None and not self.is_transparent:
-                mark.overwritten = self.module, x.untyped_storage()._cdata
 
     @classmethod
     def of_data(
@@ -630,7 +627,9 @@ class Call(ModuleState):
         self.versions = tuple(map(version_of, stored))
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with other values for the leaves."""
+        """Return the arguments of the call with other values for the leaves: some to overwrite."""
+        if works_in_place(self.module):
+            leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         if self.structure is None:
             return tuple(leaves), {}
         args, keywords = tree_unflatten(list(leaves), self.structure)
@@ -1077,25 +1076,31 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
     copies: dict[int, Tensor] = {}
 
     def kept(x: Any, version: int) -> Any:
-        if not isinstance(x, Tensor) or x.untyped_storage().data_ptr() != storage:
-            return x
         if version_of(x) != version:  # changed before
             return x
         if id(x) not in copies:
-            same = _memory(x) == _memory(tensor)
-            own = copy if same else x.clone()
+            own = copy if _memory(x) == _memory(tensor) else x.clone()
             copies[id(x)] = own if x.requires_grad else own.detach()
         return copies[id(x)]
 
-    for call in all_live_calls():
+    for entry in reversed(list(_live.values())):
+        call = entry()
+        if call is None:
+            continue
         stored, count = (*call.inputs, *call.outputs), len(call.inputs)
-        new = tuple(map(kept, stored, call.versions))
-        if any(one is not other for one, other in zip(new, stored, strict=True)):
-            call.versions = tuple(
-                v if one is other else version_of(one)
-                for one, other, v in zip(new, stored, call.versions, strict=True)
-            )
-            call.inputs, call.outputs = new[:count], new[count:]
+        shares = [
+            isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in stored
+        ]
+        if not any(shares):
+            continue
+        held = list(zip(stored, call.versions, shares, strict=True))
+        new = [kept(x, version) if is_shared else x for x, version, is_shared in held]
+        call.inputs, call.outputs = tuple(new[:count]), tuple(new[count:])
+        call.versions = tuple(
+            [v if y is x else version_of(y) for y, (x, v, _) in zip(new, held, strict=True)]
+        )
+        if not any(shares[:count]):  # the call has filled this memory: none before holds it
+            return
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -1111,13 +1116,3 @@ def positional(
     arguments = signature(module.forward).bind(*args, **kwargs)
     arguments.apply_defaults()
     return arguments.args, arguments.kwargs
-
-
-def _warn_of_overwritten(module: Module, x: Tensor, overwritten: tuple[Module, int]) -> None:
-    by, storage = overwritten
-    if x.untyped_storage()._cdata == storage:
-        warn(
-            f"{describe(module)} reads a tensor that {describe(by)} would have changed in place. "
-            "extend() has set inplace=False there, because derivatives need the old entries: the "
-            "output is not that of the plain model. Use what the module returns."
-        )

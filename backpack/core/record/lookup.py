@@ -139,6 +139,13 @@ def treatment(function: Callable[..., Any] | str) -> str | None:
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, tuple[int, ...]]
 
 
+def geometry_of(view: torch.Tensor) -> Geometry:
+    """Return which part of its base a view is."""
+    base: Any = view._base
+    start = view.storage_offset() - base.storage_offset()
+    return tuple(view.shape), view.stride(), start, base.stride()
+
+
 def part_of(base: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """Return a view of a tensor, or of a copy with the strides that the view was made for."""
     shape, strides, start, of_base = geometry

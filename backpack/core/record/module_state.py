@@ -299,3 +299,8 @@ def describe(module: Module) -> str:
     managed = shards.MANAGED in vars(module)
     kind = kind_of(module).__name__ if managed else type(module).__name__
     return f"'{name}' ({kind})" if name else kind
+
+
+def works_in_place(module: Module) -> bool:
+    """Whether a module overwrites what it reads, such as ``nn.ReLU(inplace=True)``."""
+    return vars(module).get("inplace") is True

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from backpack.core.record.layout import Layout
 from backpack.hessianfree.graph import nodes_above
@@ -73,8 +73,6 @@ class Origin:
         layout: Where the samples are in it, if that is known.
         lost: Why that is not known.
         producer: The call that computes the tensor again, if it is not kept.
-        overwritten: The module that would change the entries in place, had it not been extended,
-            and what identifies their memory.
     """
 
     is_output: bool = False
@@ -82,7 +80,6 @@ class Origin:
     layout: Layout | None = None
     lost: str | None = None
     producer: ref[Any] | None = None  # of a call
-    overwritten: tuple[Module, int] | None = None
 
 
 def origin(tensor: Any) -> Origin | None:

@@ -29,6 +29,7 @@ from backpack.core.record.data_flow import (
 )
 from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
 from backpack.core.record.layout import unbatched
+from backpack.core.record.lookup import Geometry, geometry_of, part_of
 from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
 from backpack.core.record.registry import (
     derivatives_of,
@@ -157,6 +158,12 @@ def _reached_as(shape: Size, reached: OnReach, call: Call, i: int, grad: Tensor 
     reached(call, i, None if grad is None else grad.reshape(shape))  # type: ignore[arg-type]
 
 
+def _reached_as_part(
+    geometry: Geometry, reached: OnReach, call: Call, i: int, grad: Tensor | None
+) -> None:
+    reached(call, i, None if grad is None else part_of(grad, geometry))  # type: ignore[arg-type]
+
+
 def _repeated(output: Tensor, arguments: Any) -> Origin | None:
     """Return the identity of an output that has the entries of an argument, else None."""
     mark = origin(output)
@@ -219,6 +226,7 @@ def record(
     altered: str | None = None,
     was_first: bool = True,
     is_function: bool = False,
+    changes: bool = False,
 ) -> Any:
     """Record a call if a backward pass can reach it.
 
@@ -234,6 +242,7 @@ def record(
         altered: What hooks have done to the output, if anything: the call is none of the module.
         was_first: Whether no hook has seen the output.
         is_function: The module stands for a function, and the caller has seen that it is recorded.
+        changes: It has changed inputs in place; ``args`` and ``kwargs`` are what they were before.
 
     Returns:
         The output that users are to see; None for the one given.
@@ -292,8 +301,6 @@ def record(
     call = Call(module, args, kwargs, outputs, rule, was_first)
     if MIXED_DATA:
         call.mixed_data = mixed_by(tensors)
-    if "_backpack_inplace" in vars(module):
-        call.note_overwritten()
     if rule is not None:
         has_own = module._parameters or "parametrizations" in module._modules
         names = rule.params or (has_own and rule.param_names(module))
@@ -309,10 +316,12 @@ def record(
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             base = None if out._base is None else _inner_base(call, i, out)
-            if base is None:
-                listen(out, partial(reached, call, i))
-            else:
+            if base is not None:
                 listen(base, partial(_reached_as, out.shape, reached, call, i))
+            elif changes and out._base is not None:  # others may read what it is a view of
+                listen(out._base, partial(_reached_as_part, geometry_of(out), reached, call, i))
+            else:
+                listen(out, partial(reached, call, i))
     if state.configuration.debug and active(state.configuration).debug:
         print(f"[backpack] recorded {call!r}")
     return replaced

@@ -1,0 +1,61 @@
+"""What modules with ``inplace=True`` read: a copy is kept of what they are about to overwrite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from backpack.context import STATE
+from backpack.core.record.calls import preserve
+from backpack.core.record.compiler import is_traced
+from backpack.core.record.data_flow import DENSE, FORM, tensors_in
+from backpack.core.record.data_notes import layout_of, note
+
+NO_COPY = (
+    "changes its input in place, which it did not when it was extended. It is recorded from the "
+    "next forward pass on."
+)
+# Name of the attribute of a tensor that is about to change which holds the copy.
+_FORMER = "_backpack_former"
+_in_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def former_of(x: Tensor) -> Tensor:
+    """Copy a tensor that is about to change."""
+    copy = x.clone()
+    if not copy.requires_grad:
+        note(copy, layout_of(x))
+    return copy
+
+
+def keep_former(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep copies of arguments that a module may change, for this call and those that hold them."""
+    is_recording = torch.is_grad_enabled() and not STATE.get().disabled and not is_traced()
+    if not is_recording or _in_transform() is not None:
+        return
+    with torch._C.DisableTorchFunction():
+        for x in _may_change(args, kwargs):
+            copy = former_of(x)
+            preserve(x, copy)
+            setattr(x, _FORMER, (copy, x._version))
+
+
+def take_former(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Tensor, Tensor] | None:
+    """Return the copies of arguments that have changed; None if there are none of some."""
+    kept = {x: vars(x).pop(_FORMER, None) for x in _may_change(args, kwargs)}
+    if None in kept.values():
+        return None
+    return {x: copy for x, (copy, version) in kept.items() if x._version != version}
+
+
+def with_former(copies: dict[Tensor, Tensor], arguments: Any) -> Any:
+    """Return arguments as they were before the call."""
+    return tree_map(lambda x: copies.get(x, x) if isinstance(x, Tensor) else x, arguments)
+
+
+def _may_change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Tensor]:
+    tensors = tensors_in((*args, *kwargs.values()))
+    return {x for x in tensors if FORM(x) in DENSE and x.is_floating_point()}

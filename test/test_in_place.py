@@ -1,0 +1,294 @@
+"""Modules with ``inplace=True`` change their input, as without the library, whatever reads it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import CTX, backpack, extend, extensions
+from backpack.custom_module.graph_utils import ConversionError
+
+N = 5
+ROUTES = (False, "record", "trace")
+Middle = Callable[[Any, Tensor], Tensor]
+FORWARDS: dict[str, Middle] = {}
+# What second order follows with recorded functions alone, and what cannot be traced.
+JOINED, VIEWED = set[str](), set[str]()
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Net(nn.Module):
+    """Two layers with an activation in place between them."""
+
+    def __init__(self, act: nn.Module, middle: Middle) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(3, 4), act, nn.Linear(4, 2)
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.middle(self, self.one(x)))
+
+
+class Scaled(nn.Module):
+    """A module without a rule that works in place if it is told to."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        self.inplace, self.scale = inplace, nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sigmoid() * self.scale
+        return x.copy_(y) if self.inplace else y
+
+
+def forward(*groups: set[str]) -> Callable[[Middle], Middle]:
+    def add(function: Middle) -> Middle:
+        FORWARDS[function.__name__] = function
+        for group in groups:
+            group.add(function.__name__)
+        return function
+
+    return add
+
+
+@forward()
+def returned(net: Net, h: Tensor) -> Tensor:
+    return net.act(h)
+
+
+@forward()
+def by_keyword(net: Net, h: Tensor) -> Tensor:
+    return net.act(input=h)
+
+
+@forward()
+def changed(net: Net, h: Tensor) -> Tensor:
+    net.act(h)
+    return h
+
+
+@forward()
+def copied(net: Net, h: Tensor) -> Tensor:
+    before = h.clone()
+    net.act(h)
+    return before
+
+
+@forward(JOINED)
+def both(net: Net, h: Tensor) -> Tensor:
+    return net.act(h) + h
+
+
+@forward(JOINED)
+def both_and_copied(net: Net, h: Tensor) -> Tensor:
+    before = h.clone()
+    return net.act(h) * before + h
+
+
+@forward(JOINED, VIEWED)
+def part(net: Net, h: Tensor) -> Tensor:
+    net.act(h[:, 1:])
+    return h
+
+
+@forward(JOINED, VIEWED)
+def part_and_all(net: Net, h: Tensor) -> Tensor:
+    y = net.act(h[:, 1:])
+    return torch.cat([h[:, :2], y[:, 1:]], 1)
+
+
+@forward()
+def reshaped(net: Net, h: Tensor) -> Tensor:
+    return net.act(h.view(-1, 2, 2)).view(-1, 4)
+
+
+@forward(JOINED, VIEWED)
+def reshaped_and_all(net: Net, h: Tensor) -> Tensor:
+    net.act(h.view(-1, 2, 2))
+    return h
+
+
+@forward(JOINED, VIEWED)
+def viewed_before(net: Net, h: Tensor) -> Tensor:
+    first = h[:, :2]
+    net.act(h)
+    return torch.cat([first, h[:, 2:]], 1)
+
+
+@forward(JOINED)
+def of_a_sum(net: Net, h: Tensor) -> Tensor:
+    x = h + 0.5
+    net.act(x)
+    return x * h
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "ReLU": lambda: nn.ReLU(inplace=True),
+    "LeakyReLU": lambda: nn.LeakyReLU(0.3, inplace=True),
+    "ELU": lambda: nn.ELU(0.7, inplace=True),
+    "SiLU": lambda: nn.SiLU(inplace=True),
+    "Hardtanh": lambda: nn.Hardtanh(-0.6, 0.4, inplace=True),
+    "Threshold": lambda: nn.Threshold(0.1, 0.3, inplace=True),
+    "Dropout": lambda: nn.Dropout(0.4, inplace=True).eval(),
+}
+
+
+def values(model: nn.Module, field: str) -> list[Any]:
+    return [getattr(p, field) for p in oracle.trainable(model)]
+
+
+def agree(model: nn.Module, plain: nn.Module, route: Any, X: Tensor, *fields: str) -> None:
+    """Compare outputs, what the data become, gradients and quantities with a plain copy."""
+    y, lossfunc = torch.randint(2, (N,)), nn.CrossEntropyLoss()
+    model.zero_grad()
+    mine, own, its = extend(model, use_converter=route), X.clone(), X.clone()
+    exts = {
+        "grad_batch": extensions.BatchGrad(),
+        "diag_ggn_exact": extensions.DiagGGNExact(),
+        "diag_h": extensions.DiagHessian(),
+    }
+    output, expected = mine(own), plain(its)
+    assert torch.equal(output, expected) and (route == "trace" or torch.equal(own, its))
+    lossfunc(expected, y).backward()
+    with backpack(*(exts[field] for field in fields)):
+        extend(nn.CrossEntropyLoss())(output, y).backward()
+    truth = {
+        "grad": lambda *args: [p.grad for p in plain.parameters()],
+        "grad_batch": oracle.batch_grad,
+        "diag_ggn_exact": oracle.ggn_diag,
+        "diag_h": oracle.hessian_diag,
+    }
+    for field in ("grad", *fields):
+        expected = truth[field](plain, lossfunc, X.clone(), y)
+        torch.testing.assert_close(values(mine, field), expected, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS])
+@pytest.mark.parametrize("name", [*FORWARDS])
+def test_as_without_the_library(name: str, activation: str, route: Any) -> None:
+    model = Net(ACTIVATIONS[activation](), FORWARDS[name])
+    plain = copy.deepcopy(model)
+    if route == "trace" and name in VIEWED:
+        with pytest.raises(ConversionError, match="in place that shares its memory"):
+            extend(model, use_converter=route)
+        return
+    fields = ["grad_batch"]
+    if route or name not in JOINED:
+        fields += ["diag_ggn_exact", "diag_h"]
+    agree(model, plain, route, torch.randn(N, 3), *fields)
+
+
+@pytest.mark.parametrize("name", sorted(JOINED))
+def test_second_order_refuses_functions_that_it_does_not_see(name: str) -> None:
+    model = extend(Net(nn.ReLU(inplace=True), FORWARDS[name]))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.randint(2, (N,)))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(ValueError, match="use_converter=True"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+@pytest.mark.parametrize("name", ["returned", "changed"])
+def test_module_without_a_rule(name: str, route: Any) -> None:
+    model = Net(Scaled(), FORWARDS[name])
+    agree(model, copy.deepcopy(model), route, torch.randn(N, 3), "grad_batch", "diag_ggn_exact")
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+def test_chain_of_modules_in_place(route: Any) -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Hardtanh(-0.2, 0.4, inplace=True), Scaled()
+    )
+    model.append(nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    fields = "grad_batch", "diag_ggn_exact", "diag_h"
+    agree(model, plain, route, torch.randn(N, 3), *fields)
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+def test_data_change_as_well(route: Any) -> None:
+    model = nn.Sequential(nn.LeakyReLU(0.3, inplace=True), nn.Linear(3, 2))
+    fields = "grad_batch", "diag_ggn_exact", "diag_h"
+    agree(model, copy.deepcopy(model), route, torch.randn(N, 3), *fields)
+
+
+def test_dropout() -> None:
+    model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.4, inplace=True), nn.Linear(40, 2))
+    plain, X, y = copy.deepcopy(model), torch.randn(N, 3), torch.randint(2, (N,))
+    extend(model)
+    torch.manual_seed(3)
+    output = model(X)
+    torch.manual_seed(3)
+    assert torch.equal(output, plain(X))
+    with backpack(extensions.SumGradSquared(), extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(output, y).backward()
+    torch.manual_seed(3)
+    rows = plain[1](plain[0](X))
+    grads = []
+    for n in range(N):
+        loss = nn.functional.cross_entropy(plain[2](rows[n]), y[n]) / N
+        grads.append(torch.autograd.grad(loss, plain[0].weight, retain_graph=True)[0])
+    torch.testing.assert_close(model[0].weight.sum_grad_squared, sum(g**2 for g in grads))
+
+
+def test_hooks_that_run_before_ours_see_one_change() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.3, inplace=True), nn.Linear(4, 2))
+    plain, seen = copy.deepcopy(model), []
+    extend(model)
+    model[1].register_forward_hook(
+        lambda *args: seen.append(args[2].detach().clone()), prepend=True
+    )
+    agree(model, plain, False, torch.randn(N, 3), "grad_batch", "diag_ggn_exact")
+    assert len(seen) == 1
+
+
+def test_set_after_extend() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.3), nn.Linear(4, 2)))
+    model[1].inplace = True
+    for is_first in (True, False):
+        loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.randint(2, (N,)))
+        refused = pytest.raises(ValueError, match="not a module") if is_first else nullcontext()
+        with backpack(extensions.DiagGGNExact()), refused:
+            loss.backward()
+    agree(model, copy.deepcopy(model), False, torch.randn(N, 3), "diag_ggn_exact")
+
+
+def test_parameters_of_a_module_that_works_in_place_after_extend() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Scaled(inplace=False), nn.Linear(4, 2))
+    extend(model)[1].inplace = True
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.randint(2, (N,)))
+    told = r"'1' \(Scaled\).*in place, which it did not when it was extended.*next forward pass"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
+        loss.backward()
+    agree(model, copy.deepcopy(model), False, torch.randn(N, 3), "grad_batch")
+
+
+def test_without_hooks_nothing_is_copied() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)))
+    clone, kept = copy.deepcopy(model), []
+    for one in (model, clone):
+        one(torch.randn(N, 3))
+    CTX.remove_hooks()
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        kept.append(vars(args[0]))
+
+    for one in (model, clone):
+        one[1].register_forward_hook(keep)
+        one(torch.randn(N, 3))
+    assert kept == [{}, {}]
