@@ -200,12 +200,12 @@ class Called(nn.Module):
         return self.head(self.function(*parts).movedim(self.axis, 0).flatten(1))
 
 
-def called(name: str) -> nn.Module:
+def called(name: str, dropout: float = 0.0) -> nn.Module:
     options, q, k, axis, mask = FUNCTIONS[name]
 
     def function(*parts: Tensor) -> Tensor:
         given = mask.to(parts[0]) if mask is NUMBERS else mask
-        return F.scaled_dot_product_attention(*parts, given, **options)
+        return F.scaled_dot_product_attention(*parts, given, dropout, **options)
 
     return Called(function, q, k, axis)
 
@@ -322,9 +322,11 @@ def reference(parts: Any) -> Any:
     return oracle.twin(model), *others
 
 
-def agrees(build: Callable[[], Any]) -> None:
+def agrees(
+    build: Callable[[], Any], batch_grad: Callable[..., list[Tensor]] = oracle.batch_grad
+) -> None:
     """Compare with the oracle what uses each of the products."""
-    functions = (oracle.batch_grad, oracle.ggn_blocks, oracle.hessian_blocks)
+    functions = (batch_grad, oracle.ggn_blocks, oracle.hessian_blocks)
     with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels cannot be differentiated twice
         grads, ggns, hessians = (function(*reference(build())) for function in functions)
     fields = [extensions.BatchGrad(), extensions.DiagHessian(), extensions.HMP()]
@@ -602,31 +604,70 @@ def test_learned_mask_of_a_layer() -> None:
         loss.backward()
 
 
-class Dropped(Called):
-    """With attention as a module."""
+class Seeded(nn.Module):
+    """Draws the same numbers in each call."""
 
-    def __init__(self) -> None:
-        attention: Any = ScaledDotProductAttention(dropout_p=0.5)
-        super().__init__(attention, (N, H), (N, H), 0)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, O]."""
+        torch.manual_seed(1)
+        return self.model(x)
 
 
-@pytest.mark.parametrize("layer", [True, False])
-def test_dropout(layer: bool) -> None:
-    """In training mode it is refused with a reason, in evaluation mode it is not there."""
+def of_one_pass(model: nn.Module, lossfunc: nn.Module, X: Tensor, y: Tensor) -> list[Tensor]:
+    """Return individual gradients of what is drawn for the whole batch: ``[N, *p]``."""
+    output, params = model(X), oracle.trainable(model)
+    losses = [lossfunc(output[n : n + 1], y[n : n + 1]) / N for n in range(N)]
+    grads = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    return [torch.stack(own) for own in zip(*grads, strict=True)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+def test_dropout_of_a_layer(name: str) -> None:
+    kind, options, call = NETWORKS[name]
+    network = lambda: Seeded(Network(kind, {"dropout": 0.4, **options}, call))  # noqa: E731
+    agrees(lambda: problem(network, S, 3), of_one_pass)
+    parts = problem(network, S, 3)
+    parts[0].eval()
+    output = parts[0](parts[2])
+    assert torch.equal(output, extend(parts[0], use_converter=True)(parts[2]))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dropout_of_a_function(name: str) -> None:
+    agrees(lambda: problem(lambda: Seeded(called(name, 0.4)), 2), of_one_pass)
+
+
+@pytest.mark.parametrize("route", ["record", "trace"])
+def test_dropout_with_either_converter(route: str) -> None:
+    network = lambda: Seeded(called("causal", 0.4))  # noqa: E731
+    truth = of_one_pass(*problem(network, 2))
+    model, lossfunc, X, y = problem(network, 2)
+    model.model = extend(model.model.eval(), use_converter=route)  # the function drops in any mode
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(model(X), y).backward()
+    close([p.grad_batch for p in model.parameters()], truth)
+
+
+def test_dropout_is_refused_where_it_is_not_known() -> None:
+    """Such as that of values without a gradient, of which autograd keeps no weights."""
 
     def build(train: bool) -> Any:
-        if layer:
-            parts = problem(lambda: Network("self", {"dropout": 0.5}, NO), S, 3)
-        else:
-            parts = problem(Dropped, 2)
-        parts[0].train(train)
+        parts = problem(lambda: Network("cross", {"kdim": 5, "vdim": 2, "dropout": 0.4}, NO), S, 3)
+        model: Any = parts[0].train(train)
+        model.stems[2].requires_grad_(False)
+        for name, p in model.attention.named_parameters():
+            p.requires_grad_(name in ("q_proj_weight", "k_proj_weight", "out_proj.weight"))
         return parts
 
-    with pytest.raises(NotImplementedError, match=r"random.*eval\(\)"):
+    with pytest.raises(NotImplementedError, match=r"dropout=0.4.*values need.*eval\(\)"):
         saved(build(True), extensions.DiagGGNExact())
-    if layer:
-        with pytest.warns(UserWarning, match=r"random.*eval\(\)"):
-            saved(build(True), extensions.BatchGrad())
+    with pytest.warns(UserWarning, match=r"dropout=0.4.*values need.*eval\(\)"):
+        saved(build(True), extensions.BatchGrad())
     agrees(lambda: build(False))
 
 
@@ -674,7 +715,7 @@ def test_results_are_differentiable(layer: bool) -> None:
 
 
 def test_conversion() -> None:
-    """Attention without dropout becomes a module; options that are not known leave a function."""
+    """Attention becomes a module; options that are not known leave a function."""
 
     class Net(nn.Module):
         """Calls attention."""

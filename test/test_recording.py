@@ -1456,6 +1456,72 @@ def test_random_functions() -> None:
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
 
 
+class DropPath(nn.Module):
+    """Drops samples, as timm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty((len(x), *[1] * (x.dim() - 1))).bernoulli_(0.6)
+        return x * kept.div_(0.6)
+
+
+class Noise(nn.Module):
+    """Adds noise that it scales, as much in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() + torch.randn_like(x) * self.scale
+
+
+class Sampled(nn.Module):
+    """Draws from a Gaussian with the parameters that it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = x.chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        return torch.cat([drawn, log_variance], 1)
+
+
+class Masked(nn.Module):
+    """Draws with the generators of Python and of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1) < 0.5 + 0.2 * random.random())
+
+
+class Seeded(nn.Module):
+    """Draws the same numbers in each call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(2)
+        random.seed(2)
+        return self.model(x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("leaf", [DropPath, Noise, Sampled, Masked])
+def test_leaves_that_draw(leaf: Callable[[], nn.Module], train: bool) -> None:
+    """They are found before their first call in each mode, which draws what it would."""
+    torch.manual_seed(0)
+    between = leaf()
+    model = Seeded(Net(lambda net, h: net.between(h).tanh() + h, {}))
+    model.model.between = between
+    model.double().train(not train)
+    check(model, *data(), fields=["diag_ggn_exact", "hmp"], use_converter="record")
+    model.train(train)
+    plain = copy.deepcopy(model)
+    CTX.remove_hooks()
+    check(model, *data(), plain, fields=["diag_ggn_exact", "hmp"], use_converter="record")
+
+
 # ------------------------------------------------------------------ random forwards
 
 

@@ -32,7 +32,7 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.derivatives.automatic import attributes_kept
@@ -776,7 +776,9 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         opens = is_packed or changes_view or "_backpack_open" in vars(module)
         if not opens and _has_no_rule(module):
             recorder.versions = _versions(module, args, kwargs)
-            opens = not _suits_as_a_whole(tree_leaves((args, kwargs)))
+            opens = not _suits_as_a_whole(tree_leaves((args, kwargs))) or _draws(
+                module, args, kwargs
+            )
         if opens:
             recorder.opened.append(module)
             recorder.resume()
@@ -812,15 +814,36 @@ def _opened(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
 
     None if it is not the same, as that of a module that is random, or that a hook has changed.
     """
-    own = copy(module)  # other threads may run the module
-    with suppress(Exception), attributes_kept(own):  # some cannot run twice
-        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
-        again, is_random = evaluated_apart(lambda: functional_call(own, buffers, args, kwargs))
+    with suppress(Exception):  # some cannot run twice
+        again, is_random = _run_apart(module, args, kwargs)
         leaves, others = tree_leaves(output), tree_leaves(again)
         if not is_random and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
             vars(module)["_backpack_open"] = True
             return again
     return None
+
+
+def _run_apart(module: Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return what a module returns if it runs once more, and whether it draws random numbers."""
+    own = copy(module)  # other threads may run the module
+    with attributes_kept(own):
+        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        return evaluated_apart(lambda: functional_call(own, buffers, args, kwargs))
+
+
+def _draws(module: Module, args: Any, kwargs: Any) -> bool:
+    """Whether a module draws random numbers: it cannot be evaluated again as a whole.
+
+    Found out by a run before the first call in each mode (training or evaluation).
+    """
+    found = vars(module).setdefault("_backpack_draws", {})
+    modes = tuple([part.training for part in module.modules()])
+    if modes not in found:
+        found[modes] = False
+        with suppress(Exception), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+            found[modes] = _run_apart(module, args, kwargs)[1]
+    return found[modes]
 
 
 def _is_equal(one: Any, other: Any) -> bool:

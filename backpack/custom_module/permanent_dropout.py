@@ -14,6 +14,8 @@ from torch.nn import (
     Module,
 )
 
+from backpack.custom_module.attention import ScaledDotProductAttention
+
 
 class _Permanent(Module):
     """Stays in training mode."""
@@ -45,3 +47,7 @@ class PermanentAlphaDropout(_Permanent, AlphaDropout):
 
 class PermanentFeatureAlphaDropout(_Permanent, FeatureAlphaDropout):
     """``torch.nn.FeatureAlphaDropout``, always on."""
+
+
+class PermanentAttention(_Permanent, ScaledDotProductAttention):
+    """``ScaledDotProductAttention``, with dropout in any mode."""

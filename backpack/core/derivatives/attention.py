@@ -1,7 +1,8 @@
-"""Attention: ``y = A v`` with ``A = softmax(S)``, ``S = scale q kᵀ + mask``.
+"""Attention: ``y = D v`` with ``D = m A``, ``A = softmax(S)``, ``S = scale q kᵀ + mask``.
 
 Letters: V columns, * samples and heads, l (L) queries, s (S) keys and values, e (E) features.
-``J`` is the Jacobian of the softmax, ``J t = A (t - sum_s A t)`` row by row; it is symmetric.
+``J`` is the Jacobian of the softmax, ``J t = A (t - sum_s A t)`` row by row; it is symmetric. The
+factors m are those of dropout, 0 or 1 / (1 - p): 1 without.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Size, Tensor
-from torch.nn import MultiheadAttention
+from torch.nn import Module, MultiheadAttention
 from torch.nn import functional as F
 
 from backpack.core import fast
@@ -50,11 +51,22 @@ class Attention(NamedTuple):
     v: Tensor  # values, [*, S, Ev]
     weights: Tensor  # the attention weights A, [*, L, S]
     scale: float  # factor of the scores
+    factors: Tensor | None = None  # what dropout multiplies the weights with, [*, L, S]
 
     def of_samples(self, axis: int, rows: Rows) -> Attention:
         """Select samples along one of the leading axes."""
         q, k, v, weights = (subsample(x, axis, rows) for x in self[:4])
-        return Attention(q, k, v, weights, self.scale)
+        factors = None if self.factors is None else subsample(self.factors, axis, rows)
+        return Attention(q, k, v, weights, self.scale, factors)
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Apply the dropout of the call to weights, their tangents, or what arrives behind it."""
+        return weights if self.factors is None else self.factors * weights
+
+    @property
+    def output(self) -> Tensor:
+        """Average the values: y, ``[*, L, Ev]``."""
+        return self.dropped(self.weights) @ self.v
 
     def _softmax_product(self, t: Tensor) -> Tensor:
         """Apply the Jacobian of the softmax: ``J t``."""
@@ -62,30 +74,34 @@ class Attention(NamedTuple):
         return t.addcmul_(self.weights, -t.sum(-1, keepdim=True))  # in place: t is new, and large
 
     def push(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the Jacobian to tangents ``[V, *, .]``: those of the weights, and of the output.
+        """Apply the Jacobian to tangents ``[V, *, .]``: those of D, and of the output.
 
-        ``dS = scale (dq kᵀ + q dkᵀ)``, ``dA = J dS``, ``dy = dA v + A dv``.
+        ``dS = scale (dq kᵀ + q dkᵀ)``, ``dA = J dS``, ``dD = m dA``, ``dy = dD v + D dv``.
         """
+        d_dropped = self.dropped(self._d_weights(dq, dk))
+        return d_dropped, d_dropped @ self.v + _applied(self.dropped(self.weights), dv)
+
+    def _d_weights(self, dq: Tensor, dk: Tensor) -> Tensor:
         d_scores = (self.scale * dq) @ self.k.mT + (self.scale * self.q) @ dk.mT
-        d_weights = self._softmax_product(d_scores)
-        return d_weights, d_weights @ self.v + _applied(self.weights, dv)
+        return self._softmax_product(d_scores)
 
     def _at_scores(self, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what arrives at A and at S from cotangents of y and of A."""
+        """Return what arrives at A and at S from cotangents of y and of D."""
         at_weights = y @ self.v.mT
         if weights is not None:
             at_weights = at_weights + weights
+        at_weights = self.dropped(at_weights)
         return at_weights, self._softmax_product(at_weights)
 
     def pull(self, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the transposed Jacobian to cotangents ``[V, *, .]`` of y and (or None) of A.
+        """Apply the transposed Jacobian to cotangents ``[V, *, .]`` of y and (or None) of D.
 
-        ``s = J (y vᵀ + weights)`` at the scores; ``scale s k``, ``scale sᵀ q`` and ``Aᵀ y`` at
+        ``s = J m (y vᵀ + weights)`` at the scores; ``scale s k``, ``scale sᵀ q`` and ``Dᵀ y`` at
         q, k and v.
         """
         s = self._at_scores(y, weights)[1]
         at_q, at_k = s @ (self.scale * self.k), s.mT @ (self.scale * self.q)
-        return at_q, at_k, _applied(self.weights.mT, y)
+        return at_q, at_k, _applied(self.dropped(self.weights).mT, y)
 
     def second(
         self, y: Tensor, weights: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
@@ -93,19 +109,21 @@ class Attention(NamedTuple):
         """Differentiate :meth:`pull` along tangents of q, k and v, for fixed cotangents.
 
         With ``a`` at the weights, ``s = J a`` at the scores:
-        ``da = y dvᵀ``, ``ds = J da + dA (a - sum_s A a) - A sum_s (dA a)``. Tangents are stacked,
+        ``da = m y dvᵀ``, ``ds = J da + dA (a - sum_s A a) - A sum_s (dA a)``. Tangents are stacked,
         ``[V, *, .]``, cotangents are not.
         """
         a, s = self._at_scores(y, weights)
-        d_weights, _ = self.push(dq, dk, dv)
+        d_weights = self._d_weights(dq, dk)
         mean = (self.weights * a).sum(-1, keepdim=True)
         change = d_weights * a
-        ds = self._softmax_product(y @ dv.mT) - self.weights * change.sum(-1, keepdim=True)
+        ds = self._softmax_product(self.dropped(y @ dv.mT)) - self.weights * change.sum(
+            -1, keepdim=True
+        )
         ds = ds + change - d_weights * mean
         return (
             self.scale * (ds @ self.k + s @ dk),
             self.scale * (ds.mT @ self.q + s.mT @ dq),
-            d_weights.mT @ y,
+            self.dropped(d_weights).mT @ y,
         )
 
 
@@ -154,6 +172,23 @@ def or_automatic(method: Method) -> Method:
     return chosen
 
 
+def _applied_weights(inputs: Sequence[Any], y: Tensor) -> Tensor | None:
+    """Return the attention weights that autograd has kept, ``[.., L, S]``; None of fused kernels.
+
+    The last batched product of matrices is that of weights and values.
+    """
+    needed = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    known = {torch.autograd.graph.get_gradient_edge(x).node for x in needed}
+    nodes: list[Any] = [y.grad_fn]
+    for node in nodes:
+        if type(node).__name__ == "BmmBackward0":
+            return node._saved_self
+        parents = [parent for parent, _ in node.next_functions if parent not in known]
+        nodes += [parent for parent in parents if parent is not None]
+        known.update(parents)
+    return None
+
+
 def _or_zeros(mat: Tensor | None, num_v: int, like: Tensor) -> Tensor:
     return like.new_zeros(()).expand(num_v, *like.shape) if mat is None else mat
 
@@ -164,9 +199,32 @@ class AttentionDerivatives(AutomaticDerivatives):
     dropout: ClassVar[str]
     is_curved = always  # the softmax of the scores is nonlinear
 
-    def is_random(self, c: Context) -> bool:
+    def drops(self, c: Context) -> bool:
         """Whether attention weights are dropped in the call at hand."""
         return c.call.training and getattr(c.module, self.dropout) > 0
+
+    def is_random(self, c: Context) -> bool:
+        """Whether attention weights are dropped in the call at hand, and not known which."""
+        return self.drops(c) and "kept" not in c.saved
+
+    def saved(
+        self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Keep which inputs need a gradient, and which weights dropout has kept, if it has run."""
+        saved = super().saved(module, inputs, outputs)
+        if module.training and getattr(module, self.dropout) > 0:
+            dropped = _applied_weights(inputs, outputs[0])
+            if dropped is not None:
+                saved["kept"] = dropped != 0
+        return saved
+
+    def drop(self, c: Context, attention: Attention) -> Attention:
+        """Drop what the call has dropped."""
+        kept = c.saved.get("kept")
+        if kept is None:
+            return attention
+        factors = kept.view(attention.weights.shape).to(attention.v.dtype)
+        return attention._replace(factors=factors / (1 - getattr(c.module, self.dropout)))
 
     @staticmethod
     def learns_mask(saved: Mapping[str, Any]) -> bool:
@@ -179,13 +237,18 @@ class AttentionDerivatives(AutomaticDerivatives):
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
-        if self.is_random(c):
+        if self.has_formula(c):
+            return None
+        if self.drops(c):
             return (
                 f"{describe(c.module)} has {self.dropout}={getattr(c.module, self.dropout)}: in "
-                "training mode its attention weights are random, and what was dropped is not "
-                f"known. Use eval(), or {self.dropout}=0."
+                "training mode its attention weights are random. What was dropped is known where "
+                "queries, keys and values have the same leading axes, among them the samples, the "
+                "values need a gradient, and no fused kernel has run (see "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)). Else use eval(), or "
+                f"{self.dropout}=0."
             )
-        return None if self.has_formula(c) else super().unsupported_reason(c)
+        return super().unsupported_reason(c)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -262,7 +325,7 @@ class ScaledDotProductAttentionDerivatives(AttentionDerivatives, FunctionDerivat
                 mask = additive(~mask, q)
             if module.is_causal:
                 mask = causal(q, q.shape[-2], k.shape[-2])
-            return attend(q, k, v, mask, scale, zero_rows=True)
+            return self.drop(c, attend(q, k, v, mask, scale, zero_rows=True))
 
         tensors = [x for x in c.inputs if isinstance(x, Tensor)]
         whole = memoise(c.saved, "attention", tensors, (), compute)
@@ -509,7 +572,8 @@ class MultiheadAttentionDerivatives(AttentionDerivatives):
             mask = self._mask(options, q, k.shape[-2])
             scale = 1 / sqrt(q.shape[-1])
             attention = attend(q, k, v, mask, scale, zero_rows=not options.need_weights)
-            return Trace(inputs, attention, _side_by_side(attention.weights @ attention.v))
+            attention = self.drop(c, attention)
+            return Trace(inputs, attention, _side_by_side(attention.output))
 
         tensors = [x for x in (*c.inputs, *c.params.values()) if isinstance(x, Tensor)]
         return memoise(c.saved, "trace", tensors, (), compute)

@@ -412,15 +412,13 @@ def attention(
     scale: Any = None,
     enable_gqa: Any = False,
 ) -> Apply | None:
-    """Scaled dot-product attention without dropout, which the function has in any mode."""
+    """Scaled dot-product attention, with dropout in any mode."""
     options = (dropout_p, is_causal, scale, enable_gqa)
-    if not is_static(options) or isinstance(dropout_p, TrainingFlag) or dropout_p:
+    if not is_static(options) or isinstance(dropout_p, TrainingFlag):
         return None
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    module = ScaledDotProductAttention(
-        is_causal=bool(is_causal), scale=scale, enable_gqa=bool(enable_gqa)
-    )
-    return Apply(module, inputs)
+    make = permanent.PermanentAttention if dropout_p else ScaledDotProductAttention
+    return Apply(make(dropout_p, bool(is_causal), scale, bool(enable_gqa)), inputs)
 
 
 # --- Kinds of results -----------------------------------------------------------------------------
