@@ -1456,6 +1456,32 @@ def test_random_functions() -> None:
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
 
 
+def changing(module: nn.Module, args: Any, output: Any = None) -> Any:
+    """Change what a module returns, or what it is called with."""
+    return (args[0].sin() * 2,) if output is None else output.sin() + output
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("part", ["0", "1", "2", "2.1"])
+def test_hooks_that_compute(part: str, when: str, prepend: bool) -> None:
+    if when == "after" and prepend:
+        part = "2"  # a leaf's own output has to be seen first, and is: see test_surroundings
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), inner, nn.Linear(WIDTH, 3)).double()
+    plain = copy.deepcopy(model)
+    plain.get_submodule(part).register_forward_hook(changing)
+    if when == "after":
+        extend(model, use_converter="record")
+    model.get_submodule(part).register_forward_hook(changing, prepend=prepend)
+    if when == "before":
+        plain[1].register_forward_pre_hook(changing)
+        model[1].register_forward_pre_hook(changing, prepend=prepend)
+    fields = ["grad_batch", "diag_ggn_exact", "hmp"]
+    check(model, *data(), plain, fields=fields, use_converter="record")
+
+
 class DropPath(nn.Module):
     """Drops samples, as timm's."""
 

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.engine.hooks import extend_one
+from backpack.core.engine.hooks import call_after_recording, extend_one
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
@@ -650,8 +650,7 @@ def record_functions(root: Module) -> None:
         if _enter_leaf not in module._forward_pre_hooks.values():
             hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
-            hook = module.register_forward_hook(_leave_leaf, always_call=True, with_kwargs=True)
-            CTX.add_hook_handle(hook, module)
+            call_after_recording(module, _leave_leaf)
     if not is_recorded(root):
         vars(root)["_backpack_functions"] = Functions()
         vars(root)["_call_impl"] = Guard(root)

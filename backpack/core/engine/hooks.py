@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
@@ -45,6 +47,14 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
     CTX.add_hook_handle(handle, module)
     module._backpack_extend = True  # type: ignore[assignment]
     vars(module)["__prepare_scriptable__"] = _refuse_script
+
+
+def call_after_recording(module: Module, hook: Any) -> None:
+    """Add a hook of the library that runs right after the one that records, in any case."""
+    handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+    CTX.add_hook_handle(handle, module)
+    hooks: Any = module._forward_hooks
+    hooks.move_to_end(next(key for key, own in hooks.items() if own is _record), last=False)
 
 
 def _keep_what_it_overwrites(module: Module) -> None:
