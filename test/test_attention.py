@@ -643,14 +643,22 @@ def test_dropout_of_a_function(name: str) -> None:
 
 
 @pytest.mark.parametrize("route", ["record", "trace"])
-def test_dropout_with_either_converter(route: str) -> None:
-    network = lambda: Seeded(called("causal", 0.4))  # noqa: E731
-    truth = of_one_pass(*problem(network, 2))
-    model, lossfunc, X, y = problem(network, 2)
-    model.model = extend(model.model.eval(), use_converter=route)  # the function drops in any mode
+@pytest.mark.parametrize("layer", [True, False])
+def test_dropout_with_either_converter(layer: bool, route: str) -> None:
+    def build() -> Any:
+        if layer:
+            network = Network("memory", {"dropout": 0.4}, NO)
+            return problem(lambda: Seeded(network), S, 3)
+        parts = problem(lambda: Seeded(called("causal", 0.4)), 2)
+        parts[0].eval()  # the function drops in any mode
+        return parts
+
+    truth = of_one_pass(*build())
+    model, lossfunc, X, y = build()
+    model.model = extend(model.model, use_converter=route)
     with backpack(extensions.BatchGrad()):
         extend(lossfunc)(model(X), y).backward()
-    close([p.grad_batch for p in model.parameters()], truth)
+    close([p.grad_batch for p in oracle.trainable(model)], truth)
 
 
 def test_dropout_is_refused_where_it_is_not_known() -> None:

@@ -54,7 +54,8 @@ def call_after_recording(module: Module, hook: Any) -> None:
     handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
     CTX.add_hook_handle(handle, module)
     hooks: Any = module._forward_hooks
-    hooks.move_to_end(next(key for key, own in hooks.items() if own is _record), last=False)
+    for key in [key for key, own in hooks.items() if own is _record]:
+        hooks.move_to_end(key, last=False)
 
 
 def _keep_what_it_overwrites(module: Module) -> None:
