@@ -1027,6 +1027,31 @@ def activation(w: Writer, v: Value) -> Value:
     return w.let(f"{m}({v.name})", v.axes)
 
 
+@op(APPLY, 2)
+def activation_in_place(w: Writer, v: Value) -> Value:
+    """A module that changes a tensor, or a part of it, whatever is read afterwards."""
+    if v.name == "x":
+        raise Skip
+    options = {"ReLU": "", "LeakyReLU": "0.3, ", "SiLU": "", "Hardtanh": "-0.5, 0.7, ", "ELU": ""}
+    name = w.choose(list(options))
+    m = w.module(f"nn.{name}({options[name]}inplace=True)", real(v))
+    b = w.fresh()
+    w.lines.append(f"{b} = {v.name}.clone()" if w.chance(0.5) else f"{b} = {v.name} * 1")
+    read, result = b, f"{b} + 0"
+    if w.chance(0.4):
+        reads = [f"{b}.transpose(0, -1)", f"{b}.flatten()"]
+        for i in v.free:
+            reads.append(f"{b}[{', '.join([':'] * i + [w.choose(['0', ':1', '::2'])])}]")
+        read = w.choose(reads)
+    elif w.chance(0.5):
+        returned = w.fresh()
+        read, result = b, f"{returned} * {b}" if w.chance(0.5) else returned
+        w.lines.append(f"{returned} = {m}({read})")
+        return w.let(result, v.axes)
+    w.lines.append(f"{m}({read})")
+    return w.let(result, v.axes)
+
+
 @op(APPLY, 1)
 def of_a_table(w: Writer, v: Value) -> Value:
     """A layer on a parameter: its result is the same for all samples."""
