@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always
@@ -21,6 +21,10 @@ def _shape(c: Context, tensor: Tensor) -> Size:
     return tensor.shape[-spatial_axes(c.module) :]
 
 
+@register(
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+)
 class SelectionDerivatives(ChannelwiseDerivatives):
     """``y[t] = x[index(t)]``: the Jacobian gathers, its transpose scatters and adds.
 
@@ -32,7 +36,9 @@ class SelectionDerivatives(ChannelwiseDerivatives):
 
     def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
-        raise NotImplementedError
+        module = copy(c.module)
+        module.return_indices = True
+        return module.forward(c.input.detach())[1]
 
     def saved(
         self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
@@ -95,37 +101,6 @@ def _gathered(mat: Tensor, index: Tensor, spatial: Size) -> Tensor:
     index = _of_each(mat, index)
     flat = mat.reshape(*index.shape[:-1], -1)
     return flat.gather(-1, index).unflatten(-1, spatial)
-
-
-@register(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-class MaxPoolNDDerivatives(SelectionDerivatives):
-    """Derivatives of ``torch.nn.MaxPool1d``, ``MaxPool2d`` and ``MaxPool3d``."""
-
-    def indices(self, c: Context) -> Tensor:
-        """Return the positions of the maxima that autograd chooses as well."""
-        x, module = c.input.detach(), c.module
-        pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[spatial_axes(c.module)]
-        _, indices = pool(
-            x,
-            module.kernel_size,
-            module.stride,
-            module.padding,
-            module.dilation,
-            ceil_mode=module.ceil_mode,
-            return_indices=True,
-        )
-        return indices
-
-
-@register(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-class AdaptiveMaxPoolNDDerivatives(SelectionDerivatives):
-    """Derivatives of ``AdaptiveMaxPool1d``, ``AdaptiveMaxPool2d`` and ``AdaptiveMaxPool3d``."""
-
-    def indices(self, c: Context) -> Tensor:
-        """Return the positions of the maxima that autograd chooses as well."""
-        x = c.input.detach()
-        pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
-        return pool[spatial_axes(c.module)](x, c.module.output_size, return_indices=True)[1]
 
 
 @register(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
