@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack.core import fast
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant, never
+from backpack.core.derivatives.by_autograd import transposed
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
@@ -45,14 +45,8 @@ def map_rows(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
 def apply_transposed(
     linear_map: Callable[[Tensor], Tensor], shape: Sequence[int], mat: Tensor
 ) -> Tensor:
-    """Apply the transpose of a linear map from tensors of ``shape`` by autograd.
-
-    The result is differentiable with respect to ``mat`` if gradients are enabled.
-    """
-    differentiable = torch.is_grad_enabled()
-    with torch.enable_grad():
-        zeros = torch.zeros(*shape, dtype=mat.dtype, device=mat.device, requires_grad=True)
-        (result,) = torch.autograd.grad(linear_map(zeros), zeros, mat, create_graph=differentiable)
+    """Apply the transpose of a linear map from tensors of ``shape`` by autograd."""
+    (result,) = transposed(lambda vs: [linear_map(*vs)], [mat.new_zeros(shape)], [mat])
     return result
 
 
