@@ -926,6 +926,36 @@ def test_loss_that_is_not_convex(loss: nn.Module, target: Target, scale: float) 
             run(model, loss, arguments, ext())
 
 
+class Fourth(torch.autograd.Function):
+    """The fourth power, whose backward pass has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**4
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 4 * x**3 * grad
+
+
+class OnceDifferentiable(nn.modules.loss._Loss):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (Fourth.apply(x) * y).sum(1).mean()
+
+
+@pytest.mark.parametrize("ext", [extensions.DiagGGNExact, extensions.DiagHessian])
+def test_loss_without_second_derivative_is_refused(ext: Any) -> None:
+    """Autograd would take the second derivative for zero."""
+    model, loss = extend(nn.Linear(INPUTS, D)), extend(OnceDifferentiable())
+    output = loss(model(torch.rand(N, INPUTS)), torch.rand(N, D))
+    refused = pytest.raises(RuntimeError, match=r"OnceDifferentiable .*once_differentiable")
+    with refused, backpack(ext()):
+        output.backward()
+
+
 def test_loss_that_is_no_sum_over_samples() -> None:
     """The Hessian of the batch is exact; samples have none of their own."""
     model, loss, arguments = network(SETTING), Dice(whole=True), binary(torch.zeros(N, D))

@@ -26,8 +26,8 @@ from backpack.core.derivatives.by_autograd import (
     Evaluation,
     alone,
     close,
-    differentiated_twice,
     is_same,
+    second_of_samples,
     with_other_samples,
 )
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
@@ -197,42 +197,16 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def _products(self, c: Context, mats: Sequence[Tensor]) -> list[Tensor]:
         """Apply the Hessian to ``[V, N, *d]`` at each prediction, the samples of all together."""
-        call, numbers = c.call, self.predictions(c)
-        differentiable = torch.is_grad_enabled()
-        places = [call.place_in(i) for i in numbers]
-        mats = [
-            m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i] or ()))
-            for m, p, i in zip(mats, places, numbers, strict=True)
-        ]
-        evaluation = self.evaluation(c)
-        with torch.enable_grad(), differentiated_twice(c.module):
-            leaves = list(evaluation.inputs)
-            for i in numbers:
-                x = leaves[i]
-                # a view: one tensor may be several inputs
-                leaves[i] = x.view_as(x) if differentiable else x.detach().requires_grad_()
-                if not leaves[i].requires_grad:
-                    leaves[i].requires_grad_()
-            xs = [leaves[i] for i in numbers]
-            (loss,), _ = evaluated_apart(lambda: evaluation.outputs({}, leaves))
-            slopes = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
-            curved = [k for k, slope in enumerate(slopes) if slope.requires_grad]
-            each = [
-                torch.autograd.grad(
-                    [slopes[k] for k in curved],
-                    xs,
-                    [v[k] for k in curved],
-                    retain_graph=True,
-                    create_graph=differentiable,
-                    materialize_grads=True,
-                )
-                if curved
-                else [torch.zeros_like(x) for x in xs]
-                for v in zip(*mats, strict=True)
-            ]
+        call, places = c.call, {i: c.call.place_in(i) for i in self.predictions(c)}
+        tangents = {
+            i: m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i] or ()))
+            for m, (i, p) in zip(mats, places.items(), strict=True)
+        }
+        evaluation, ones = self.evaluation(c), list(map(torch.ones_like, c.outputs))
+        found, _ = evaluated_apart(lambda: second_of_samples(evaluation, ones, tangents, None))
         return [
-            torch.stack(parts) if place is None else place.to_canonical(torch.stack(parts), skip=1)
-            for parts, place in zip(zip(*each, strict=True), places, strict=True)
+            found[i] if place is None else place.to_canonical(found[i], skip=1)
+            for i, place in places.items()
         ]
 
     def _shapes(self, c: Context) -> list[torch.Size]:
