@@ -32,6 +32,7 @@ from backpack.core.engine.sources import (
     Source,
     at_least_single,
     cat,
+    entries_of,
     joined,
     square_norms_of_sum,
 )
@@ -107,7 +108,7 @@ class FactoredGrad:
     @property
     def kept_entries(self) -> int:
         """Number of entries of what is kept; that of the gradients is ``shape.numel()``."""
-        return sum(part.entries for part in self._sources)
+        return sum(map(entries_of, self._sources))
 
     def __len__(self) -> int:
         """Return N."""

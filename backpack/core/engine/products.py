@@ -233,7 +233,7 @@ class Products:
             if use.factor.groups == count or use.factor.adds_up
         ]
         known = [one for one in found if one is not None]
-        entries = sum(one.entries for one in known)
+        entries = sum(map(sources.entries_of, known))
         are_all = self.terms is None and len(known) == len(self.uses)
         if not are_all or entries >= columns * count * self.parameter.numel():
             self.wanted = {*self.wanted, "individual"}

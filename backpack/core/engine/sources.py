@@ -10,7 +10,6 @@ have x in common: the rows of s are ``v N + n``, and x has its N rows once.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -31,46 +30,13 @@ CANCELLED = 1e-2
 Samples = slice | Tensor
 
 
-class Source(ABC):
-    """One use of a parameter, as far as individual gradients are concerned."""
-
-    @property
-    def entries(self) -> int:
-        """Number of entries that are kept."""
-        return sum(t.numel() for t in self.tensors())
-
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that are kept; others may hold them as well."""
-
-    @abstractmethod
-    def take(self, samples: Samples) -> Source:
-        """Return the same source for some of the samples."""
-
-    @abstractmethod
-    def to(self, device: torch.device) -> Source:
-        """Return a copy on another device."""
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """Return ``[N, *p]``."""
-
-    @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return ``[K, *p]`` for weights ``[K, N]``."""
-
-    @abstractmethod
-    def square_norms(self) -> Tensor | None:
-        """Return ``[N]``; None if that takes the gradients themselves."""
-
-
 def at_least_single(tensor: Tensor) -> Tensor:
     """Return a tensor in a precision in which squares of small entries are not zero."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass
-class Dense(Source):
+class Dense:
     """Individual gradients themselves, ``[N, *p]``."""
 
     values: Tensor
@@ -233,7 +199,7 @@ def spans_of(count: int, entries: int, device: torch.device) -> list[slice]:
 
 
 @dataclass
-class Pairs(Source):
+class Pairs:
     """The pairs of each part of a parameter.
 
     Attributes:
@@ -310,7 +276,7 @@ class Pairs(Source):
 
 
 @dataclass
-class Cotangents(Source):
+class Cotangents:
     """Cotangents of a call whose rule multiplies without pairs (patches, looked-up rows).
 
     Attributes:
@@ -353,7 +319,7 @@ class Cotangents(Source):
             numbers = [known[i] for i in numbers]
         return Cotangents(self.c.at(numbers), self.name, mats, len(chosen))
 
-    def to(self, device: torch.device) -> Source:
+    def to(self, device: torch.device) -> Cotangents | Dense:
         """Return the gradients themselves on another device: the module stays where it is."""
         return self if self._first.device == device else Dense(self.dense().to(device))
 
@@ -379,7 +345,7 @@ class Cotangents(Source):
                 return mat * of_columns.reshape(-1, mat.shape[1], *[1] * (mat.dim() - 2))
             return torch.einsum("kvr,vr...->kr...", of_columns, mat)
 
-        spans = spans_of(len(weights), self.entries, weights.device)
+        spans = spans_of(len(weights), entries_of(self), weights.device)
         sums = [
             self._param("param_vjp_sum", [weighted(mat, k) for mat in self.mats]) for k in spans
         ]
@@ -402,6 +368,15 @@ class Cotangents(Source):
         if pair is None or not (is_apart and is_known):
             return None
         return self._param("dot_product", self.mats, pair.s, pair.x)
+
+
+# One use of a parameter, as far as individual gradients are concerned.
+Source = Dense | Pairs | Cotangents
+
+
+def entries_of(source: Source) -> int:
+    """Return the number of entries that are kept; others may hold them as well."""
+    return sum(t.numel() for t in source.tensors())
 
 
 def square_norms_of_sum(sources: Sequence[Source]) -> Tensor | None:
