@@ -40,7 +40,7 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan, Producer
-from backpack.core.engine.products import Products, Use, extract_each
+from backpack.core.engine.products import Products, Use, extract
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
@@ -528,7 +528,7 @@ class Backpropagation:
                 part, terms = state.part, state.terms
                 wanted, bases, of_factors = self.wanted, self.bases, self.of_factors
                 if part.is_whole and is_alone:
-                    extract_each(uses_of, self.exts, self.save, wanted, terms, bases, *of_factors)
+                    extract(uses_of, self.exts, wanted, self.save, terms, bases, *of_factors)
                     return
                 for p, uses in uses_of.items():
                     if not is_second or p in bases:

@@ -742,7 +742,7 @@ class BackwardPass:
         wanted = self.wanted
         if exts is not self.first_order:
             wanted = {name for ext in exts for name in ext.needs}
-        extract(uses_of, exts, wanted, self.combining, self.gradients, self.owed)
+        extract(uses_of, exts, wanted, self.combining, gradients=self.gradients, owed=self.owed)
         if is_holding:
             memory.clear()
 

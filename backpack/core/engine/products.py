@@ -722,31 +722,20 @@ def extract(
     exts: Sequence[Extension],
     wanted: Collection[str],
     save: Save,
-    gradients: dict[Parameter, Tensor],
-    owed: Collection[Parameter],
+    terms: int | None = None,
+    bases: Mapping[Parameter, Bases] | None = None,
+    *of_factors: Any,
+    gradients: dict[Parameter, Tensor] | None = None,
+    owed: Collection[Parameter] = (),
 ) -> None:
-    """Save what extensions make of the columns at uses of parameters.
+    """Save what extensions make of the products of parameters, one after the other.
 
     The gradients of those in ``owed``, which somebody else wants, go to ``gradients``.
     """
     for p, uses in uses_of.items():
-        if p in owed:
-            products = Products(p, uses, {*wanted, "gradient"})
+        names = {*wanted, "gradient"} if p in owed else wanted
+        own = None if bases is None else bases.get(p)
+        products = Products(p, uses, names, terms, own, *of_factors)
+        if gradients is not None and p in owed:
             gradients[p] = products["gradient"]
-        else:
-            products = Products(p, uses, wanted)
         products.extract(exts, save)
-
-
-def extract_each(
-    uses_of: Mapping[Parameter, list[Use]],
-    exts: Sequence[Extension],
-    save: Save,
-    wanted: Collection[str],
-    terms: int | None,
-    bases: Mapping[Parameter, Bases],
-    *of_factors: Any,
-) -> None:
-    """Save what extensions make of the products of several parameters, one after the other."""
-    for p, uses in uses_of.items():
-        Products(p, uses, wanted, terms, bases.get(p), *of_factors).extract(exts, save)
