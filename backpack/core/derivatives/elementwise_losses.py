@@ -6,18 +6,21 @@ The factor c is that of the reduction, 1/(N D) for the mean; the weight w is tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import (
     BCELoss,
+    BCEWithLogitsLoss,
     GaussianNLLLoss,
     HingeEmbeddingLoss,
     HuberLoss,
     KLDivLoss,
     L1Loss,
     Module,
+    MSELoss,
     MultiLabelSoftMarginLoss,
     PoissonNLLLoss,
     SmoothL1Loss,
@@ -147,6 +150,19 @@ def drawn(sample: Any, parameter: Tensor, mc_samples: int) -> Tensor:
 # --------------------------------------------------------------------------------------
 # Regression
 # --------------------------------------------------------------------------------------
+
+
+@register(MSELoss)
+class MSELossDerivatives(ElementwiseLossDerivatives):
+    """Derivatives of ``torch.nn.MSELoss``, ``l = (f - y)²``: the Hessian is ``2 c I``."""
+
+    def second(self, c: Context) -> Tensor:
+        """Return 2."""
+        return torch.full_like(c.x, 2)
+
+    def score(self, c: Context, mc_samples: int) -> Tensor:
+        """Return ``2 (f - y)`` with ``y ~ N(f, I/2)``: sqrt(2) times a standard normal."""
+        return sqrt(2) * drawn(torch.randn_like, c.input, mc_samples)
 
 
 @register(L1Loss, HingeEmbeddingLoss, KLDivLoss)
@@ -299,6 +315,24 @@ class LogisticLossDerivatives(ElementwiseLossDerivatives):
         """Return ``σ(f) - y`` with ``y = 1`` of probability σ(f)."""
         sigma = torch.sigmoid(self.logit(c))
         return sigma - drawn(torch.bernoulli, sigma, mc_samples)
+
+
+@register(BCEWithLogitsLoss)
+class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
+    """Derivatives of ``BCEWithLogitsLoss``, ``l = -q y log σ(f) - (1-y) log σ(-f)``.
+
+    The Hessian is ``diag(a σ(f) (1 - σ(f)))``, ``a = c w (q y + 1 - y)``, with the weight q of
+    positive answers (``pos_weight``).
+    """
+
+    def weight(self, c: Context) -> Tensor | float:
+        """Return ``w (q y + 1 - y)``."""
+        weight, pos_weight, y = super().weight(c), c.params.get("pos_weight"), c.inputs[1]
+        return (
+            weight
+            if pos_weight is None
+            else weight * (as_prediction(c.call, pos_weight) * y + 1 - y)
+        )
 
 
 @register(SoftMarginLoss)
