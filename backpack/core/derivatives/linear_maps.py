@@ -152,16 +152,21 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
 @register(
     *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
     *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    Pad,
 )
-class ConstantPadDerivatives(LinearMapDerivatives):
-    """Padding with a constant: its linear part pads with zeros, and the transpose cuts them off."""
+class PadDerivatives(LinearMapDerivatives):
+    """Padding: the linear part of that with a constant pads with zeros."""
 
     batch_axis = BatchAxis.LEADING
     reads_input = False
 
     def padding(self, module: Any) -> Sequence[int]:
         """Return how many entries are added before and after each axis, last axis first."""
-        return module.padding
+        return module.pad if isinstance(module, Pad) else module.padding
+
+    def mode(self, module: Any) -> str:
+        """Return what is added."""
+        return module.mode if isinstance(module, Pad) else "constant"
 
     def trailing_axes(self, module: Any) -> int:
         """Return how many axes are padded, counted from the last one."""
@@ -173,36 +178,18 @@ class ConstantPadDerivatives(LinearMapDerivatives):
         return self.trailing_axes(module) + 1
 
     def linear_map(self, c: Context, x: Tensor) -> Tensor:
-        """Pad with zeros."""
-        return F.pad(x, self.padding(c.module))
-
-    @fast.body("What was added is cut off, without autograd.", "linear_map")
-    def vjp(self, c: Context, v: Tensor) -> Tensor:
-        """Cut off what was added."""
-        return F.pad(v, [-width for width in self.padding(c.module)])
-
-
-@register(Pad)
-class PadDerivatives(ConstantPadDerivatives):
-    """Padding of any mode; the linear part of the constant mode pads with zeros."""
-
-    reads_input = False
-
-    def padding(self, module: Any) -> Sequence[int]:
-        """Return how many entries are added before and after each axis, last axis first."""
-        return module.pad
-
-    def linear_map(self, c: Context, x: Tensor) -> Tensor:
         """Pad, with zeros instead of another constant."""
-        module = c.module
-        axes = len(module.pad) // 2
+        widths, mode = self.padding(c.module), self.mode(c.module)
+        if mode == "constant":
+            return F.pad(x, widths)
+        axes = len(widths) // 2
         flat = x.reshape(1, -1, *x.shape[-axes:])  # what other modes take
-        padded = F.pad(flat, module.pad, mode=module.mode)
+        padded = F.pad(flat, widths, mode=mode)
         return padded.reshape(*x.shape[:-axes], *padded.shape[2:])
 
     @fast.body("What was added is cut off, without autograd.", "linear_map")
     def vjp(self, c: Context, v: Tensor) -> Tensor:
         """Cut off what was added, or (other modes) apply the transpose."""
-        constant = c.module.mode == "constant"
-        rule = ConstantPadDerivatives if constant else LinearMapDerivatives
-        return rule.vjp(self, c, v)
+        if self.mode(c.module) != "constant":
+            return super().vjp(c, v)
+        return F.pad(v, [-width for width in self.padding(c.module)])
