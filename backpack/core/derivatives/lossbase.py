@@ -201,11 +201,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         return v.reshape(-1, *(1,) * gradient.dim()) * gradient
 
     def check_call(self, c: Context) -> None:
-        """Refuse a call whose second derivatives are not defined.
-
-        Raises:
-            ValueError: If the loss is not reduced to a scalar, or the prediction has no samples.
-        """
+        """Refuse a call whose second derivatives are not defined."""
         if c.output.numel() != 1:
             reduction = getattr(c.module, "reduction", None)
             raise ValueError(

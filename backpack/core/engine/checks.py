@@ -41,12 +41,7 @@ _followed: WeakSet[Module] = WeakSet()
 
 
 def check_extensions(exts: Sequence[Extension]) -> None:
-    """Refuse extensions that cannot work, and those that cannot work together.
-
-    Raises:
-        ValueError: If ``needs`` names what there is not, or an extension would overwrite another.
-        NotImplementedError: If an extension does not say what it makes of several ``needs``.
-    """
+    """Refuse extensions that cannot work, and those that cannot work together."""
     for ext in exts:
         needs = ext.needs
         if not EXTRACTED.issuperset(needs):
@@ -181,11 +176,7 @@ def sharded_modules() -> set[Module]:
 
 
 def check_one_process(what: str, advice: str = "Run it in one process.") -> None:
-    """Refuse to run on several processes ``what`` would be different on each, with an advice.
-
-    Raises:
-        NotImplementedError: If there are several.
-    """
+    """Refuse to run on several processes ``what`` would be different on each, with an advice."""
     if are_several():
         raise NotImplementedError(
             f"{what} does not work on several processes yet ({distributed.get_world_size()} of "

@@ -216,9 +216,6 @@ class Plan:
 
         Uses on one batch may have different numbers of rows (positions). Batches are told apart by
         whether a path of modules connects the uses.
-
-        Raises:
-            ValueError: If the batches differ.
         """
         if len(self.uses[p]) == 1:
             return
@@ -231,11 +228,7 @@ class Plan:
             )
 
     def check_one_batch_for_all(self, what: str | Call) -> None:
-        """Refuse ``what``, or a call without samples, in a pass through batches of several sizes.
-
-        Raises:
-            ValueError: If the sizes differ.
-        """
+        """Refuse ``what``, or a call without samples, where batches have several sizes."""
         sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
             uses = ", ".join(f"{size} at {sizes[size]!r}" for size in sorted(sizes))
@@ -352,12 +345,7 @@ class Plan:
         return Passage(call, rows, feeds)
 
     def check_subsampling(self, subsampling: Sequence[int], exts: Sequence[Extension]) -> None:
-        """Refuse indices that are not samples of the batch.
-
-        Raises:
-            ValueError: If an index is out of range, there is no batch axis, or there are several
-                batches of different sizes.
-        """
+        """Refuse indices that are not samples of the batch."""
         if not self.calls:
             return
         savefields = ", ".join(ext.savefield for ext in exts)

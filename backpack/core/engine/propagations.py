@@ -69,12 +69,7 @@ class Propagation:
     reads_gradients: bool = True
 
     def check(self, ext: Extension) -> None:
-        """Refuse an extension that needs what the propagation does not offer.
-
-        Raises:
-            ValueError: If that is so.
-            NotImplementedError: If it has rules of a user that cannot take part.
-        """
+        """Refuse an extension that needs what the propagation does not offer."""
         others = set(ext.needs) - self.offers
         if others:
             raise ValueError(
@@ -291,11 +286,7 @@ def couples_terms(call: Call) -> bool:
 
 
 def refuse_coupled(plan: Plan, ext: Extension) -> None:
-    """Refuse the Hessian of single samples if a loss is no sum over the samples.
-
-    Raises:
-        NotImplementedError: If that is so.
-    """
+    """Refuse the Hessian of single samples if a loss is no sum over the samples."""
     for call in plan.losses:
         if couples_terms(call):
             raise NotImplementedError(

@@ -40,11 +40,7 @@ def sample_counts(
 
 
 def check_used_once(plan: Plan, p: Parameter, ext: Extension) -> None:
-    """Refuse what a user's rule returns for one of several uses of a parameter.
-
-    Raises:
-        NotImplementedError: If there are several.
-    """
+    """Refuse what a user's rule returns for one of several uses of a parameter."""
     if len(plan.uses.get(p, ())) > 1:
         raise NotImplementedError(
             f"{ext.savefield}: a rule of your own cannot serve a parameter that is used "
@@ -56,11 +52,7 @@ def check_used_once(plan: Plan, p: Parameter, ext: Extension) -> None:
 def check_passed_on(
     ext: Extension, rule: Any, call: Call, parts: Sequence[Any], rows: Rows
 ) -> None:
-    """Refuse what a user's rule passes on to the inputs of a call, if it is not shaped like them.
-
-    Raises:
-        ValueError: If that is so, or nothing is passed on.
-    """
+    """Refuse what a user's rule passes on to the inputs of a call, if it has other shapes."""
     if all(part is None for part in parts):
         raise ValueError(
             f"{ext.savefield}: 'backpropagate' of the rule {type(rule).__name__} for {call!r} "

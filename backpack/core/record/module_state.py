@@ -109,11 +109,7 @@ class ModuleState:
         return any(p is not None for tensors in self.read[::2] for p in tensors.values())
 
     def refuse_moved(self) -> None:
-        """Refuse parameters that were changed so between the forward pass and the backward pass.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Refuse parameters that were changed so between the forward pass and the backward pass."""
         raise RuntimeError(
             f"A parameter of {describe(self.module)} was given other memory (p.data = …) after the "
             "forward pass. Quantities are those of the weights of the forward pass, which autograd "

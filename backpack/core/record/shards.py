@@ -107,11 +107,7 @@ class Shard:
         return self.group.modules[0]
 
     def check(self) -> None:
-        """Refuse parameters that are sharded in several ways.
-
-        Raises:
-            NotImplementedError: If this is one.
-        """
+        """Refuse parameters that are sharded in several ways."""
         of = self._of
         if getattr(of, "is_dtensor", False) or hasattr(self.local, "fsdp_pre_all_gather"):
             raise NotImplementedError(SHARDED_TWICE)
