@@ -25,7 +25,7 @@ Pairs = list[tuple[Tensor, Tensor | None]]
 
 
 class Extension(Protocol):
-    """What the engine asks an extension: see ``backpack.extensions.backprop_extension``."""
+    """What the engine asks an extension: described in ``extensions.backprop_extension``."""
 
     savefield: str
     rules: Any  # those that users have registered, by module class
@@ -33,67 +33,39 @@ class Extension(Protocol):
     looks_at_loss: bool
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of what is extracted of every parameter."""
-
+    def needs(self) -> tuple[str, ...]: ...
     @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of all that ``extract`` reads: what it needs, and what comes with that."""
-
+    def reads(self) -> tuple[str, ...]: ...
     @property
-    def max_factor_size(self) -> int | None:
-        """Of Kronecker factors that are larger the diagonal will do; None if it never does."""
-
+    def max_factor_size(self) -> int | None: ...
     @property
-    def result_dtype(self) -> Any:
-        """Precision of results; None for that of the parameter."""
-
+    def result_dtype(self) -> Any: ...
     @property
-    def shape(self) -> tuple[str, ...] | None:
-        """Shape of a result, ``"*p"`` for that of the parameter."""
-
+    def shape(self) -> tuple[str, ...] | None: ...
     @property
-    def propagation(self) -> Any:
-        """What travels back through the network; None for the gradient."""
-
+    def propagation(self) -> Any: ...
     @property
-    def belongs_to_gradient(self) -> bool:
-        """Whether a result is used together with ``p.grad`` of the same pass."""
-
+    def belongs_to_gradient(self) -> bool: ...
     @property
-    def overrides_extract(self) -> bool:
-        """Whether it says itself what it makes of what it needs."""
-
+    def overrides_extract(self) -> bool: ...
     @property
-    def collects(self) -> bool:
-        """Whether it makes results of what all parameters have."""
-
-    def expects_backpropagation_quantities(self) -> bool:
-        """Return whether something travels back from the loss besides the gradient."""
-
-    def get_subsampling(self) -> list[int] | None:
-        """Return the numbers of the samples to look at; None for all."""
-
-    def rule_for(self, module: Module) -> Any:
-        """Return the rule that a user registered for a module, or None."""
-
-    def extract(self, products: Any) -> Any:
-        """Turn what was extracted of a parameter into the value to save."""
-
+    def collects(self) -> bool: ...
+    def expects_backpropagation_quantities(self) -> bool: ...
+    def get_subsampling(self) -> list[int] | None: ...
+    def rule_for(self, module: Module) -> Any: ...
+    def extract(self, products: Any) -> Any: ...
     def finish(
         self, collected: MutableMapping[Parameter, Any]
-    ) -> Iterable[tuple[Parameter, str, Any]]:
-        """Make results of what was extracted of all parameters."""
-
-    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Merge what arrives at a tensor over several branches."""
-
-    def fail(self, message: str, error: type[Exception] = ...) -> None:
-        """Raise, warn or do nothing, as the user wants it."""
+    ) -> Iterable[tuple[Parameter, str, Any]]: ...
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any: ...
+    def fail(self, message: str, error: type[Exception] = ...) -> None: ...
 
 
 class Rule(Protocol):
-    """What the record of a call asks derivatives: see ``core.derivatives.basederivatives``."""
+    """What the record of a call asks derivatives: described in ``core.derivatives``.
+
+    In ``basederivatives``, and in ``sample_axes`` what is about samples.
+    """
 
     needs_output: ClassVar[bool]
     reads_output: ClassVar[bool]
@@ -104,78 +76,36 @@ class Rule(Protocol):
     includes_children: ClassVar[bool]
 
     @property
-    def params(self) -> tuple[str, ...]:
-        """Names of the parameters."""
-
-    def own(self, module: Any) -> Mapping[str, Parameter | None]:
-        """Return the module's own parameters by name."""
-
-    def param_names(self, module: Any) -> Sequence[str]:
-        """Return the names of the parameters that the rule knows."""
-
+    def params(self) -> tuple[str, ...]: ...
+    def own(self, module: Any) -> Mapping[str, Parameter | None]: ...
+    def param_names(self, module: Any) -> Sequence[str]: ...
     def saved(
         self, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
-    ) -> dict[str, Any]:
-        """Return what must be kept from the forward pass."""
-
-    def couples_samples(self, module: Module) -> bool:
-        """Return whether a sample's output depends on other samples."""
-
-    def is_linear_in_params(self, module: Module) -> bool:
-        """Return whether the output is an affine function of each parameter."""
-
-    def min_dims(self, module: Module) -> int:
-        """Return how many axes an output has at least, the batch axis included."""
-
-    def reads_inputs(self, call: Any) -> bool:
-        """Return whether a formula reads entries of a call's inputs."""
-
-    def repeats_output(self, call: Any) -> bool:
-        """Return whether calling ``forward`` again in the same mode gives the same output."""
-
-    def autograd_stores(self, call: Any) -> bool:
-        """Return whether autograd has stored tensors of a call, which a backward pass frees."""
-
-    def keeps_rows(self, call: Any) -> bool:
-        """Return whether each row of an output is computed from the row at its place alone."""
-
-    def folds_rows(self, module: Module) -> bool:
-        """Return whether rows of a sample may as well be along an axis behind that of the batch."""
-
-    def sees_samples_first(self, module: Module) -> bool:
-        """Return whether the rule sees the tensors as they are, if their samples come first."""
-
-    def usual_layout(self, call: Any) -> Any:
-        """Return where the samples are if they are the rows of all tensors, and known to be."""
-
-    def layouts(self, call: Any) -> Sequence[Any]:
-        """Find where the samples are in the outputs, and correct what was assumed of the inputs."""
-
-    def fits_layouts(self, call: Any) -> bool:
-        """Whether samples that a later module has corrected are where the rule can have them."""
-
+    ) -> dict[str, Any]: ...
+    def couples_samples(self, module: Module) -> bool: ...
+    def is_linear_in_params(self, module: Module) -> bool: ...
+    def min_dims(self, module: Module) -> int: ...
+    def reads_inputs(self, call: Any) -> bool: ...
+    def repeats_output(self, call: Any) -> bool: ...
+    def autograd_stores(self, call: Any) -> bool: ...
+    def keeps_rows(self, call: Any) -> bool: ...
+    def folds_rows(self, module: Module) -> bool: ...
+    def sees_samples_first(self, module: Module) -> bool: ...
+    def usual_layout(self, call: Any) -> Any: ...
+    def layouts(self, call: Any) -> Sequence[Any]: ...
+    def fits_layouts(self, call: Any) -> bool: ...
     def seen(
         self, call: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]
-    ) -> tuple[list[Any], list[Tensor]]:
-        """Return inputs and outputs with the samples where the rule expects them."""
-
-    def seen_gradients(self, call: Any, folded: bool) -> Sequence[Tensor | None]:
-        """Return the gradients at a call's outputs with the samples where the rule expects them."""
+    ) -> tuple[list[Any], list[Tensor]]: ...
+    def seen_gradients(self, call: Any, folded: bool) -> Sequence[Tensor | None]: ...
 
 
 class Save(Protocol):
-    """Takes results, or what they will be made of."""
+    """Takes results, or what they will be made of: described in ``engine.combining``."""
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether there are results that cannot be written at once."""
-
+    def is_waiting(self) -> bool: ...
     @property
-    def write(self) -> Callable[[Parameter, Extension, Any], None]:
-        """Saves a result that is complete."""
-
-    def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
-        """Take the result of an extension at a parameter."""
-
-    def defers(self, products: Any, exts: Sequence[Extension]) -> bool:
-        """Take products, of which results will be made later, or return False."""
+    def write(self) -> Callable[[Parameter, Extension, Any], None]: ...
+    def __call__(self, p: Parameter, ext: Extension, value: Any) -> None: ...
+    def defers(self, products: Any, exts: Sequence[Extension]) -> bool: ...
