@@ -28,6 +28,7 @@ from rich.table import Table
 from backpack.core import fast
 from benchmark.libraries import Backpack
 from benchmark.measure import MEMORY_SHARE, total_memory
+from benchmark.noticed import noticed
 from benchmark.problems import ALL, LAYERS, SHORT, Problem
 from benchmark.quantities import EXACT, FIRST, HESSIAN, QUANTITIES
 from benchmark.report import table
@@ -136,7 +137,7 @@ class Steps:
         self.loaded.options = {"sum_individual_gradients": True} if SUMMED in quantity else {}
         step = self.loaded.prepare(QUANTITIES[quantity.removesuffix(SUMMED)])
         self.seconds(step)
-        with fast.noticed() as names:
+        with noticed() as names:
             self.seconds(step)
         peak = self.bytes(step)
         for name in sorted(names if paths is None else names.intersection(paths)):

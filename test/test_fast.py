@@ -34,6 +34,7 @@ from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
 from backpack.custom_module.attention import ScaledDotProductAttention
 from backpack.utils.kroneckers import EigenKronecker
+from benchmark.noticed import noticed
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-12}
 ORACLE = {"rtol": 1e-7, "atol": 1e-10}
@@ -257,7 +258,7 @@ def _value(p: nn.Parameter, ext: Any) -> Any:
 @cache
 def with_all(case: Case) -> tuple[Values, set[str]]:
     """Return the values with all fast paths, and the paths that were taken (or might have been)."""
-    with fast.noticed() as names:
+    with noticed() as names:
         return quantities(*case.build()), names
 
 
