@@ -89,3 +89,11 @@ __all__ = [
     "derivatives_of",
     "register",
 ]
+
+
+def __getattr__(name: str) -> type:
+    """Find the class of a rule by its name, in whatever file it is."""
+    for rule in REGISTRY.values():
+        if type(rule).__name__ == name:
+            return type(rule)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
