@@ -137,6 +137,40 @@ def of_a_sum(net: Net, h: Tensor) -> Tensor:
     return x * h
 
 
+class Shift(nn.Module):
+    """A module without a rule, whose derivatives read its input and compare its output."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Block(nn.Module):
+    """A container with a parameter, and with an attribute that its activation has as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inplace, self.act, self.shift = True, nn.SiLU(inplace=True), Shift()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shift(self.act(x) * self.scale)
+
+
+class AddsGate(nn.Module):
+    """A module without a rule that changes one of two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inplace = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y.sigmoid())
+
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "ReLU": lambda: nn.ReLU(inplace=True),
     "LeakyReLU": lambda: nn.LeakyReLU(0.3, inplace=True),
@@ -292,3 +326,77 @@ def test_without_hooks_nothing_is_copied() -> None:
         one[1].register_forward_hook(keep)
         one(torch.randn(N, 3))
     assert kept == [{}, {}]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_number_that_stands_for_true(route: Any) -> None:
+    number: Any = 1
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(number), nn.Linear(4, 2))
+    agree(model, copy.deepcopy(model), route, torch.randn(N, 3), "grad_batch", "diag_ggn_exact")
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_hooks_before_the_module_that_were_registered_after_extend(looks: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    for net in (extend(model), plain):
+        net[1].register_forward_pre_hook(lambda _, args: None if looks else (args[0].add_(1),))
+    if looks:
+        own = copy.deepcopy(plain)
+        agree(model, own, False, torch.randn(N, 3), "grad_batch", "diag_ggn_exact")
+    for _ in range(2):  # the change by a hook is a function between modules
+        loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), torch.randint(2, (N,)))
+        refused = nullcontext() if looks else pytest.raises(ValueError, match="not a module")
+        with backpack(extensions.DiagGGNExact()), refused:
+            loss.backward()
+    agree(model, plain, False, torch.randn(N, 3), "grad_batch")
+
+
+def test_hook_that_replaces_the_input_and_was_registered_after_extend() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    for net in (extend(model), plain):
+        net[1].register_forward_pre_hook(lambda _, args: (args[0].clone(),))
+    model(torch.randn(N, 3))
+    agree(model, plain, False, torch.randn(N, 3), "grad_batch", "diag_ggn_exact", "diag_h")
+
+
+def test_container_of_modules_that_work_in_place() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.block, self.act = nn.Linear(3, 4), Block(), nn.SiLU(inplace=True)
+            self.two = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.act(self.block(self.one(x))))
+
+    model, X, y = Outer(), torch.randn(N, 3), torch.randint(2, (N,))
+    plain = copy.deepcopy(model)
+    agree(copy.deepcopy(model), plain, "record", X, "grad_batch", "diag_ggn_exact", "diag_h")
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    told = r"no rule for the parameters scale of 'block' \(Block\)"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told) as caught:
+        loss.backward()
+    assert not any("evaluated again" in str(warning.message) for warning in caught)
+    for p, expected in zip(
+        model.parameters(), oracle.batch_grad(plain, nn.CrossEntropyLoss(), X, y), strict=True
+    ):
+        if p is not model.block.scale:
+            torch.testing.assert_close(p.grad_batch, expected)
+
+
+def test_parameter_as_an_argument_of_a_recorded_module_that_works_in_place() -> None:
+    model = Net(AddsGate(), lambda net, h: net.act(h, net.gate))
+    model.gate = nn.Parameter(torch.randn(1, 4))
+    fields = "grad_batch", "diag_ggn_exact", "diag_h"
+    agree(model, copy.deepcopy(model), "record", torch.randn(N, 3), *fields)
+
+
+def test_function_that_changes_the_output_of_a_module_without_a_rule() -> None:
+    model = Net(Shift(), lambda net, h: net.act(h).add_(h))
+    agree(copy.deepcopy(model), copy.deepcopy(model), "record", torch.randn(N, 3), "grad_batch")
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(torch.randn(N, 3)), torch.randint(2, (N,)))
+    told = r"What 'act' \(Shift\) has returned was changed in place afterwards"
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
+        loss.backward()

@@ -344,7 +344,7 @@ class _Converter:
         is_view = isinstance(module, VIEWS) and inputs
         memory = inputs[0].meta["backpack_memory"] if is_view else None
         self._finish(node, source, kind_of_output(module, node), memory)
-        if getattr(module, "inplace", False) is True and inputs:
+        if getattr(module, "inplace", False) and inputs:
             self._change_in_place(inputs[0], node, node)
 
     def _name_of_call(self, target: str, module: Module) -> str:

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.engine.hooks import call_after_recording, extend_one
+from backpack.core.engine.hooks import call_after_recording, copy_last, extend_one
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
@@ -651,6 +651,8 @@ def record_functions(root: Module) -> None:
             hook = module.register_forward_pre_hook(_enter_leaf, with_kwargs=True)
             CTX.add_hook_handle(hook, module)
             call_after_recording(module, _leave_leaf)
+            if works_in_place(module):
+                copy_last(module)
     if not is_recorded(root):
         vars(root)["_backpack_functions"] = Functions()
         vars(root)["_call_impl"] = Guard(root)

@@ -107,12 +107,18 @@ class AutomaticDerivatives(BaseDerivatives):
             saved["repeatable"] = is_repeatable(self._evaluation(c))
         if saved["repeatable"]:
             return None
+        if c.call.has_changed_outputs:
+            return (
+                f"What {describe(module)} has returned was changed in place afterwards (x += y, "
+                "x.relu_(), …), so it cannot be seen whether it returns the same when it is "
+                "evaluated again. Use the out-of-place form, or extend(model, use_converter=True)."
+            )
         return (
             f"{describe(module)} returns something else when it is evaluated again (is it random, "
             "or does it change its own state?), so its derivatives cannot be computed "
             "automatically. Use eval(), or register derivatives "
-            "(backpack.core.derivatives.register). If it changes its input in place, let it have "
-            "an attribute inplace = True before extend()."
+            "(backpack.core.derivatives.register). If it changes its input in place, set "
+            "self.inplace = True in its __init__."
         )
 
     def evaluation(self, c: Context) -> Evaluation:

@@ -38,7 +38,7 @@ def extend_one(module: Module, name: str, debug: bool = False) -> None:
     if debug:
         print(f"[backpack] extending {name or 'the module'} ({type(module).__name__})")
     if works_in_place(module):
-        _keep_what_it_overwrites(module)
+        copy_last(module)
     for key, hook in list(module._forward_hooks.items()):
         if hook is _record:  # a program has reset the flag
             del module._forward_hooks[key]
@@ -58,10 +58,17 @@ def call_after_recording(module: Module, hook: Any) -> None:
         hooks.move_to_end(key, last=False)
 
 
-def _keep_what_it_overwrites(module: Module) -> None:
-    if _keep_former not in module._forward_pre_hooks.values():
+def copy_last(module: Module) -> bool:
+    """Let what a module overwrites be copied after all other hooks; return whether it was."""
+    hooks = module._forward_pre_hooks
+    key = next((key for key, hook in hooks.items() if hook is _keep_former), None)
+    if key is None:
         handle = module.register_forward_pre_hook(_keep_former, with_kwargs=True)
         CTX.add_hook_handle(handle, module)
+        return False
+    was_last = next(reversed(hooks)) == key
+    hooks[key] = hooks.pop(key)
+    return was_last
 
 
 def _keep_former(module: Module, args: tuple, kwargs: dict) -> None:
@@ -72,7 +79,7 @@ def _keep_former(module: Module, args: tuple, kwargs: dict) -> None:
     compiler = set_compiler(None)
     try:
         if works_in_place(module) and module._backpack_extend:
-            keep_former(args, kwargs)
+            keep_former(module, args, kwargs)
     finally:
         set_compiler(compiler)
 
@@ -89,12 +96,11 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
         altered, is_first = None, next(iter(module._forward_hooks.values())) is _record
         changes = False
         if vars(module).get("inplace"):
-            copies = take_former(args, kwargs)
+            copies = take_former(module, args, kwargs)
             if copies:
                 changes, (args, kwargs) = True, with_former(copies, (args, kwargs))
-            if copies is None:
-                altered = NO_COPY
-                _keep_what_it_overwrites(module)
+            altered = NO_COPY if copies is None else None
+            is_first &= copy_last(module)  # hooks behind it may have changed the arguments
         if _global_forward_hooks or not is_first:
             altered, is_first = altered or alteration(module, args, kwargs, output), False
         seen = tape.record(

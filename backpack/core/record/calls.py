@@ -914,6 +914,11 @@ class Call(ModuleState):
                 "retain_graph=True) as well), and memory_cleanup behind them."
             )
 
+    @property
+    def has_changed_outputs(self) -> bool:
+        """Whether outputs were changed in place after the call."""
+        return tuple(map(version_of, self.outputs)) != self.versions[len(self.inputs) :]
+
     def check_unchanged(self) -> None:
         """Refuse to work with tensors that were changed in place.
 
@@ -1099,8 +1104,8 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
         call.versions = tuple(
             [v if y is x else version_of(y) for y, (x, v, _) in zip(new, held, strict=True)]
         )
-        if not any(shares[:count]):  # the call has filled this memory: none before holds it
-            return
+        if not (any(shares[:count]) or call.module._modules):
+            return  # the call has filled this memory, itself: none before holds it
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils._pytree import tree_map
 
 from backpack.context import STATE
@@ -13,13 +14,12 @@ from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import DENSE, FORM, tensors_in
 from backpack.core.record.data_notes import layout_of, note
+from backpack.core.record.weights import version_of
 
 NO_COPY = (
-    "changes its input in place, which it did not when it was extended. It is recorded from the "
-    "next forward pass on."
+    "changes its input in place, which it did not when it was extended, or a hook that was "
+    "registered later has replaced the input. It is recorded from the next forward pass on."
 )
-# Name of the attribute of a tensor that is about to change which holds the copy.
-_FORMER = "_backpack_former"
 _in_transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -31,7 +31,7 @@ def former_of(x: Tensor) -> Tensor:
     return copy
 
 
-def keep_former(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def keep_former(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep copies of arguments that a module may change, for this call and those that hold them."""
     is_recording = torch.is_grad_enabled() and not STATE.get().disabled and not is_traced()
     if not is_recording or _in_transform() is not None:
@@ -40,20 +40,27 @@ def keep_former(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for x in _may_change(args, kwargs):
             copy = former_of(x)
             preserve(x, copy)
-            setattr(x, _FORMER, (copy, x._version))
+            vars(x)[_holder(module)] = copy, version_of(x)
 
 
-def take_former(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Tensor, Tensor] | None:
+def take_former(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Tensor, Tensor] | None:
     """Return the copies of arguments that have changed; None if there are none of some."""
-    kept = {x: vars(x).pop(_FORMER, None) for x in _may_change(args, kwargs)}
+    kept = {x: vars(x).pop(_holder(module), None) for x in _may_change(args, kwargs)}
     if None in kept.values():
         return None
-    return {x: copy for x, (copy, version) in kept.items() if x._version != version}
+    return {x: copy for x, (copy, version) in kept.items() if version_of(x) != version}
 
 
 def with_former(copies: dict[Tensor, Tensor], arguments: Any) -> Any:
     """Return arguments as they were before the call."""
     return tree_map(lambda x: copies.get(x, x) if isinstance(x, Tensor) else x, arguments)
+
+
+def _holder(module: Module) -> str:
+    """Name the attribute of a tensor with what it was before a call: calls may be nested."""
+    return f"_backpack_before_{id(module)}"
 
 
 def _may_change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Tensor]:

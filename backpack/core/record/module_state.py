@@ -299,4 +299,4 @@ def describe(module: Module) -> str:
 
 def works_in_place(module: Module) -> bool:
     """Whether a module overwrites what it reads, such as ``nn.ReLU(inplace=True)``."""
-    return vars(module).get("inplace") is True
+    return bool(vars(module).get("inplace"))
