@@ -83,6 +83,12 @@ NODE_NAMES: dict[type[Module], str] = {
     ReduceTuple: "reduce_tuple",
     Slicing: "slicing",
 }
+# How torch.fx says that an argument has another value than its default, and what to do then.
+OTHER_VALUE = "but got another value"
+SPECIALIZED = (
+    "The forward pass was converted with the default value: for others, record its functions, "
+    'extend(model, use_converter="record").'
+)
 # Modules whose result may share its memory with their input.
 VIEWS = (
     *(nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd),
@@ -155,6 +161,9 @@ def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording
         original = str(node.target).removesuffix("_1")
         if node.op == "placeholder" and original in (constants or {}):
             node.target = original  # torch.fx has numbered it
+        check, message = (*node.args, None, None)[:2]
+        if isinstance(message, str) and message.endswith(OTHER_VALUE):  # of torch.fx
+            node.args = check, f"{message}. {SPECIALIZED}"
     return _Recording(graph, tensors, tuple(tracer.branches))
 
 
@@ -252,7 +261,8 @@ class _Converter:
                 continue
             if node.op != "get_attr":
                 function = look_up(node)
-                if function.row is None or function.row.keep or function.in_place:
+                writes = function.in_place or "out" in node.kwargs
+                if function.row is None or function.row.keep or writes:
                     continue
             self.graph.erase_node(node)
 
@@ -304,6 +314,8 @@ class _Converter:
     # One method for each kind of node
 
     def _convert_placeholder(self, node: Node) -> None:
+        if nodes_in(node.args):
+            raise self._error(node, "has a tensor as its default value, which is not converted.")
         is_tensor = node.type in (Tensor, "Tensor", "torch.Tensor")
         node.type = None
         self._finish(node, "", TENSOR if is_tensor else UNKNOWN)
@@ -362,7 +374,7 @@ class _Converter:
 
     def _convert_call_function(self, node: Node) -> None:
         function = look_up(node)
-        if isinstance(node.kwargs.get("out"), Node):
+        if nodes_in(node.kwargs.get("out")):
             raise self._error(node, "has an argument 'out'. Use what the function returns.")
         changed: Any = node.args[0] if function.in_place and node.args else None
         if not isinstance(changed, Node) or kind(changed) not in (TENSOR, UNKNOWN):
