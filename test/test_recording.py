@@ -28,6 +28,7 @@ from backpack.context import STATE
 from backpack.convert import recording
 from backpack.convert.recording import is_recorded
 from backpack.core.derivatives import AutomaticDerivatives
+from backpack.core.engine import hooks
 from backpack.core.record import calls
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -1016,6 +1017,56 @@ def test_interrupted_forward(copied: Callable, place: str, interrupt: type[BaseE
         assert not STATE.get().recorders
     hook.remove()
     is_right(model, X, y)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_what_hooks_of_leaves_do_is_recorded(name: str, extended: bool) -> None:
+    """Also where they were there before: our hooks come first, and they keep their order."""
+    model, X, y = small()
+    model = extend(model) if extended else model
+    for prepend in (False, False, True):
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda m, args, out: out + out.sin() ** 2, prepend=prepend)
+        module.register_forward_hook(lambda m, args, out: 2 * out)
+    reference, _, _ = small()
+    for hook in model.get_submodule(name)._forward_hooks.values():
+        if hook is not hooks._record:
+            reference.get_submodule(name).register_forward_hook(hook)
+    fields = TRUTHS.keys() - {"kflr"}  # whose truth has hooks as well
+    check(model, X, y, reference, fields, use_converter="record")
+
+
+@pytest.mark.parametrize("use_converter", [None, False, True, "record"])
+def test_new_layers_are_recorded_once(use_converter: Any) -> None:
+    """A layer that is extended alone, or with the model that is recorded already."""
+    model, X, y = small()
+    recorded(model)
+    model.last = nn.Linear(5, CLASSES).double()
+    if use_converter is None:
+        extend(model.last)
+    else:
+        assert extend(model, use_converter=use_converter) is model
+    is_right(model, X, y, TRUTHS)
+
+
+class Learner(Small):
+    """Computes its loss with what it is given."""
+
+    def forward(self, x: Tensor, y: Tensor, lossfunc: nn.Module) -> Tensor:
+        return lossfunc(super().forward(x), y)
+
+
+def test_losses_that_a_model_is_called_with_are_recorded_once() -> None:
+    torch.manual_seed(0)
+    model, (X, y) = recorded(Learner().double()), data()
+    reference = Small().double()
+    reference.load_state_dict(model.state_dict())
+    fields = ("grad_batch", "diag_ggn_exact", "diag_h", "kflr")
+    expected = {f: TRUTHS[f][1](reference, F.cross_entropy, X, y) for f in fields}
+    with backpack(*(TRUTHS[f][0]() for f in fields)):
+        model(X, y, extend(nn.CrossEntropyLoss())).backward()
+    compare(model, expected)
 
 
 def test_classes_are_as_they_were() -> None:

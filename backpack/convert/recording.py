@@ -162,8 +162,12 @@ class Recorder(TorchFunctionMode):
         self.has_changes = False
         self.versions: list[int] = []
         self.views: dict[int, Tensor] = {}
-        for buffer in root.buffers():
-            note(buffer, unbatched())
+        for module in root.modules():
+            if not _is_followed(module):  # it has become a part of the model
+                record_functions(root)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    note(buffer, unbatched())
         self.compiler: Any = None
         self.others = not_intercepted()
 
@@ -431,7 +435,11 @@ class Recorder(TorchFunctionMode):
                 self._extend_all(x, name)
 
     def _run(self, what: Apply, tensors: Sequence[Tensor]) -> Any:
-        return what.module(*self._inputs(what, tensors))
+        self.silent += 1
+        try:
+            return what.module(*self._inputs(what, tensors))
+        finally:
+            self.silent -= 1
 
     def _inputs(self, what: Apply, tensors: Sequence[Tensor]) -> list[Any]:
         return [
@@ -633,6 +641,13 @@ def is_open(module: Module) -> bool:
 def is_recorded(root: Module) -> bool:
     """Return whether the functions of a model are recorded already."""
     return _start in root._forward_pre_hooks.values()
+
+
+def _is_followed(module: Module) -> bool:
+    """Return whether it is known when a module runs, unless its calls are not recorded."""
+    own = vars(module)
+    is_known = "_backpack_open" in own or _enter_leaf in module._forward_pre_hooks.values()
+    return is_known or not own.get("_backpack_extend")
 
 
 def record_functions(root: Module) -> None:

@@ -75,11 +75,16 @@ def _is_recorded(module: Module) -> bool:
 
 
 def _is_opened(module: Module, recorders: Sequence[Any]) -> bool:
-    """Whether the functions of a module are recorded now, in this thread, in place of its call."""
-    opened = recorders[-1] and recorders[-1].opened
-    return "_backpack_open" in vars(module) or (
-        bool(opened) and any(one is module for one in opened)
-    )
+    """Whether the functions of a module are recorded now, in this thread, in place of its call.
+
+    Also those of a module that is no part of the model, such as a loss that it is called with. But
+    parameters that are not of the model have quantities of the module alone.
+    """
+    recorder = recorders[-1]
+    if "_backpack_open" in vars(module) or recorder is None or recorder.silent:
+        return "_backpack_open" in vars(module)
+    is_trained = any(p.requires_grad for p in module.parameters())
+    return not is_trained or any(one is module for one in recorder.opened)
 
 
 NO_REPLICAS = (
