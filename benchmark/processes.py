@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack, extend, extensions
 from backpack.core.engine.combining import Combining
-from backpack.distributed import reduced_in
+from backpack.distributed import reduced_in, sums
 from benchmark.measure import circumstances
 from benchmark.report import table
 
@@ -143,15 +143,15 @@ class Counter:
         """Count inside."""
         reduce = Combining.reduce
 
-        def counted(name: str, share: int) -> Any:
-            function = getattr(distributed, name)
+        def counted(owner: Any, name: str, share: int) -> Any:
+            function = getattr(owner, name)
 
             def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
                 self.bytes += tensor.nbytes // share
                 self.collectives += 1
                 return function(tensor, *args, **options)
 
-            return patch.object(distributed, name, counting)
+            return patch.object(owner, name, counting)
 
         def timed(*args: Any) -> None:
             start = time.perf_counter()
@@ -159,9 +159,9 @@ class Counter:
             self.seconds += time.perf_counter() - start
 
         with (
-            counted("all_reduce", 1),
-            counted("all_to_all_single", 2),  # moves half of what an all_reduce does
-            counted("all_gather_into_tensor", 2),
+            counted(distributed, "all_reduce", 1),
+            counted(distributed, "all_to_all_single", 2),  # moves half of what an all_reduce does
+            counted(sums, "ALL_GATHER", 2),
             patch.object(Combining, "reduce", timed),
         ):
             yield

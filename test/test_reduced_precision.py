@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack import extend
 from backpack import extensions as e
-from backpack.distributed import reduced_in
+from backpack.distributed import reduced_in, sums
 from backpack.distributed.shards import whole
 
 SIZES = [2, 3]
@@ -52,7 +53,8 @@ def _values(rank: int, count: int) -> None:
     own = batch(SIZES, rank)
     for wrap in (DistributedDataParallel, sharded):
         model = wrap(extend(plain_net()))
-        with reduced_in(torch.bfloat16):
+        with reduced_in(torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # torch renames operations
             step(model, own, *exts())
         for i, p in enumerate(model.parameters()):
             gradient = sum(each["grad"][i] for each in local) / 2
@@ -111,7 +113,7 @@ def test_other_precisions_are_errors_on_all(tmp_path: Path) -> None:
 def _bytes(rank: int, count: int) -> None:
     """Half of those of single precision, in sends and in receives."""
     sent: list[int] = []
-    all_to_all, gather = distributed.all_to_all_single, distributed.all_gather_into_tensor
+    all_to_all, gather = distributed.all_to_all_single, sums.ALL_GATHER
 
     def counted(out: Tensor, value: Tensor, **options: Any) -> Any:
         sent.append(value.nbytes)
@@ -125,7 +127,7 @@ def _bytes(rank: int, count: int) -> None:
     X, y = batch(SIZES, rank)
     with pytest.MonkeyPatch.context() as patch, reduced_in(torch.bfloat16):
         patch.setattr(distributed, "all_to_all_single", counted)
-        patch.setattr(distributed, "all_gather_into_tensor", gathered)
+        patch.setattr(sums, "ALL_GATHER", gathered)
         step(model, (X.float(), y), e.DiagGGNExact())
     P = sum(p.numel() for p in model.parameters())
     assert sent == [2 * (P + P % 2)] * 2

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-# It has another name from PyTorch 2.14 on.
+# They have other names from PyTorch 2.14 on.
 REDUCE_SCATTER: Any = getattr(
     distributed, "reduce_scatter_single", getattr(distributed, "reduce_scatter_tensor", None)
+)
+ALL_GATHER: Any = getattr(
+    distributed, "all_gather_single", getattr(distributed, "all_gather_into_tensor", None)
 )
 # The precision that is sent, by the innermost context: backward passes may run in other threads.
 _sent: list[torch.dtype] = []
@@ -66,7 +69,7 @@ def all_reduced(value: Tensor, group: Any) -> Tensor:
     rows.view(-1)[: len(value)] = value
     own = _summed(rows, group)
     found = own.new_empty(rows.numel())
-    distributed.all_gather_into_tensor(found, own, group=group)
+    ALL_GATHER(found, own, group=group)
     return found[: len(value)].to(value.dtype)
 
 
