@@ -14,7 +14,7 @@ from torch import Tensor, einsum, nn
 from backpack import backpack, extend
 from backpack.core.derivatives import derivatives_of
 from backpack.custom_module.permute import Permute
-from backpack.extensions import HBP, KFAC, KFLR, KFRA
+from backpack.extensions import EKFAC, HBP, KFAC, KFLR, KFRA, SqrtGGNExact
 from backpack.utils.kroneckers import kfacs_to_mat
 from backpack.utils.subsampling import subsample
 
@@ -482,3 +482,37 @@ def test_factor_of_many_patches_in_low_precision(dtype: torch.dtype) -> None:
     factor = model[0].weight.kflr[1]
     assert factor.dtype == dtype
     torch.testing.assert_close(factor.double(), rows.T @ rows / N, rtol=5e-3, atol=0)
+
+
+class Table(nn.Module):
+    """Scales the data by a layer of a table, which is the same for all samples."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.first, self.head = layer, nn.Linear(5, 5), nn.Linear(20, 2)
+        self.register_buffer("table", torch.randn(1, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) * self.layer(self.table)).flatten(1))
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+@pytest.mark.parametrize("joint_bias", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_block_of_a_convolution_without_samples(
+    approximation: Any, joint_bias: bool, groups: int
+) -> None:
+    """The exact block stands for its Kronecker factors, and its bias has a block of its own."""
+    torch.manual_seed(0)
+    model = Table(nn.Conv1d(4, 4, 3, padding=1, groups=groups)).double()
+    model, X = extend(model, use_converter=True), torch.rand(N, 4, 5, dtype=torch.float64)
+    exact = KFLR(approximation=approximation, joint_bias=joint_bias)
+    ekfac = EKFAC(fisher="exact", approximation=approximation, joint_bias=joint_bias)
+    with backpack(exact, KFRA(), ekfac, SqrtGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(X), torch.arange(N) % 2).backward()
+    for p in model.layer.parameters():
+        root = p.sqrt_ggn_exact.flatten(0, 1).flatten(1)
+        block = root.T @ root
+        close(kfacs_to_mat(p.kflr), block)
+        close(p.ekfac.dense(), block)
+        assert [factor.shape for factor in p.kfra] == [block.shape]

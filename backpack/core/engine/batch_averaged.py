@@ -162,7 +162,7 @@ class BatchAveragedBackpropagation:
         """Map each parameter to the first one of its call that has the same Kronecker factor."""
         derivatives, trained = call.derivatives, list(call.trained.values())
         shared = SHARED.is_on and derivatives is not None and derivatives.kronecker_rows_are_shared
-        is_one = shared and self._is_alone(call) and trained
+        is_one = shared and not call.is_of_copies and self._is_alone(call) and trained
         return dict.fromkeys(trained[1:], trained[0]) if is_one else {}
 
     def _is_alone(self, call: Call) -> bool:

@@ -115,7 +115,9 @@ class Use:
         Each has one or several rows of the call. Of factors that are larger than ``max_size``,
         there is the diagonal ``[I]`` alone.
         """
-        rule: Any = self.call.derivatives
+        call, rule = self.call, self.call.derivatives
+        if call.is_unbatched and call.is_of_copies:  # the block stands for them
+            return []
         rows_per_sample = self.factor.mat.shape[1] / max(num_n, 1)
         if approximation == "reduce" and rows_per_sample > 1:
             means = rule.kron_means(self.c, self.name, num_n)
@@ -457,6 +459,7 @@ class Products:
             u
             for u in self.uses
             if u.name in pair and pair <= u.call.trained.keys() and u.derivatives.joins_bias
+            if not u.call.is_of_copies
         ]
         if joining and len(self.uses) == 1:
             return True
