@@ -439,6 +439,10 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
         lambda m, x, y: F.batch_norm(x, m.mean, m.var, training=m.training),
         "ParameterModule ParameterModule batch_norm",
     ),
+    (
+        lambda m, x, y: torch.batch_norm(x, None, None, m.mean, m.var, m.training, 0.1, 1e-5, True),
+        "ParameterModule ParameterModule batch_norm",
+    ),
     (lambda m, x, y: F.instance_norm(x), "instance_norm"),
     (lambda m, x, y: F.layer_norm(x, (6,), m.weight[0]), "ParameterModule Slicing layer_norm"),
     (lambda m, x, y: F.group_norm(x, 2), "group_norm"),
@@ -1076,6 +1080,18 @@ def test_batch_norm_switches() -> None:
         assert_same(converted.train(mode), original.train(mode), X)
     assert torch.equal(net[1].running_mean, original[1].running_mean)
     assert int(net[1].num_batches_tracked) == 1
+
+
+def statistics_of_the_batch(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def test_statistics_of_the_batch_are_recorded() -> None:
+    """A function would have to act on each sample alone."""
+    net = Net(statistics_of_the_batch)
+    with pytest.raises(ConversionError, match=r"mixes the samples.*use_converter='record'"):
+        convert(net)
+    assert extend(net, use_converter=True) is net
 
 
 def always(m: Any, x: Tensor, y: Tensor) -> Tensor:

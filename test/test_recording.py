@@ -1488,6 +1488,38 @@ def test_functions_that_mix_samples(name: str) -> None:
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
 
 
+class NormAct(nn.BatchNorm2d):
+    """Calls the function of its class, and an activation: the layer of most models of timm."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, mode = (self.running_mean, self.running_var), bool(self.training)
+        return self.act(F.batch_norm(x, *state, self.weight, self.bias, training=mode))
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_batch_normalisation_as_a_function(route: Any, training: bool, frozen: int) -> None:
+    """It has the quantities of the layer, also in training mode, where it mixes samples."""
+    X, y, found = torch.rand(N, 1, 6, 6, dtype=torch.float64), torch.arange(N) % CLASSES, []
+    for norm in (NormAct, lambda size: nn.Sequential(nn.BatchNorm2d(size), nn.Tanh())):
+        torch.manual_seed(0)
+        first, second = (nn.Conv2d(1, 2, 3), norm(2)), (nn.Conv2d(2, 2, 3), norm(2))
+        model = nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(8, CLASSES)).double()
+        model[:frozen].requires_grad_(False)
+        model = extend(model.train(training), use_converter=route)
+        with backpack(*(TRUTHS[f][0]() for f in ("diag_ggn_exact", "diag_h", "kflr"))):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        states = [x for name, x in model.named_buffers() if "running" in name]
+        found.append([[p.diag_ggn_exact, p.diag_h, *p.kflr] for p in trained] + [states])
+    torch.testing.assert_close(*found)
+
+
 def test_random_functions() -> None:
     torch.manual_seed(0)
     model, (X, y) = Net(lambda net, h: F.dropout(h, 0.5) * torch.rand_like(h), {}).double(), data()

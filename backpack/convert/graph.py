@@ -7,6 +7,7 @@ graph. What becomes of which function is in :mod:`backpack.core.record.functions
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import re
 from collections import Counter
@@ -401,6 +402,10 @@ class _Converter:
     def _out_of_place(self, node: Node, function: Function) -> Node:
         args, kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "inplace"}
         row, what, what_kind = function.row, None, kind_of_call(node)
+        if row is not None and row.layer is not None:
+            given = inspect.signature(row.layer).bind(*args, **kwargs).arguments
+            if given.get("training") is True:  # the mode was asked for: recorded, it is a layer
+                raise self._error(node, "mixes the samples. Record it: use_converter='record'.")
         if row is not None and row.convert is not None and not on_values(node):
             try:
                 what = row.convert(*args, **kwargs)

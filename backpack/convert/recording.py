@@ -225,6 +225,10 @@ class Recorder(TorchFunctionMode):
         function = resolve(func)
         if function is None:
             return self._follow_source(func(*args, **kwargs), args)
+        if function.row is not None and function.row.layer is not None:
+            layer = self._layer(function, args, kwargs)
+            if layer is not None:
+                return self._note(*layer, func(*args, **kwargs))
         if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
             args, kwargs = self.read_parameters(args, kwargs)
         may_change = bool(kwargs) or _position_of_inplace(func) is not None
@@ -291,7 +295,8 @@ class Recorder(TorchFunctionMode):
         before = args if former is None else (former, *args[1:])
         self.silent += 1
         try:
-            what, inputs = self._application(function, before, options, at_once=True)
+            layer = self._layer(function, before, options)
+            what, inputs = layer or self._application(function, before, options, at_once=True)
             outputs = result if changed is None else changed
             follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
             if changed is not None:
@@ -382,6 +387,16 @@ class Recorder(TorchFunctionMode):
         return None
 
     # ------------------------------------------------------------------ functions as modules
+
+    @staticmethod
+    def _layer(function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]] | None:
+        """Return the layer that has the parameters among the arguments, and its input."""
+        make = None if function.row is None else function.row.layer
+        module = None if make is None else make(*args, **kwargs)
+        if module is None:
+            return None
+        vars(module)["_backpack_name"] = f"{name_of(function)} at {_place()}"
+        return Apply(module, (Slot(0),)), [args[0] if args else kwargs["input"]]
 
     def _application(
         self, function: Function, args: Any, kwargs: Any, at_once: bool = False

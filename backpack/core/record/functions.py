@@ -315,6 +315,31 @@ def rms_norm(normalized_shape: Any, weight: None = None, eps: float | None = Non
     return nn.RMSNorm(normalized_shape, eps, elementwise_affine=False)
 
 
+BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Module | None:
+    """Batch normalisation: a function of its own would have to act on each sample alone."""
+    kind = BATCH_NORMS.get(input.dim())
+    are_own = all(p is None or isinstance(p, nn.Parameter) for p in (weight, bias))
+    if kind is None or not are_own or isinstance(input, nn.Parameter):
+        return None
+    module: Any = kind(input.shape[1], eps, momentum, False, not training)
+    module.weight, module.bias = weight, bias
+    if not training:
+        module.running_mean, module.running_var = running_mean, running_var
+    return module.train(training)
+
+
 def max_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
     """Maximum pooling: module and function have their options in different orders."""
 
@@ -477,6 +502,8 @@ class Row:
         keep: Whether to keep calls whose result is not used.
         treatment: :data:`ENTRIES`, :data:`MOVES`, :data:`RESHAPES`,
             :data:`CONSTANT`, or None for anything else.
+        layer: From the arguments of a recorded call to the layer with the same parameters, whose
+            input is the first argument; None if the call is none of a layer.
     """
 
     functions: str
@@ -485,6 +512,7 @@ class Row:
     is_view: bool = False
     keep: bool = False
     treatment: str | None = None
+    layer: Callable[..., Module | None] | None = None
 
 
 def _rows(*functions: str, **common: Any) -> list[Row]:
@@ -755,7 +783,8 @@ TABLE: tuple[Row, ...] = (
     Row("F.embedding torch.embedding"),
     Row("F.embedding_bag"),
     Row("F.one_hot"),
-    Row("F.batch_norm torch.batch_norm", keep=True),
+    Row("F.batch_norm", keep=True, layer=batch_norm),
+    Row("torch.batch_norm", keep=True),
     Row("F.instance_norm torch.instance_norm", keep=True),
     Row("torch._weight_norm", weight_norm),
     Row("F.layer_norm torch.layer_norm", layer(layer_norm)),
