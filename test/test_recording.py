@@ -1531,9 +1531,9 @@ def test_random_functions() -> None:
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
     compare(model, {"diag_ggn_exact": expected})
 
-    model.middle = lambda net, h: torch.rrelu(h, 0.1, 0.9, training=True)
+    model.middle = lambda net, h: torch._standard_gamma(h.exp())
     with (
-        pytest.raises(NotImplementedError, match=r"rrelu .* when it is evaluated again"),
+        pytest.raises(NotImplementedError, match=r"standard_gamma .* when it is evaluated again"),
         backpack(extensions.DiagGGNExact()),
     ):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
@@ -1613,6 +1613,38 @@ class Seeded(nn.Module):
         torch.manual_seed(2)
         random.seed(2)
         return self.model(x)
+
+
+DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
+    "gumbel": lambda h: F.gumbel_softmax(h, 0.7),
+    "gumbel, hard": lambda h: F.gumbel_softmax(h, tau=2.0, hard=True, dim=1),
+    "slopes": lambda h: F.rrelu(h, 0.1, 0.9, training=True),
+    "slopes of torch": lambda h: torch.rrelu(h, 0.1, 0.9, True),
+    "bernoulli": lambda h: h * torch.bernoulli(h.sigmoid()),
+    "bernoulli, straight through": lambda h: h.sigmoid().bernoulli() + h.sigmoid() - 0.5,
+    "poisson": lambda h: h * torch.poisson(h.exp()),
+    "poisson of data": lambda h: h + torch.poisson(h.detach().exp()),
+    "gamma of data": lambda h: h * torch._standard_gamma(h.detach().exp()),
+    "normal": lambda h: torch.distributions.Normal(h, h.exp()).rsample(),
+    "concrete": lambda h: torch.distributions.RelaxedBernoulli(
+        h.new_tensor(0.5), None, h
+    ).rsample(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_functions_that_draw(name: str) -> None:
+    torch.manual_seed(0)
+    model = Seeded(Net(lambda net, h: DRAWING[name](h), {}).double())
+    plain, (X, y) = copy.deepcopy(model), data()
+    fields = ["diag_ggn_exact", "diag_h", "hmp"]
+    check(model, X, y, plain, fields, use_converter="record")
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    output, params = plain(X), list(plain.parameters())
+    losses = [F.cross_entropy(output[n : n + 1], y[n : n + 1]) / N for n in range(N)]
+    grads = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    compare(model, {"grad_batch": [torch.stack(own) for own in zip(*grads, strict=True)]})
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -12,6 +12,7 @@ from torch.nn import (
     Dropout3d,
     FeatureAlphaDropout,
     Module,
+    RReLU,
 )
 
 from backpack.custom_module.attention import ScaledDotProductAttention
@@ -47,6 +48,10 @@ class PermanentAlphaDropout(_Permanent, AlphaDropout):
 
 class PermanentFeatureAlphaDropout(_Permanent, FeatureAlphaDropout):
     """``torch.nn.FeatureAlphaDropout``, always on."""
+
+
+class PermanentRReLU(_Permanent, RReLU):
+    """``torch.nn.RReLU``, always random."""
 
 
 class PermanentAttention(_Permanent, ScaledDotProductAttention):

@@ -419,7 +419,9 @@ def random_leaky_relu(
     """Leaky ReLU with random slopes, or with their mean."""
     if not isinstance(training, TrainingFlag) and not training:
         return nn.LeakyReLU((lower + upper) / 2)
-    return switched(training, lambda: nn.RReLU(lower, upper), lambda: None)
+    return switched(
+        training, lambda: nn.RReLU(lower, upper), lambda: permanent.PermanentRReLU(lower, upper)
+    )
 
 
 def stochastic_depth(p: float, mode: str, training: Any = True) -> Module | None:
@@ -444,6 +446,45 @@ def attention(
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     make = permanent.PermanentAttention if dropout_p else ScaledDotProductAttention
     return Apply(make(dropout_p, bool(is_causal), scale, bool(enable_gqa)), inputs)
+
+
+def gumbel_softmax(
+    logits: Any, tau: Any = 1, hard: Any = False, eps: Any = 1e-10, dim: Any = -1
+) -> Apply | None:
+    """Softmax of logits with noise: what is drawn is no function of the logits."""
+    if not is_static((tau, hard, dim)):
+        return None
+    noise = Apply(FunctionModule(gumbel_noise, [Slot(0)]), (logits,))
+    scaled = Apply(
+        FunctionModule(torch.div, [Slot(0), tau]), (Apply(SumModule(), (logits, noise)),)
+    )
+    soft = Apply(nn.Softmax(dim), (scaled,))
+    return Apply(FunctionModule(straight_through, [Slot(0), dim]), (soft,)) if hard else soft
+
+
+def gumbel_noise(like: torch.Tensor) -> torch.Tensor:
+    """Draw as ``torch.nn.functional.gumbel_softmax`` does."""
+    return (
+        -torch.empty_like(like, memory_format=torch.legacy_contiguous_format).exponential_().log()
+    )
+
+
+def draw(function: Callable[..., torch.Tensor]) -> Callable[..., Apply | None]:
+    """A draw that depends on the input, with a derivative of zero."""
+
+    def convert(input: Any, *, generator: Any = None) -> Apply | None:
+        options = {} if generator is None else {"generator": generator}
+        detached = Apply(FunctionModule(torch.detach, [Slot(0)]), (input,))
+        drawn = Apply(FunctionModule(function, [Slot(0)], options), (detached,))
+        return Apply(SumModule(), (Apply(ScaleModule(0.0), (input,)), drawn))
+
+    return convert
+
+
+def straight_through(soft: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return one for the largest entry, else zero, with the derivative of the identity."""
+    hard = torch.zeros_like(soft, memory_format=torch.legacy_contiguous_format)
+    return hard.scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
 
 
 # --- Kinds of results -----------------------------------------------------------------------------
@@ -717,7 +758,7 @@ TABLE: tuple[Row, ...] = (
         "F.log_softmax torch.log_softmax .log_softmax torch.special.log_softmax",
         layer(softmax(nn.LogSoftmax)),
     ),
-    Row("F.gumbel_softmax", keep=True),
+    Row("F.gumbel_softmax", gumbel_softmax, keep=True),
     # dropout
     Row("F.dropout", layer(dropout(nn.Dropout, permanent.PermanentDropout)), is_view=True),
     Row("F.dropout1d", layer(dropout(nn.Dropout1d, permanent.PermanentDropout1d)), is_view=True),
@@ -815,7 +856,10 @@ TABLE: tuple[Row, ...] = (
     Row("torch.arange torch.linspace torch.tensor torch.as_tensor .new_tensor"),
     Row("torch.rand torch.randn torch.randint torch.randperm torch.normal", keep=True),
     Row("torch.rand_like torch.randn_like torch.randint_like", keep=True),
-    Row("torch.bernoulli .bernoulli torch.multinomial .multinomial", keep=True),
+    Row("torch.bernoulli .bernoulli", draw(torch.bernoulli), keep=True, treatment=ENTRIES),
+    Row("torch.poisson", draw(torch.poisson), keep=True, treatment=ENTRIES),
+    Row("torch._standard_gamma", keep=True, treatment=ENTRIES),
+    Row("torch.multinomial .multinomial", keep=True),
     # numbers, shapes and the like
     Row(".size .dim .ndimension .numel .nelement torch.numel .stride .element_size", None, VALUE),
     Row(".is_floating_point torch.is_floating_point .is_complex .get_device", None, VALUE),
