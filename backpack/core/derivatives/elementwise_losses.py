@@ -21,6 +21,7 @@ from torch.nn import (
     L1Loss,
     Module,
     MSELoss,
+    MultiLabelMarginLoss,
     MultiLabelSoftMarginLoss,
     PoissonNLLLoss,
     SmoothL1Loss,
@@ -165,9 +166,9 @@ class MSELossDerivatives(ElementwiseLossDerivatives):
         return sqrt(2) * drawn(torch.randn_like, c.input, mc_samples)
 
 
-@register(L1Loss, HingeEmbeddingLoss, KLDivLoss)
+@register(L1Loss, HingeEmbeddingLoss, KLDivLoss, MultiLabelMarginLoss)
 class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
-    """Derivatives of ``L1Loss``, ``HingeEmbeddingLoss`` and ``KLDivLoss``: ``l'' = 0``.
+    """Derivatives of losses that are linear, at least piecewise: ``l'' = 0``.
 
     ``KLDivLoss`` is linear in the log-probabilities that it reads, and its GGN zero. For the
     curvature of the softmax, use ``CrossEntropyLoss`` with probabilities as targets: its gradient

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import MultiLabelMarginLoss, MultiMarginLoss
+from torch.nn import MultiMarginLoss
 from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.basederivatives import never
-from backpack.core.derivatives.elementwise_losses import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
-
-
-@register(MultiLabelMarginLoss)
-class MultiLabelMarginLossDerivatives(PiecewiseLinearLossDerivatives):
-    """Derivatives of ``torch.nn.MultiLabelMarginLoss``: piecewise linear, the Hessian is zero."""
 
 
 @register(MultiMarginLoss)
