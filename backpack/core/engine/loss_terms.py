@@ -18,7 +18,6 @@ from backpack.context import without_autocast
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
-    is_batched,
     is_unpacked,
     path_above,
     samples_in,
@@ -107,7 +106,7 @@ class LossTerms:
             self.leaves |= _readers_of_leaves(path)
             if not path.nodes or not path.sources:
                 continue
-            batched = {key: m for key, m in path.sources.items() if is_batched(m)}
+            batched = {key: m for key, m in path.sources.items() if samples_in(m)}
             forms = tuple([None if key in batched else _is_whole(*key) for key in path.sources])
             structure = slot, forms, describe_structure(path, batched)
             if structure in self._known_sums:
@@ -123,7 +122,7 @@ class LossTerms:
         for node in path.nodes:
             if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
                 self.divided[f"a loss that is not extended ({node.name()})"] = None
-        counts = {samples_in(m) for m in path.sources.values() if is_batched(m)}
+        counts = {*map(samples_in, path.sources.values())} - {0}
         for node in _carrying(path) if counts - {1} else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
@@ -176,7 +175,7 @@ class LossTerms:
         if most is not None and most > 1 and name in KINKED:
             is_total = math.prod(shape_of(node, slot).shape) == 1
             most = None if is_total else most
-        if most is None or not any(map(is_batched, path.sources.values())):
+        if most is None or not any(map(samples_in, path.sources.values())):
             self.unknown[text] = None  # of the value of an extended loss: its own business
         elif most > 1:
             self.mixing[text] = None
@@ -347,7 +346,7 @@ def _count(path: Path, grads: Mapping[Edge, Tensor]) -> int | None:
     count = 0
     for key, grad in grads.items():
         mark = path.sources[key]
-        if is_batched(mark):
+        if samples_in(mark):
             own = touched(grad, mark)
             if own is not None:
                 other = samples.get(len(own))

@@ -14,6 +14,7 @@ from torch import Tensor
 from backpack.core.engine.spread import saved_floats, saved_names, saved_tensors, shape_of
 from backpack.core.record.calls import LARGE
 from backpack.core.record.origins import Origin, is_output
+from backpack.hessianfree.graph import nodes_above
 
 
 class Path(NamedTuple):
@@ -37,29 +38,21 @@ def path_above(node: Any, slot: int) -> Path:
 
     Where a container with parameters has returned something, up to the layers inside.
     """
-    path, seen, stack = Path((node, slot), [], {}, []), set(), [node]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            path.leaves.append(node.variable)
-            continue
-        is_source = False
+    path = Path((node, slot), [], {}, [])
+
+    def is_source(node: Any) -> bool:
+        before = len(path.sources)
         for key, mark in node.metadata.items():
             if isinstance(mark, Origin) and mark.is_output and not mark.by_container:
                 path.sources[node, key[1]] = mark
-                is_source = True
-        if not is_source:
-            path.nodes.append(node)
-            stack += [parent for parent, _ in node.next_functions]
+        return len(path.sources) > before
+
+    for each in nodes_above([node], until=is_source):
+        if hasattr(each, "variable"):
+            path.leaves.append(each.variable)
+        else:
+            path.nodes.append(each)
     return path
-
-
-def is_batched(mark: Origin) -> bool:
-    """Whether it is known where the samples are in a tensor."""
-    return mark.layout is not None and mark.layout.is_batched
 
 
 def samples_in(mark: Origin) -> int:

@@ -29,7 +29,6 @@ from backpack.core.engine.loss_terms import LossReduction
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
-    is_batched,
     is_unpacked,
     path_above,
     samples_in,
@@ -324,7 +323,7 @@ class SampleFlow:
         shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
-        sources = {key: mark for key, mark in path.sources.items() if is_batched(mark)}
+        sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
             sources = {key: mark for key, mark in sources.items() if samples_in(mark) == rows > 1}

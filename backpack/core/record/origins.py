@@ -138,19 +138,15 @@ def upstream(tensor: Tensor, stop: Callable[[Origin], bool]) -> tuple[list[Origi
     Returns:
         The closest of these marks, and the leaves (parameters) on the way.
     """
-    found, leaves, seen, stack = [], [], set(), [tensor.grad_fn]
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    found: list[Origin] = []
+
+    def is_end(node: Any) -> bool:
         marks = [m for m in node.metadata.values() if isinstance(m, Origin) and stop(m)]
-        found += marks
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        elif not marks:
-            stack += [parent for parent, _ in node.next_functions]
-    return found, leaves
+        found.extend(marks)
+        return bool(marks)
+
+    above = nodes_above([tensor.grad_fn], until=is_end)
+    return found, [node.variable for node in above if hasattr(node, "variable")]
 
 
 def has_parameters(nodes: Sequence[Any]) -> bool:
