@@ -66,8 +66,6 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
 def forward(c: Context, t: Columns) -> list[Tensor]:
     """Apply the Jacobian: tangents at the inputs to those at the outputs."""
     call = c.call
-    if call.views:
-        need(call.views)
     repeated = None if call.repeats is None else t[call.repeats]
     if repeated is not None:
         return [_repeated(call, repeated, to_input=False)]
@@ -94,8 +92,6 @@ def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
 
 def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
-    if c.call.views:
-        need(c.call.views)
     call, view = c.call, _RuleView(c)
     outs = _listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
     if view.is_folded:
@@ -148,8 +144,6 @@ def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = Fals
     Returns:
         Cotangents at the inputs, and ``[V, R, *p]`` for each of ``params``; ``[V, *p]`` if summed.
     """
-    if c.call.views:
-        need(c.call.views)
     view = _RuleView(c)
     params = {name: mat.to(c.call.precision or mat.dtype) for name, mat in params.items()}
     if view.is_folded:
@@ -228,6 +222,8 @@ class _RuleView:
     def __init__(self, c: Context):
         self.c = c
         self.call = c.call
+        if self.call.views:
+            need(self.call.views)
         self.rule: Any = c.call.derivatives
         self.selected = c.rows
         self.follows = self.rule.batch_axis is BatchAxis.FOLLOWED
