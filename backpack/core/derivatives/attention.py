@@ -197,6 +197,7 @@ class AttentionDerivatives(AutomaticDerivatives):
     """What has formulas for some calls: others are left to autograd."""
 
     dropout: ClassVar[str]
+    has_formula: Callable[[Context], bool]  # whether there is one for the call at hand
     is_curved = always  # the softmax of the scores is nonlinear
 
     def drops(self, c: Context) -> bool:
@@ -230,10 +231,6 @@ class AttentionDerivatives(AutomaticDerivatives):
     def learns_mask(saved: Mapping[str, Any]) -> bool:
         """Whether a mask required a gradient in the forward pass: what comes behind the values."""
         return any(i > 2 for i in saved["needed"])
-
-    def has_formula(self, c: Context) -> bool:
-        """Whether there is a formula for the call at hand."""
-        raise NotImplementedError
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from math import inf
 from typing import Any, NamedTuple
@@ -146,6 +146,10 @@ class ConvolutionDerivatives(BaseDerivatives):
     params = ("weight", "bias")
     repeats_output = always  # from the input and the parameters
     jacobian_is_constant = always  # the kernel alone says what it is
+    # stride, padding, dilation, whether it is transposed, and output padding
+    _options: Callable[[Context], tuple[Any, ...]]
+    # brings V weights to one, with outputs in the order group, vector, channel of the group
+    _by_output: Callable[[Tensor, int], Tensor]
 
     def costly_gradients(self, call: Call, wanted: Set[str]) -> tuple[str, ...]:
         """Return both: one kernel computes them."""
@@ -158,10 +162,6 @@ class ConvolutionDerivatives(BaseDerivatives):
     def min_dims(self, module: Any) -> int:
         """Return the number of spatial axes, and batch and channels."""
         return len(module.kernel_size) + 2
-
-    def _options(self, c: Context) -> tuple[Any, ...]:
-        """Return stride, padding, dilation, whether it is transposed, and output padding."""
-        raise NotImplementedError
 
     def _convolve(self, c: Context, x: Tensor, weight: Tensor, groups: int) -> Tensor:
         """Convolve ``[N, I, *in]`` as the module does, without the bias."""
@@ -184,10 +184,6 @@ class ConvolutionDerivatives(BaseDerivatives):
         """Convolve."""
         weight, groups = c.params["weight"], c.module.groups
         return map_rows(lambda x: self._convolve(c, x, weight, groups), t)
-
-    def _by_output(self, t: Tensor, groups: int) -> Tensor:
-        """Bring V weights to one, with outputs in the order group, vector, channel of the group."""
-        raise NotImplementedError
 
     def weight_jvp(self, c: Context, t: Tensor) -> Tensor:
         """Convolve the input with ``t``."""

@@ -6,6 +6,7 @@ group, ``∂x̂/∂x = P / s`` with the symmetric ``P = I - 1 1ᵀ/m - x̂ x̂�
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, ClassVar
 
@@ -33,14 +34,11 @@ class ScaleAndShiftDerivatives(BaseDerivatives):
 
     params: ClassVar[tuple[str, ...]] = ("weight", "bias")
     is_linear_in_params = always
+    _normalized: Callable[[Context], tuple[Tensor, Tensor]]  # x̂, of any shape, and s
 
     def inner_axes(self, c: Context) -> int:
         """Return the number of axes behind those of γ."""
         return 0
-
-    def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
-        """Return x̂, of any shape, and s."""
-        raise NotImplementedError
 
     def _x_hat(self, c: Context) -> Tensor:
         """Return x̂: ``[N, *in]``."""
@@ -101,10 +99,7 @@ class NormalizationDerivatives(ScaleAndShiftDerivatives):
 
     subtracts_mean: ClassVar[bool] = True
     hessian_is_zero = never  # the scale that a group is divided by depends on its entries
-
-    def group_size(self, c: Context) -> int:
-        """Return m, the number of entries of a group."""
-        raise NotImplementedError
+    group_size: Callable[[Context], int]  # m, the number of entries of a group
 
     def epsilon(self, c: Context) -> float:
         """Return ε, which is added to the variance."""

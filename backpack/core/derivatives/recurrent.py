@@ -7,7 +7,7 @@ cotangent one backward recursion that all inputs, parameters and extensions shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -65,9 +65,20 @@ class RecurrentDerivatives(BaseDerivatives):
 
     Attributes:
         own_step: The time step; None if the module's nonlinearity tells it.
+        suffixes: Returns the end of the parameters' names for each k.
+        inside: Brings a tensor to ``[T, N, *]``, a state to ``[L·D, N, *]``, after some axes.
+        outside: Brings it from there back to the form of the module.
+        cotangents: Splits what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the
+            states.
+        outputs: Makes outputs, after some axes, of values at all steps ``[T, N, *]`` and of states.
     """
 
     own_step: ClassVar[Step | None] = None
+    suffixes: Callable[[Any], list[str]]
+    inside: Callable[[Any, Tensor, int, bool], Tensor]
+    outside: Callable[[Any, Tensor, int, bool], Tensor]
+    cotangents: Callable[[Any, Mats], tuple[Tensor | None, list[Tensor | None]]]
+    outputs: Callable[[Any, Sequence[Tensor], int], Any]
     hessian_is_zero = never  # the gates are nonlinear
     is_linear_in_params = never  # later steps depend on what the parameters did in earlier ones
 
@@ -77,21 +88,9 @@ class RecurrentDerivatives(BaseDerivatives):
         """Return the time step."""
         return self.own_step or ELMAN_STEPS[module.nonlinearity]
 
-    def suffixes(self, module: Any) -> list[str]:
-        """Return the end of the parameters' names for each k."""
-        raise NotImplementedError
-
     def directions(self, module: Any) -> int:
         """Return the number of directions D."""
         return 1
-
-    def inside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Bring a tensor to ``[T, N, *]``, a state to ``[L·D, N, *]``, after ``axis`` axes."""
-        raise NotImplementedError
-
-    def outside(self, module: Any, tensor: Tensor, axis: int, is_state: bool) -> Tensor:
-        """Bring a tensor from the form of :meth:`inside` back to that of the module."""
-        raise NotImplementedError
 
     def _place(self, module: Module, name: str) -> tuple[str, int]:
         """Return which of the ``Weights`` a parameter is, and its k."""
@@ -204,17 +203,9 @@ class RecurrentDerivatives(BaseDerivatives):
         shape = len(network.weights), x.shape[1]
         return x, states or [x.new_zeros(*shape, size) for size in network.state_sizes]
 
-    def cotangents(self, module: Any, v: Mats) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Split what arrives at the outputs: at all steps, ``[V, T, N, *]``, and at the states."""
-        raise NotImplementedError
-
     def known_output(self, c: Context) -> Tensor | None:
         """Return the values at all steps that the call at hand has returned, ``[T, N, *]``."""
         return None
-
-    def outputs(self, module: Any, results: Sequence[Tensor], axis: int) -> Any:
-        """Make outputs, after ``axis`` axes, of values at all steps ``[T, N, *]`` and of states."""
-        raise NotImplementedError
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters: a plain loop over time."""
@@ -402,8 +393,9 @@ def _of_samples(c: Context, x: Tensor | None) -> Tensor | None:
     return None if x is None else c.select(x, 1).transpose(0, 1)
 
 
+@register(RNN)
 class SequenceDerivatives(RecurrentDerivatives):
-    """Derivatives of modules that take all time steps."""
+    """Derivatives of modules that take all time steps; without a step of its own, ``RNN``."""
 
     reads_output = True
     min_dims = constant(3)  # time, batch, features
@@ -445,11 +437,6 @@ class SequenceDerivatives(RecurrentDerivatives):
         """Return the values at all steps, and the states."""
         output, *finals = results
         return self.outside(module, output, axis, False), *finals
-
-
-@register(RNN)
-class RNNDerivatives(SequenceDerivatives):
-    """Derivatives of ``torch.nn.RNN``."""
 
 
 @register(LSTM)
@@ -533,8 +520,9 @@ class GRUDerivatives(SequenceDerivatives):
     own_step = GRUStep()
 
 
+@register(RNNCell)
 class CellDerivatives(RecurrentDerivatives):
-    """Derivatives of modules that take one time step: T = L = D = 1."""
+    """Derivatives of modules that take one step, as ``RNNCell``: T = L = D = 1."""
 
     min_dims = constant(2)  # batch, features
 
@@ -559,11 +547,6 @@ class CellDerivatives(RecurrentDerivatives):
         """Return the states."""
         _, *states = (self.outside(module, r, axis, True) for r in results)
         return tuple(states) if len(states) > 1 else states[0]
-
-
-@register(RNNCell)
-class RNNCellDerivatives(CellDerivatives):
-    """Derivatives of ``torch.nn.RNNCell``."""
 
 
 @register(LSTMCell)

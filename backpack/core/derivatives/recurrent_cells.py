@@ -16,7 +16,7 @@ of all steps are a single matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -108,24 +108,19 @@ class Step:
         num_states: 1 for h, 2 for h and c.
         sources: For each gate the state whose cotangent arrives there.
         adds_sides: Whether it reads the sum of p and q alone: their slopes are the same.
+        advance: Takes the step, from p, q and the state before to that after it (before a
+            projection).
+        slopes: Returns the slopes of all steps, and h_t before a projection, ``[T, N, H]``.
+        tangent: Applies the Jacobian of a step to tangents of p, q and the state.
     """
 
     num_gates: ClassVar[int] = 1
     num_states: ClassVar[int] = 1
     sources: ClassVar[tuple[int, ...]] = (0,)
     adds_sides: ClassVar[bool] = True
-
-    def advance(self, p: Tensor, q: Tensor, state: State) -> State:
-        """Take the step: return the state after it (before a projection)."""
-        raise NotImplementedError
-
-    def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
-        """Return the slopes of all steps, and h_t before a projection, ``[T, N, H]``."""
-        raise NotImplementedError
-
-    def tangent(self, slopes: Slopes, p: Tensor, q: Tensor, state: State) -> State:
-        """Apply the Jacobian of a step to tangents: return those of the state after it."""
-        raise NotImplementedError
+    advance: Callable[[Tensor, Tensor, State], State]
+    slopes: Callable[[Weights, Path], tuple[Slopes, Tensor]]
+    tangent: Callable[[Slopes, Tensor, Tensor, State], State]
 
     def gather(self, slopes: Sequence[Tensor], state: State) -> State:
         """Let what arrives at the states after a step pass from one to the other.
@@ -155,9 +150,7 @@ class ElmanStep(Step):
     ========= =======================
     """
 
-    def slope(self, h: Tensor) -> Tensor:
-        """Return a, a function of h_t."""
-        raise NotImplementedError
+    slope: Callable[[Tensor], Tensor]  # a, a function of h_t
 
     def slopes(self, w: Weights, path: Path) -> tuple[Slopes, Tensor]:
         """Return a, and h_t."""

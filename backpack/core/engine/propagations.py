@@ -137,6 +137,8 @@ class LossFactor(Propagation):
     offers = Propagation.offers | UNSLICED
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
     sampled: ClassVar[bool] = False
+    # makes the columns of a loss, multiplied with a factor (None for 1)
+    emission: Callable[[Call, Backpropagation, Tensor | None], Emission]
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -164,12 +166,6 @@ class LossFactor(Propagation):
         rule = user_loss_rule(call, backpropagation.exts)
         emit = rule or self.emission(call, backpropagation, scale)
         return LossSource(call, emit, self.sampled)
-
-    def emission(
-        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
-    ) -> Emission:
-        """Return what makes the columns of a loss, multiplied with ``scale`` (None for 1)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ samples. The result for the whole batch is then made of them as it is made for o
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ class Name(NamedTuple):
     shown: str
 
 
-class Statistics(ABC):
+class Statistics:
     """The statistics of a part of the batch that the results of some extensions are made of.
 
     Attributes:
@@ -46,7 +45,18 @@ class Statistics(ABC):
         is_sharded: Whether processes have shards of the parameter, and of what has its shape.
         unit: What the parameter is sharded together with.
         name: What the parameter is called on all processes, if there are several.
+        signature: Describes the statistics: other processes need to have the same.
+        scale: Multiplies the loss that they belong to with a factor.
+        set_totals: Replaces :meth:`sums` and :meth:`counts` by those of all parts.
+        plus: Returns the statistics of two parts together.
+        extract: Saves the results.
     """
+
+    signature: Callable[[], str]
+    scale: Callable[[float], None]
+    set_totals: Callable[[Iterator[Tensor], Iterator[int], Total], None]
+    plus: Callable[[Any], Statistics]
+    extract: Callable[[Save], None]
 
     def __init__(self, parameter: Parameter, exts: Sequence[Extension], unit: Any = None):
         """Remember what they are for."""
@@ -60,14 +70,6 @@ class Statistics(ABC):
     def order(self) -> float:
         """Power of the loss's factor that columns carry: curvature has two of them."""
         return 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
-
-    @abstractmethod
-    def signature(self) -> str:
-        """Describe the statistics: other processes need to have the same."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply the loss that they belong to with a factor."""
 
     def sums(self) -> list[Tensor]:
         """Return what adds up over parts, as vectors."""
@@ -89,18 +91,6 @@ class Statistics(ABC):
     def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
         """Replace that by the shards of this process."""
         del shards  # nothing is replaced
-
-    @abstractmethod
-    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
-        """Replace :meth:`sums` and :meth:`counts` by those of all parts."""
-
-    @abstractmethod
-    def plus(self, other: Any) -> Statistics:
-        """Return the statistics of two parts together."""
-
-    @abstractmethod
-    def extract(self, save: Save) -> None:
-        """Save the results."""
 
     def copy(self) -> Any:
         """Return a copy which may be changed or used up."""

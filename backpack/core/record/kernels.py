@@ -33,24 +33,15 @@ class KernelOverride(TorchDispatchMode):
     """
 
     kernel: ClassVar[Any]
+    receive: Callable[[Cotangents], None]  # those at the node's outputs: always, before `compute`
+    compute: Callable[..., Cotangents]  # what the kernel would; called only if autograd needs it
+    clear: Callable[[], None]  # frees what was received
 
     def __init__(self, node: Any, call: Call):
         """Change nothing yet."""
         super().__init__()
         self.node, self.call = node, call
         self.task: int | None = None
-
-    def receive(self, grads: Cotangents) -> None:
-        """Take the cotangents at the node's outputs: always, and before :meth:`compute`."""
-        raise NotImplementedError
-
-    def compute(self, *args: Any) -> Cotangents:
-        """Return what the kernel would for these arguments; called only if autograd needs it."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Free the cotangents that were received."""
-        raise NotImplementedError
 
     @property
     def is_running(self) -> bool:
