@@ -165,27 +165,19 @@ class BaseDerivatives(SampleAxes):
         return False
 
     def is_curved(self, call: Call) -> bool:
-        """Return whether the output of a call is no (piecewise) affine function of the input.
-
-        Raises:
-            NotImplementedError: If the rule does not say so, and autograd cannot find out.
-        """
+        """Return whether the output of a call is no (piecewise) affine function of the input."""
         if self.tells_curvature:
             return not self.hessian_is_zero(call.module)
         return self._bends(call, "hessian_is_zero", of_params=False)
 
     def bends_params(self, call: Call) -> bool:
-        """Return whether the output of a call is no affine function of each of its parameters.
-
-        Raises:
-            NotImplementedError: If the rule does not say so, and autograd cannot find out.
-        """
+        """Return whether the output of a call is no affine function of each of its parameters."""
         if self.tells_linearity or not call.trained:
             return bool(call.trained) and not self.is_linear_in_params(call.module)
         return self._bends(call, "is_linear_in_params", of_params=True)
 
     def _bends(self, call: Call, fact: str, of_params: bool) -> bool:
-        """Find out whether a second derivative of a call is not zero, by products with vectors."""
+        """Find out whether a second derivative of a call is not zero; refuse if torch has none."""
         key = f"{fact} of {[g is not None for g in call.g_out]}"
         if key not in call.saved:
             c = context_of(call, check=False)

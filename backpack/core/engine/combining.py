@@ -302,9 +302,6 @@ class Combining:
         That has to happen on all processes at the same time. A graph that a program keeps on one
         of them lets that one put off what others would do at once (``is_early``): then all do it
         at the end.
-
-        Raises:
-            RuntimeError: If an error has stopped a process.
         """
         owners = dict.fromkeys(self.groups.get(home(p)) for p in call.trained.values())
         found = [each for each in owners if each is not None and each.are_sharding]
@@ -319,15 +316,12 @@ class Combining:
         return all(map(self._have_same_graphs.__getitem__, found))
 
     def is_alike(self, text: str) -> bool:
-        """Whether all processes that gather weights have the same text.
-
-        Raises:
-            RuntimeError: If an error has stopped one.
-        """
+        """Whether all processes that gather weights have the same text."""
         answers = [self._agree(each, text, may_differ=True) for each in self._gathering]
         return all(answers)  # everybody has asked all of them
 
     def _agree(self, processes: Processes, text: str, may_differ: bool = False) -> bool:
+        """Whether processes have the same text; an error if one has stopped any of them."""
         try:
             return type(self).agree(processes, text, may_differ)
         except RuntimeError:
