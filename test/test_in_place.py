@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack import CTX, backpack, extend, extensions
+from backpack.core.record.calls import live_calls
 from backpack.custom_module.graph_utils import ConversionError
 
 N = 5
@@ -400,3 +401,17 @@ def test_function_that_changes_the_output_of_a_module_without_a_rule() -> None:
     told = r"What 'act' \(Shift\) has returned was changed in place afterwards"
     with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=told):
         loss.backward()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_autograd_has_copied_is_not_kept_twice(packs: bool) -> None:
+    model, seen = nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Linear(4, 2)), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: seen.append(x) or x)
+    agree(model, copy.deepcopy(model), False, torch.randn(N, 3), "grad_batch", "diag_ggn_exact")
+    with hooks if packs else nullcontext():
+        output = model(torch.randn(N, 3))
+    (linear,), (activation,) = live_calls(model[0]), live_calls(model[1])
+    assert not seen  # hooks of the user are called in backward passes alone
+    if not packs:
+        copied = output.grad_fn.next_functions[1][0]._saved_self
+        assert activation.inputs[0].data_ptr() == linear.outputs[0].data_ptr() == copied.data_ptr()

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map
 
 from backpack.context import STATE
+from backpack.core.features import hooks_of_saved_tensors
 from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import DENSE, FORM, tensors_in
@@ -50,7 +51,28 @@ def take_former(
     kept = {x: vars(x).pop(_holder(module), None) for x in _may_change(args, kwargs)}
     if None in kept.values():
         return None
-    return {x: copy for x, (copy, version) in kept.items() if version_of(x) != version}
+    changed = {x: copy for x, (copy, version) in kept.items() if version_of(x) != version}
+    with torch._C.DisableTorchFunction():
+        return {x: _shared(x, copy) for x, copy in changed.items()}
+
+
+def _shared(x: Tensor, copy: Tensor) -> Tensor:
+    """Return autograd's copy of what a tensor was, if it keeps one as well, in the place of ours.
+
+    To look at it where hooks decide what autograd keeps is to call those hooks.
+    """
+    node = None if hooks_of_saved_tensors(True) is not None else x.grad_fn
+    saved: Any = getattr(node, "_saved_self", None)
+    if _source(saved) is None or _source(saved) != _source(copy):
+        return copy
+    preserve(copy, saved)
+    return saved
+
+
+def _source(x: Tensor | None) -> Any:
+    """Return where in the graph the tensor is that a tensor is a clone of; None if it is none."""
+    node = None if x is None else x.grad_fn
+    return node.next_functions if node is not None and "Clone" in node.name() else None
 
 
 def with_former(copies: dict[Tensor, Tensor], arguments: Any) -> Any:
