@@ -98,7 +98,8 @@ def _record(module: Module, args: tuple, kwargs: dict, output: object) -> object
         if vars(module).get("inplace"):
             copies = take_former(module, args, kwargs)
             if copies:
-                changes, (args, kwargs) = True, with_former(copies, (args, kwargs))
+                changes, args = True, with_former(copies, args)
+                kwargs = with_former(copies, kwargs) if kwargs else kwargs
             altered = NO_COPY if copies is None else None
             is_first &= copy_last(module)  # hooks behind it may have changed the arguments
         if _global_forward_hooks or not is_first:

@@ -15,7 +15,7 @@ from backpack.core.record.calls import preserve
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import DENSE, FORM, tensors_in
 from backpack.core.record.data_notes import layout_of, note
-from backpack.core.record.weights import version_of
+from backpack.core.record.weights import TENSORS, version_of
 
 NO_COPY = (
     "changes its input in place, which it did not when it was extended, or a hook that was "
@@ -46,14 +46,14 @@ def keep_former(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def take_former(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[Tensor, Tensor] | None:
-    """Return the copies of arguments that have changed; None if there are none of some."""
-    kept = {x: vars(x).pop(_holder(module), None) for x in _may_change(args, kwargs)}
-    if None in kept.values():
+) -> dict[int, Tensor] | None:
+    """Return copies of what has changed, by the id of the argument; None if there are none."""
+    holder, tensors = _holder(module), _may_change(args, kwargs)
+    kept = [vars(x).pop(holder, None) for x in tensors]
+    if None in kept:
         return None
-    changed = {x: copy for x, (copy, version) in kept.items() if version_of(x) != version}
-    with torch._C.DisableTorchFunction():
-        return {x: _shared(x, copy) for x, copy in changed.items()}
+    pairs = zip(tensors, kept, strict=True)
+    return {id(x): _shared(x, copy) for x, (copy, was) in pairs if version_of(x) != was}
 
 
 def _shared(x: Tensor, copy: Tensor) -> Tensor:
@@ -61,23 +61,26 @@ def _shared(x: Tensor, copy: Tensor) -> Tensor:
 
     To look at it where hooks decide what autograd keeps is to call those hooks.
     """
-    node = None if hooks_of_saved_tensors(True) is not None else x.grad_fn
-    saved: Any = getattr(node, "_saved_self", None)
-    if _source(saved) is None or _source(saved) != _source(copy):
-        return copy
-    preserve(copy, saved)
-    return saved
+    with torch._C.DisableTorchFunction():
+        node = None if hooks_of_saved_tensors(True) is not None else x.grad_fn
+        saved: Any = getattr(node, "_saved_self", None)
+        if saved is None or _source(saved) is None or _source(saved) != _source(copy):
+            return copy
+        preserve(copy, saved)
+        return saved
 
 
-def _source(x: Tensor | None) -> Any:
+def _source(x: Tensor) -> Any:
     """Return where in the graph the tensor is that a tensor is a clone of; None if it is none."""
-    node = None if x is None else x.grad_fn
+    node = x.grad_fn
     return node.next_functions if node is not None and "Clone" in node.name() else None
 
 
-def with_former(copies: dict[Tensor, Tensor], arguments: Any) -> Any:
+def with_former(copies: dict[int, Tensor], arguments: Any) -> Any:
     """Return arguments as they were before the call."""
-    return tree_map(lambda x: copies.get(x, x) if isinstance(x, Tensor) else x, arguments)
+    if TENSORS.issuperset(map(type, arguments)):
+        return tuple([copies.get(id(x), x) for x in arguments])
+    return tree_map(lambda x: copies.get(id(x), x), arguments)
 
 
 def _holder(module: Module) -> str:
@@ -85,6 +88,8 @@ def _holder(module: Module) -> str:
     return f"_backpack_before_{id(module)}"
 
 
-def _may_change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Tensor]:
-    tensors = tensors_in((*args, *kwargs.values()))
-    return {x for x in tensors if FORM(x) in DENSE and x.is_floating_point()}
+def _may_change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
+    if len(tensors) > 1:
+        tensors = tuple(dict.fromkeys(tensors))
+    return [x for x in tensors if FORM(x) in DENSE and x.is_floating_point()]
