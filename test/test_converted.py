@@ -254,3 +254,81 @@ def test_extending_again_changes_nothing() -> None:
     model = extend(Residual(), use_converter=True)
     assert extend(model, use_converter=True) is model
     assert extend(model) is model
+
+
+class Block(nn.Module):
+    """A layer, and a parameter that functions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.layer(x)
+
+
+class Blocks(nn.Module):
+    """Containers of all kinds, whose children alone are in the graph; and a layer that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        self.tied = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.tied(self.head(x))
+        return x @ self.tied.weight
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a block is replaced": ("blocks.0", lambda m: setattr(m.blocks, "0", Block())),
+    "the blocks are": ("blocks", lambda m: setattr(m, "blocks", nn.ModuleList([Block(), Block()]))),
+    "one more block": ("blocks", lambda m: m.blocks.append(Block())),
+    "one more layer": ("head", lambda m: m.head.append(nn.Linear(3, 3))),
+    "the head is wrapped": ("head", lambda m: setattr(m, "head", nn.Sequential(m.head))),
+    "a layer that functions read": ("tied", lambda m: setattr(m, "tied", nn.Linear(3, 3))),
+}
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda m: m, copy.deepcopy, copy.copy], ids=["", "deep", "copy"]
+)
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_that_the_graph_does_not_follow(what: str, copied: Callable[[Any], Any]) -> None:
+    """They are errors: the graph would compute something else than the changed model."""
+    name, change = CHANGES[what]
+    converted = copied(extend(Blocks(), use_converter="trace"))
+    X = torch.rand(N, 4)
+    converted(X)
+    change(converted)
+    with pytest.raises(RuntimeError, match=rf"{name} of Blocks was replaced.*\"record\""):
+        converted(X)
+
+
+def test_changes_that_the_graph_follows() -> None:
+    """Other layers, other hooks of layers, and modules that the forward pass does not call."""
+    plain, converted = Blocks(), extend(Blocks(), use_converter="trace")
+    converted.load_state_dict(plain.state_dict())
+    layer = nn.Linear(4, 3)
+    for model in (plain, converted):
+        model.head[0] = layer
+        model.tied.register_forward_hook(lambda m, args, out: 2 * out)
+        model.tied.weight = nn.Parameter(torch.ones(3, 3))
+        model.other = nn.Sequential(nn.Linear(3, 3))
+    X = torch.rand(N, 4)
+    torch.testing.assert_close(converted(X), plain(X))
+
+
+def test_hooks_that_the_graph_does_not_call() -> None:
+    """There is one warning: they may just look at something."""
+    converted = extend(Blocks(), use_converter="trace")
+    converted.blocks[1].register_forward_hook(lambda m, args, out: 2 * out)
+    X = torch.rand(N, 4)
+    with pytest.warns(UserWarning, match=r"hooks of blocks\.1 of Blocks.*\"record\""):
+        converted(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted(X)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
 from torch.fx.node import Node
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from backpack.custom_module.function_module import map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
@@ -17,6 +19,13 @@ from backpack.utils.warning import warn
 
 # What every module has: parameters, buffers, children, hooks.
 MODULE_STATE = frozenset(vars(Module()))
+
+
+# What to do about changes that the graph does not follow.
+ADVICE = (
+    "Change the model before it is converted, or record its functions: "
+    'extend(model, use_converter="record").'
+)
 
 
 class Conversion(NamedTuple):
@@ -42,6 +51,24 @@ class Branch(NamedTuple):
     line: int
 
 
+class Part(NamedTuple):
+    """A module that the graph looks into, as it was when the model was converted.
+
+    Attributes:
+        name: Its name in the model.
+        parent: The module that it is a child of; None for the model.
+        module: What it was.
+        children: Names of those that it calls by itself.
+        hooks: Those of others, by number; None if the graph calls the module, too.
+    """
+
+    name: str
+    parent: Module | None
+    module: Module
+    children: list[str]
+    hooks: list[int] | None
+
+
 @dataclass(frozen=True)
 class _NodeName:
     """Stands for a node in the arguments of another."""
@@ -62,6 +89,7 @@ class ConvertedModule(GraphModule):
 
     conversions: tuple[Conversion, ...]
     branches: tuple[Branch, ...]
+    _parts: list[Part]
 
     def __init__(
         self,
@@ -84,6 +112,41 @@ class ConvertedModule(GraphModule):
                 module.move_to(root, self)
             elif isinstance(module, RNNLayers):
                 module.own_layers()
+        vars(self)["_parts"] = [*self._find_parts()]
+
+    def _find_parts(self) -> Iterator[Part]:
+        """Find what the graph does not call, but whose children or parameters it uses."""
+        called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+        above = {name for t in called for name in accumulate(t.split(".")[:-1], "{}.{}".format)}
+        owners = {module.owner for module in self.modules() if isinstance(module, ParameterModule)}
+        for name, module in self.named_modules(remove_duplicate=False):
+            if name in above or (name and module in owners):
+                above_it = name.rpartition(".")[0]
+                parent = self.get_submodule(above_it) if above_it else None
+                hooks = None if name in called else _hooks(module)
+                yield Part(name, parent, module, _children(module), hooks)
+
+    def check_parts(self) -> None:
+        """Look for changes of parts that the graph does not follow; warn of new hooks.
+
+        Raises:
+            RuntimeError: If a part was replaced, or has other children that it would call.
+        """
+        for i, part in enumerate(self._parts):
+            name, module = part.name, part.module
+            owner = self if part.parent is None else part.parent
+            is_there = owner._modules.get(name.rpartition(".")[-1]) is module
+            if not is_there or part.children != _children(module):
+                raise RuntimeError(
+                    f"{name} of {type(self).__name__} was replaced, or has other children, since "
+                    f"the model was converted, and its graph does not follow that. {ADVICE}"
+                )
+            if part.hooks is not None and part.hooks != _hooks(module):
+                self._parts[i] = part._replace(hooks=_hooks(module))
+                warn(
+                    f"The hooks of {name} of {type(self).__name__} have changed since the model "
+                    f"was converted (as by fully_shard), and its graph does not call them. {ADVICE}"
+                )
 
     def train(self, mode: bool = True) -> ConvertedModule:
         """Set the training mode, with a warning if the graph belongs to the other one."""
@@ -155,6 +218,18 @@ class ConvertedModule(GraphModule):
         result = _empty()
         result.__setstate__(self.__getstate__())
         return result
+
+
+def _children(module: Module) -> list[str]:
+    """Name the children that a module calls by itself."""
+    is_list = isinstance(module, (Sequential, ModuleList, ModuleDict))
+    return list(module._modules) if is_list else []
+
+
+def _hooks(module: Module) -> list[int]:
+    """Number the hooks that are not ours."""
+    hooks: Any = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    return [key for key, hook in hooks if not str(hook.__module__).startswith("backpack.")]
 
 
 def _short(text: str, length: int = 70) -> str:

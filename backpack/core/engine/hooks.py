@@ -16,6 +16,7 @@ from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import MARK, note_given
 from backpack.core.record.in_place import NO_COPY, keep_former, take_former, with_former
 from backpack.core.record.module_state import describe, works_in_place
+from backpack.custom_module.converted_module import ConvertedModule
 from backpack.utils.warning import warn
 
 # What records of calls tell
@@ -122,13 +123,14 @@ def _refuse_script() -> None:
     )
 
 
-def _note_inputs(module: Module, args: tuple, kwargs: dict) -> None:
+def _note_inputs(module: ConvertedModule, args: tuple, kwargs: dict) -> None:
     if torch.compiler.is_dynamo_compiling():
         if may_leave_graph():
             torch._dynamo.skip_frame()
         return
     compiler = set_compiler(None)
     try:
+        module.check_parts()
         data_flow.note_inputs(module, args, kwargs, any(STATE.get().recorders))
     finally:
         set_compiler(compiler)
@@ -139,7 +141,7 @@ def _clear_inputs(module: Module, args: tuple, output: object) -> None:
         data_flow.clear_inputs(module, output)
 
 
-def follow_inputs(root: Module) -> None:
+def follow_inputs(root: ConvertedModule) -> None:
     """Let samples be followed from what a converted model, a graph of modules, is called with."""
     if _note_inputs not in root._forward_pre_hooks.values():
         hook = root.register_forward_pre_hook(_note_inputs, prepend=True, with_kwargs=True)
