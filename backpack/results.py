@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.results import Attributes, put_in_place, saved
+from backpack.core.record.shards import stored
 from backpack.custom_module.parameter_module import ParameterModule
 from backpack.utils.kroneckers import EigenKronecker
 
@@ -142,7 +143,7 @@ class Row(NamedTuple):
 
     The name of the parameter in ``model.named_parameters()``; the attribute that holds the quantity
     (factors of a list are numbered: ``"kfac[0]"``); its shape, bytes of memory and 2-norm. Shape
-    and norm of a function are None.
+    and norm of a function are None. Of what is sharded, they are those of this process's part.
     """
 
     parameter: str
@@ -242,12 +243,16 @@ def summary(model: Module) -> Summary:
 
 @torch.no_grad()
 def _row(parameter: str, quantity: str, value: Any) -> Row:
-    """Describe a tensor, factored gradients (with the memory of what is kept), or a function."""
+    """Describe a tensor, factored gradients (with the memory of what is kept), or a function.
+
+    Of what is sharded, the part of this process: the others may not ask.
+    """
     if isinstance(value, FactoredGrad):
         size, squares = value.kept_entries * value.dtype.itemsize, value.square_norms()
         return Row(parameter, quantity, tuple(value.shape), size, float(squares.sum().sqrt()))
     if not isinstance(value, Tensor):
         return Row(parameter, quantity, None, 0, None)
+    value = stored(value)
     entries = value.coalesce().values() if value.is_sparse else value
     size = entries.numel() * entries.element_size()
     norm = float(

@@ -599,6 +599,17 @@ class MeanSquare(FirstOrderBackpropExtension):
         return products["square"].mean()
 
 
+class Scaled(nn.Module):
+    """A function reads a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(10, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1)) * self.scale
+
+
 def _programs(rank: int, count: int) -> None:
     sizes = [3, 3]
     own = batch(sizes, rank)
@@ -610,18 +621,27 @@ def _programs(rank: int, count: int) -> None:
         check_same(whole(p.mean_square), q.mean_square, "of a user")
         check_same(whole(p.moments), q.moments, "of a user")
 
-    # hooks see parameters as users do
-    model = shard(extend(net("record"), use_converter="record"))
+    # hooks see parameters as users do, and calls whose inputs are views of what is let go
     seen: list[Any] = []
 
     def hook(module: nn.Module) -> None:
         seen.extend((p, p.variance, p.grad_batch) for p in module.parameters(recurse=False))
 
     exts = e.Variance(), e.BatchGrad(), e.DiagGGNExact()
-    step(model, own, *exts, extension_hook=hook)
-    assert {id(p) for p, *_ in seen} == {id(p) for p in model.parameters()}
-    assert all(p.variance is variance for p, variance, _ in seen)
-    assert all(isinstance(variance, DTensor) for _, variance, _ in seen)
+    for made in (net("record"), Scaled()):
+        model = shard(extend(made, use_converter="record"))
+        seen.clear()
+        step(model, own, *exts, extension_hook=hook)
+        ids = {id(p) for p in model.parameters()} - {id(getattr(model, "scale", None))}
+        assert {id(p) for p, *_ in seen} == ids
+        assert all(p.variance is variance for p, variance, _ in seen)
+        assert all(isinstance(variance, DTensor) for _, variance, _ in seen)
+    named = dict(model.named_parameters())
+    for row in top.summary(model).rows:  # of the part that is here: nobody waits for others
+        value: Any = getattr(named[row.parameter], row.quantity)
+        value = value.to_local() if isinstance(value, DTensor) else value
+        assert (row.shape, row.bytes) == (value.shape, value.nbytes)
+        assert row.norm == pytest.approx(value.norm().item())
     assert len(top.quantities(model, "variance")) == len(list(model.parameters()))
     top.clear(model)
     assert not any(hasattr(p, "variance") for p in model.parameters())

@@ -628,15 +628,15 @@ class BackwardPass:
     def _shown_to_hook(done: Iterable[Call], hook: Callable[[Any], None]) -> Iterator[Call]:
         """Let a hook of the user see each call, before it is released."""
         for call in done:
-            stored = call.inputs, call.outputs
+            stored = call.inputs, call.outputs, call.views
             if call.views:
-                call.inputs, call.outputs = call.without_views()
+                (call.inputs, call.outputs), call.views = call.without_views(), ()
             try:
                 with context_of(call, check=False, whole=True).shown(for_users=True) as module:
                     hook(module)
             finally:
                 if not call.is_released:  # such as by memory_cleanup
-                    call.inputs, call.outputs = stored
+                    call.inputs, call.outputs, call.views = stored
             yield call
 
     # ------------------------------------------------------------------ first order
