@@ -1039,7 +1039,7 @@ def activation_in_place(w: Writer, v: Value) -> Value:
     w.lines.append(f"{b} = {v.name}.clone()" if w.chance(0.5) else f"{b} = {v.name} * 1")
     read, result = b, f"{b} + 0"
     if w.chance(0.4):
-        reads = [f"{b}.transpose(0, -1)", f"{b}.flatten()"]
+        reads = [f"{b}.transpose(0, -1)", f"{b}[None]"]
         for i in v.free:
             reads.append(f"{b}[{', '.join([':'] * i + [w.choose(['0', ':1', '::2'])])}]")
         read = w.choose(reads)
