@@ -61,14 +61,14 @@ def call_after_recording(module: Module, hook: Any) -> None:
 
 def copy_last(module: Module) -> bool:
     """Let what a module overwrites be copied after all other hooks; return whether it was."""
-    hooks = module._forward_pre_hooks
+    hooks: Any = module._forward_pre_hooks
     key = next((key for key, hook in hooks.items() if hook is _keep_former), None)
     if key is None:
         handle = module.register_forward_pre_hook(_keep_former, with_kwargs=True)
         CTX.add_hook_handle(handle, module)
         return False
     was_last = next(reversed(hooks)) == key
-    hooks[key] = hooks.pop(key)
+    hooks.move_to_end(key)  # at once: other threads may call the module
     return was_last
 
 
