@@ -39,7 +39,6 @@ from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
-from backpack.utils.functional import functional_call
 
 
 @register_fallback("loss")
@@ -73,11 +72,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the loss for other inputs and parameters; what the user sees does not change."""
-        args, keywords = c.call.arguments(inputs)
-        with c.call.as_it_was(c.call.precision), attributes_kept(c.module):
-            own = {name: c.params.get(name, p) for name, p in c.module.named_parameters()}
-            own |= {name: c.params.get(name, b).clone() for name, b in c.module.named_buffers()}
-            return functional_call(c.module, {**own, **params}, args, keywords)
+        with attributes_kept(c.module):
+            return super().evaluate(c, params, *inputs)
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again: with its own arguments, never moved."""
