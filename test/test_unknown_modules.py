@@ -98,6 +98,29 @@ def test_right(name: str, size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
+def test_all_parameters_take_as_many_evaluations_as_one(ext: Any) -> None:
+    """Their products are computed at once, and are right whichever of them are trained."""
+    counts, (X, y) = [], data()
+
+    def product(m: Any, x: Tensor) -> Tensor:
+        counts[-1] += 1
+        return (x @ m.v).sin() * m.w
+
+    for trained in (("w",), ("v",), ("w", "v")):
+        model, _ = around(Leaf(product)), counts.append(0)
+        for name, p in model[1].named_parameters():
+            p.requires_grad_(name in trained)
+        expected = TRUTHS[ext](copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+        counts[-1] = 0
+        run(model, X, y, ext())
+        used = [p for p in model.parameters() if p.requires_grad]
+        for p, value in zip(used, expected, strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), value, **TOLERANCE)
+    assert len(set(counts)) == 1, counts
+
+
 def test_tensors_without_memory() -> None:
     """On the meta device, shapes are known, and no sample is found to depend on others."""
     model, (X, y) = around(Leaf(RIGHT["own-kernel"])).to("meta"), data()

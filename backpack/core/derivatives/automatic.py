@@ -41,6 +41,7 @@ from backpack.core.derivatives.by_autograd import (
     transposed_products,
 )
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
+from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
@@ -172,11 +173,24 @@ class AutomaticDerivatives(BaseDerivatives):
         return results[0] if len(results) == 1 else tuple(results)
 
     def param_vjp(self, c: Context, name: str, v: Any) -> Tensor:
-        """Apply the transposed Jacobian of a parameter for each sample by autograd."""
+        """Apply the transposed Jacobian of a parameter for each sample by autograd.
+
+        Those of all parameters of a call are computed at once, where they are few.
+        """
+        known = {} if c.memo is None else c.memo.get("products", {})
+        if name in known:
+            return known.pop(name)
         evaluation, vs = self.evaluation(c), listed(v)
-        numbers = c.numbers(evaluation.num_samples)
-        product = per_sample_products(evaluation, vs, [name], c.rows, numbers)[name]
-        return _or_zeros(product, first_of(vs), len(numbers), *evaluation.value(name).shape)
+        numbers, names, like = c.numbers(evaluation.num_samples), [name], first_of(vs)
+        if c.memo is not None and "products" not in c.memo:
+            entries = len(like) * sum(p.numel() for p in c.call.trained.values())
+            if 1 < len(numbers) <= slice_size(entries, like.device):
+                names, c.memo["products"] = [*c.call.trained], known
+        found = per_sample_products(evaluation, vs, names, c.rows, numbers)
+        for each, product in found.items():
+            shape = len(numbers), *evaluation.value(each).shape
+            known[each] = _or_zeros(product, like, *shape)
+        return known.pop(name)
 
     def param_vjp_sum(self, c: Context, name: str, v: Any) -> Tensor:
         """Apply the transposed Jacobian of a parameter, summed over the samples, by autograd."""
