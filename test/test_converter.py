@@ -1091,15 +1091,18 @@ def test_batch_norm_switches() -> None:
 
 
 def statistics_of_the_batch(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, training=True)
+    return F.batch_norm(x, None, None, m.scale, training=True)
 
 
 def test_statistics_of_the_batch_are_recorded() -> None:
     """A function would have to act on each sample alone."""
     net = Net(statistics_of_the_batch)
+    net.scale = nn.Parameter(torch.rand(4))
     with pytest.raises(ConversionError, match=r"mixes the samples.*use_converter='record'"):
         convert(net)
     assert extend(net, use_converter=True) is net
+    standardised = Net(lambda m, x, y: x * F.batch_norm(m.weight[None], None, None, training=True))
+    assert convert(standardised) is not standardised
 
 
 def always(m: Any, x: Tensor, y: Tensor) -> Tensor:

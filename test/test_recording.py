@@ -1520,6 +1520,29 @@ def test_batch_normalisation_as_a_function(route: Any, training: bool, frozen: i
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_standardised_weights(route: Any) -> None:
+    """Statistics of a tensor without samples mix none."""
+
+    class Standardised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = F.batch_norm(self.weight[None], None, None, training=True)
+            return F.linear(x, weight[0], self.bias)
+
+    torch.manual_seed(0)
+    X, y = torch.rand(N, 4, dtype=torch.float64), torch.arange(N) % CLASSES
+    parts = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Sequential(Standardised(5, CLASSES))
+    model = nn.Sequential(*parts).double()
+    model[1][0].inner = nn.Identity()  # a container, whose functions are recorded
+    fields = ("grad_batch", "diag_ggn_exact")
+    expected = {f: TRUTHS[f][1](copy.deepcopy(model), F.cross_entropy, X, y) for f in fields}
+    model = extend(model, use_converter=route)
+    with warnings.catch_warnings(), backpack(*(TRUTHS[f][0]() for f in fields)):
+        warnings.simplefilter("error")
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    compare(model, expected)
+
+
 def test_random_functions() -> None:
     torch.manual_seed(0)
     model, (X, y) = Net(lambda net, h: F.dropout(h, 0.5) * torch.rand_like(h), {}).double(), data()

@@ -404,7 +404,8 @@ class _Converter:
         row, what, what_kind = function.row, None, kind_of_call(node)
         if row is not None and row.layer is not None:
             given = inspect.signature(row.layer).bind(*args, **kwargs).arguments
-            if given.get("training") is True:  # the mode was asked for: recorded, it is a layer
+            is_layer = given.get("weight") in self.state.values()
+            if is_layer and given.get("training") is True:  # and no standardised weight
                 raise self._error(node, "mixes the samples. Record it: use_converter='record'.")
         if row is not None and row.convert is not None and not on_values(node):
             try:

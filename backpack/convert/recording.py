@@ -393,10 +393,12 @@ class Recorder(TorchFunctionMode):
         """Return the layer that has the parameters among the arguments, and its input."""
         make = None if function.row is None else function.row.layer
         module = None if make is None else make(*args, **kwargs)
-        if module is None:
-            return None
+        x = args[0] if args else kwargs.get("input")
+        layout = None if module is None else layout_of(x)
+        if module is None or (layout is not None and not layout.is_batched):
+            return None  # such as weights that are standardised
         vars(module)["_backpack_name"] = f"{name_of(function)} at {_place()}"
-        return Apply(module, (Slot(0),)), [args[0] if args else kwargs["input"]]
+        return Apply(module, (Slot(0),)), [x]
 
     def _application(
         self, function: Function, args: Any, kwargs: Any, at_once: bool = False
