@@ -121,7 +121,10 @@ class Call:
         self.module = extend(copy.deepcopy(module))
         self.xs = [x.clone().requires_grad_().clone() for x in inputs]  # not leaves
         torch.manual_seed(0)
-        self.recorded = self.module(*self.xs, *(() if target is None else (target,)))
+        inputs = [x.clone() for x in self.xs]  # the module may change them
+        self.recorded = self.module(*inputs, *(() if target is None else (target,)))
+        if hasattr(self.module, "inplace"):
+            self.module.inplace = False  # the truth calls it again
         self.out = elementary(self.module, self.xs, self.recorded)
         self.derivatives: Any = derivatives_of(self.module)
         self.g_out = (torch.randn_like(self.out),)

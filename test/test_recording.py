@@ -1673,7 +1673,7 @@ def test_functions_that_draw(name: str) -> None:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("leaf", [DropPath, Noise, Sampled, Masked])
 def test_leaves_that_draw(leaf: Callable[[], nn.Module], train: bool) -> None:
-    """They are found before their first call in each mode, which draws what it would."""
+    """They are found when they draw, and run once more with the same numbers."""
     torch.manual_seed(0)
     between = leaf()
     model = Seeded(Net(lambda net, h: net.between(h).tanh() + h, {}))

@@ -11,10 +11,10 @@ import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeGuard
@@ -32,7 +32,7 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.context import CTX, STATE, disable, update
 from backpack.core.derivatives.automatic import attributes_kept
@@ -54,7 +54,12 @@ from backpack.core.record.data_flow import (
 )
 from backpack.core.record.data_notes import UNFILLED, layout_of, note
 from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
-from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.generators import (
+    evaluated_apart,
+    generator_states,
+    have_changed,
+    set_generators,
+)
 from backpack.core.record.in_place import former_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import (
@@ -77,6 +82,8 @@ from backpack.core.record.weights import TENSORS, version_of
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
+# Calls a function, and returns what it returns, and a fact about its random numbers.
+Run = Callable[[Callable[[], Any]], tuple[Any, bool]]
 # Options that are equal if they look alike, and those of them that are equal if they compare so.
 PLAIN = (
     *(int, float, complex, str, type(None), type(...)),
@@ -147,6 +154,7 @@ class Recorder(TorchFunctionMode):
         opened: The leaf modules that are running whose functions are recorded instead.
         has_changes: Whether a tensor was changed in place: views of it may be read later.
         versions: Counts the changes of what the leaf without a rule reads that is running.
+        generators: States of the generators of random numbers when it began.
         compiler: What compiles functions before and after: compiled ones would not be seen.
         others: Keeps our other mode away, which would look at each function as well.
     """
@@ -161,6 +169,7 @@ class Recorder(TorchFunctionMode):
         self.opened: list[Module] = []
         self.has_changes = False
         self.versions: list[int] = []
+        self.generators: tuple[Any, ...] = ()
         self.views: dict[int, Tensor] = {}
         for module in root.modules():
             if not _is_followed(module):  # it has become a part of the model
@@ -809,9 +818,8 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         opens = is_packed or changes_view or "_backpack_open" in vars(module)
         if not opens and _has_no_rule(module):
             recorder.versions = _versions(module, args, kwargs)
-            opens = not _suits_as_a_whole(tree_leaves((args, kwargs))) or _draws(
-                module, args, kwargs
-            )
+            recorder.generators = generator_states()
+            opens = not _suits_as_a_whole(tree_leaves((args, kwargs)))
         if opens:
             recorder.opened.append(module)
             recorder.resume()
@@ -831,8 +839,11 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
     if is_outermost and _has_no_rule(module):
         opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile
         opens = opens or not _has_rows_of_samples(tree_leaves(output))
-        if opens and recorder.versions == _versions(module, args, kwargs):
-            return _opened(module, args, kwargs, output)
+        run: Run | None = evaluated_apart if opens else None
+        if have_changed(recorder.generators, generator_states()):
+            run = partial(_drawn_again, recorder.generators)
+        if run is not None and recorder.versions == _versions(module, args, kwargs):
+            return _opened(module, args, kwargs, output, run)
     return None
 
 
@@ -842,41 +853,35 @@ def _versions(module: Module, args: Any, kwargs: Any) -> list[int]:
     return list(map(version_of, read))
 
 
-def _opened(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _opened(module: Module, args: Any, kwargs: Any, output: Any, run: Run) -> Any:
     """Return the output of a module again, with its functions recorded: from now on, they are.
 
-    None if it is not the same, as that of a module that is random, or that a hook has changed.
+    None if it is not the same, as that of a module that a hook has changed. ``run`` returns what a
+    function does, and whether it is other numbers than those of before that this has drawn.
     """
-    with suppress(Exception):  # some cannot run twice
-        again, is_random = _run_apart(module, args, kwargs)
+    own = copy(module)  # other threads may run the module
+    with suppress(Exception), attributes_kept(own):  # some cannot run twice
+        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        again, are_others = run(lambda: functional_call(own, buffers, args, kwargs))
         leaves, others = tree_leaves(output), tree_leaves(again)
-        if not is_random and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
+        if not are_others and len(leaves) == len(others) and all(map(_is_equal, leaves, others)):
             vars(module)["_backpack_open"] = True
             return again
     return None
 
 
-def _run_apart(module: Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return what a module returns if it runs once more, and whether it draws random numbers."""
-    own = copy(module)  # other threads may run the module
-    with attributes_kept(own):
-        buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
-        return evaluated_apart(lambda: functional_call(own, buffers, args, kwargs))
+def _drawn_again(before: tuple[Any, ...], function: Callable[[], Any]) -> tuple[Any, bool]:
+    """Call a function with the generators as they were; False if it has drawn as many numbers.
 
-
-def _draws(module: Module, args: Any, kwargs: Any) -> bool:
-    """Whether a module draws random numbers: it cannot be evaluated again as a whole.
-
-    Found out by a run before the first call in each mode (training or evaluation).
+    If it draws none, it was another thread that has.
     """
-    found = vars(module).setdefault("_backpack_draws", {})
-    modes = tuple([part.training for part in module.modules()])
-    if modes not in found:
-        found[modes] = False
-        with suppress(Exception), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            found[modes] = _run_apart(module, args, kwargs)[1]
-    return found[modes]
+    after = generator_states()
+    set_generators(before)
+    try:
+        value, now = function(), generator_states()
+    finally:
+        set_generators(after)
+    return value, now != after
 
 
 def _is_equal(one: Any, other: Any) -> bool:
