@@ -151,8 +151,8 @@ def refused(kind: str, place: str) -> dict[str, str]:
         return {}
     if kind == "forward_hook" and place in BEFORE_OURS:
         return {"second": f"{HOOK_BEFORE}|{UNKNOWN_FUNCTION['second']}"}
-    # recorded is what runs outside of a module
-    is_outermost = ("pre" in kind) != (place == "last_after_extend")
+    # recorded is what runs before our last hook before a module, and after our first behind it
+    is_outermost = "pre" not in kind or place != "last_after_extend"
     return {**UNKNOWN_FUNCTION, **({"second recorded": ""} if is_outermost else {})}
 
 
@@ -194,7 +194,7 @@ def hooks_that_only_look_before_ours(p: Program) -> None:
     p.step()
 
 
-@situation(refused=UNKNOWN_FUNCTION)
+@situation(refused={**UNKNOWN_FUNCTION, "second recorded": ""})
 def hooks_that_leave(p: Program) -> None:
     handles = [layer.register_forward_hook(hook_of(p, "forward_hook")) for layer in p.layers]
     p.extend()
