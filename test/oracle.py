@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +132,28 @@ def batch_grad(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[T
     g, _ = _loss_derivatives(lossfunc, f, y)
     per_sample = [_grad(f[n], trainable(model), g[n]) for n in range(f.shape[0])]
     return [torch.stack(grads) for grads in zip(*per_sample, strict=True)]
+
+
+class Seeded(nn.Module):
+    """Draws the same random numbers in each call of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, *] -> [N, O]."""
+        torch.manual_seed(2)
+        random.seed(2)
+        return self.model(x)
+
+
+def batch_grad_of_one_pass(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[Tensor]:
+    """``[N, *p]`` of what is drawn for the whole batch, for a loss that is a mean over samples."""
+    output, params, N = model(X), trainable(model), len(X)
+    losses = [lossfunc(output[n : n + 1], y[n : n + 1]) / N for n in range(N)]
+    grads = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    return [torch.stack(own) for own in zip(*grads, strict=True)]
 
 
 def batch_l2(model: nn.Module, lossfunc: Loss, X: Tensor, y: Tensor) -> list[Tensor]:

@@ -604,33 +604,15 @@ def test_learned_mask_of_a_layer() -> None:
         loss.backward()
 
 
-class Seeded(nn.Module):
-    """Draws the same numbers in each call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, *] -> [N, O]."""
-        torch.manual_seed(1)
-        return self.model(x)
-
-
-def of_one_pass(model: nn.Module, lossfunc: nn.Module, X: Tensor, y: Tensor) -> list[Tensor]:
-    """Return individual gradients of what is drawn for the whole batch: ``[N, *p]``."""
-    output, params = model(X), oracle.trainable(model)
-    losses = [lossfunc(output[n : n + 1], y[n : n + 1]) / N for n in range(N)]
-    grads = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-    return [torch.stack(own) for own in zip(*grads, strict=True)]
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 def test_dropout_of_a_layer(name: str) -> None:
     kind, options, call = NETWORKS[name]
-    network = lambda: Seeded(Network(kind, {"dropout": 0.4, **options}, call))  # noqa: E731
-    agrees(lambda: problem(network, S, 3), of_one_pass)
+
+    def network() -> nn.Module:
+        return oracle.Seeded(Network(kind, {"dropout": 0.4, **options}, call))
+
+    agrees(lambda: problem(network, S, 3), oracle.batch_grad_of_one_pass)
     parts = problem(network, S, 3)
     parts[0].eval()
     output = parts[0](parts[2])
@@ -639,7 +621,9 @@ def test_dropout_of_a_layer(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dropout_of_a_function(name: str) -> None:
-    agrees(lambda: problem(lambda: Seeded(called(name, 0.4)), 2), of_one_pass)
+    agrees(
+        lambda: problem(lambda: oracle.Seeded(called(name, 0.4)), 2), oracle.batch_grad_of_one_pass
+    )
 
 
 @pytest.mark.parametrize("route", ["record", "trace"])
@@ -648,17 +632,24 @@ def test_dropout_with_either_converter(layer: bool, route: str) -> None:
     def build() -> Any:
         if layer:
             network = Network("memory", {"dropout": 0.4}, NO)
-            return problem(lambda: Seeded(network), S, 3)
-        parts = problem(lambda: Seeded(called("causal", 0.4)), 2)
+            return problem(lambda: oracle.Seeded(network), S, 3)
+        parts = problem(lambda: oracle.Seeded(called("causal", 0.4)), 2)
         parts[0].eval()  # the function drops in any mode
         return parts
 
-    truth = of_one_pass(*build())
+    truth = oracle.batch_grad_of_one_pass(*build())
     model, lossfunc, X, y = build()
     model.model = extend(model.model, use_converter=route)
     with backpack(extensions.BatchGrad()):
         extend(lossfunc)(model(X), y).backward()
     close([p.grad_batch for p in oracle.trainable(model)], truth)
+
+
+def test_dropout_of_all_weights() -> None:
+    def network() -> nn.Module:
+        return oracle.Seeded(Network("self", {"dropout": 1.0}, NO))
+
+    agrees(lambda: problem(network, S, 3), oracle.batch_grad_of_one_pass)
 
 
 def test_dropout_is_refused_where_it_is_not_known() -> None:

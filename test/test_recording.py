@@ -1625,19 +1625,6 @@ class Masked(nn.Module):
         return x * (torch.rand(len(x), 1) < 0.5 + 0.2 * random.random())
 
 
-class Seeded(nn.Module):
-    """Draws the same numbers in each call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.manual_seed(2)
-        random.seed(2)
-        return self.model(x)
-
-
 DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel": lambda h: F.gumbel_softmax(h, 0.7),
     "gumbel, hard": lambda h: F.gumbel_softmax(h, tau=2.0, hard=True, dim=1),
@@ -1658,16 +1645,14 @@ DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DRAWING)
 def test_functions_that_draw(name: str) -> None:
     torch.manual_seed(0)
-    model = Seeded(Net(lambda net, h: DRAWING[name](h), {}).double())
+    model = oracle.Seeded(Net(lambda net, h: DRAWING[name](h), {}).double())
     plain, (X, y) = copy.deepcopy(model), data()
     fields = ["diag_ggn_exact", "diag_h", "hmp"]
     check(model, X, y, plain, fields, use_converter="record")
     with backpack(extensions.BatchGrad()):
         extend(nn.CrossEntropyLoss())(model(X), y).backward()
-    output, params = plain(X), list(plain.parameters())
-    losses = [F.cross_entropy(output[n : n + 1], y[n : n + 1]) / N for n in range(N)]
-    grads = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-    compare(model, {"grad_batch": [torch.stack(own) for own in zip(*grads, strict=True)]})
+    truth = oracle.batch_grad_of_one_pass(plain, F.cross_entropy, X, y)
+    compare(model, {"grad_batch": truth})
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -1676,7 +1661,7 @@ def test_leaves_that_draw(leaf: Callable[[], nn.Module], train: bool) -> None:
     """They are found when they draw, and run once more with the same numbers."""
     torch.manual_seed(0)
     between = leaf()
-    model = Seeded(Net(lambda net, h: net.between(h).tanh() + h, {}))
+    model = oracle.Seeded(Net(lambda net, h: net.between(h).tanh() + h, {}))
     model.model.between = between
     model.double().train(not train)
     check(model, *data(), fields=["diag_ggn_exact", "hmp"], use_converter="record")

@@ -224,8 +224,9 @@ class AttentionDerivatives(AutomaticDerivatives):
         kept = c.saved.get("kept")
         if kept is None:
             return attention
-        factors = kept.view(attention.weights.shape).to(attention.v.dtype)
-        return attention._replace(factors=factors / (1 - getattr(c.module, self.dropout)))
+        share = 1 - getattr(c.module, self.dropout)  # 0: nothing is kept
+        factors = kept.view(attention.weights.shape).to(attention.v.dtype) / (share or 1)
+        return attention._replace(factors=factors)
 
     @staticmethod
     def learns_mask(saved: Mapping[str, Any]) -> bool:

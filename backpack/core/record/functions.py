@@ -484,7 +484,7 @@ def draw(function: Callable[..., torch.Tensor]) -> Callable[..., Apply | None]:
 def straight_through(soft: torch.Tensor, dim: int) -> torch.Tensor:
     """Return one for the largest entry, else zero, with the derivative of the identity."""
     hard = torch.zeros_like(soft, memory_format=torch.legacy_contiguous_format)
-    return hard.scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
+    return hard.scatter_(dim, soft.max(dim, keepdim=True)[1], 1.0) - soft.detach() + soft
 
 
 # --- Kinds of results -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,7 +29,7 @@ from backpack.core.record.data_flow import (
 )
 from backpack.core.record.data_notes import MIXED_DATA, mixed_by, note
 from backpack.core.record.layout import unbatched
-from backpack.core.record.lookup import Geometry, geometry_of, part_of
+from backpack.core.record.lookup import geometry_of, part_of
 from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at, own_node
 from backpack.core.record.registry import (
     derivatives_of,
@@ -43,7 +43,7 @@ from backpack.custom_module.converted_module import ConvertedModule
 from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
 
-OnReach = Callable[["Call", int, Tensor], None]
+OnReach = Callable[["Call", int, Tensor | None], None]
 # Module classes for which some extension has a rule of its own: see has_rules.
 _ruled: set[ref[type[Module]]] = set()
 GRAD_FN = operator.attrgetter("grad_fn")
@@ -159,14 +159,11 @@ def _inner_base(call: Call, i: int, out: Tensor) -> Tensor | None:
     return base if base is not None and origin(base) is call.origins_out[i] else None
 
 
-def _reached_as(shape: Size, reached: OnReach, call: Call, i: int, grad: Tensor | None) -> None:
-    reached(call, i, None if grad is None else grad.reshape(shape))  # type: ignore[arg-type]
-
-
-def _reached_as_part(
-    geometry: Geometry, reached: OnReach, call: Call, i: int, grad: Tensor | None
+def _reached_as(
+    form: Callable[[Tensor], Tensor], reached: OnReach, call: Call, i: int, grad: Tensor | None
 ) -> None:
-    reached(call, i, None if grad is None else part_of(grad, geometry))  # type: ignore[arg-type]
+    """Tell a call of a gradient that arrives in the form of what its output is a view of."""
+    reached(call, i, None if grad is None else form(grad))
 
 
 def _repeated(output: Tensor, arguments: Any) -> Origin | None:
@@ -321,10 +318,13 @@ def record(
     for i, out in enumerate(outputs):
         if out.grad_fn is not None:
             base = None if out._base is None else _inner_base(call, i, out)
+            form: Callable[[Tensor], Tensor]
             if base is not None:
-                listen(base, partial(_reached_as, out.shape, reached, call, i))
+                form = operator.methodcaller("reshape", out.shape)
+                listen(base, partial(_reached_as, form, reached, call, i))
             elif changes and out._base is not None:  # others may read what it is a view of
-                listen(out._base, partial(_reached_as_part, geometry_of(out), reached, call, i))
+                form = partial(part_of, geometry=geometry_of(out))
+                listen(out._base, partial(_reached_as, form, reached, call, i))
             else:
                 listen(out, partial(reached, call, i))
     if state.configuration.debug and active(state.configuration).debug:
