@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from threading import Event, Thread
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from backpack.core import memory
 from backpack.core.engine import backpropagation
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import calls
+from backpack.core.record.compiler import set_compiler
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.extensions import BatchGrad
 
@@ -544,6 +546,28 @@ def test_second_order_results_are_written_over() -> None:
         addresses.add(model.weight.diag_ggn_exact_batch.data_ptr())
         assert model.weight.diag_ggn_exact_batch._base is None
     assert len(addresses) == 1
+
+
+def test_results_are_written_over_beside_compiled_functions() -> None:
+    """While a thread has a compiler, CPython keeps arguments of calls, as it does before 3.11."""
+    is_compiling, is_done = Event(), Event()
+
+    def compiling() -> None:
+        compiler = set_compiler(False)  # compiled functions run, no others are compiled
+        is_compiling.set()
+        is_done.wait()
+        set_compiler(compiler)
+
+    thread = Thread(target=compiling)
+    thread.start()
+    is_compiling.wait()
+    try:
+        test_individual_gradients_are_written_over()
+        test_second_order_results_are_written_over()
+        test_kronecker_factors_are_written_over()
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def test_weight_and_bias_have_factors_of_their_own() -> None:

@@ -79,7 +79,7 @@ LOCAL_BEHIND_ALL = (
     "has of the first are shards. Average gradients in the last backward pass alone."
 )
 
-SaveResult = Callable[[Parameter, Extension, Any], None]
+SaveResult = Callable[[Parameter, Extension, list[Any]], None]
 # Averages statistics over processes, or tells these of an error.
 Reduce = Callable[[Processes, Sequence[Statistics], "Exception | None"], None]
 # Tells processes of an error, or finds out whether a text is the same on all.
@@ -336,7 +336,7 @@ class Combining:
         if self._combines(p, (ext,)):
             self._defer(of_value(p, ext, value))
         else:
-            self.write(p, ext, value)
+            self.write(p, ext, [value])
 
     def defers(self, products: Products, exts: Sequence[Extension]) -> bool:
         """Defer results of products that need other processes or passes; return whether they do."""
@@ -448,12 +448,12 @@ class Combining:
             results.accumulated(own, ext.savefield) for ext in self.exts
         )
 
-    def _finished(self, p: Parameter, ext: Extension, value: Any) -> None:
+    def _finished(self, p: Parameter, ext: Extension, values: list[Any]) -> None:
         """Write a result, with the marks of the earlier one that it contains."""
         before, marks = getattr(p, ext.savefield, None), {}
         if isinstance(before, Tensor) and results.accumulated(p, ext.savefield) is not None:
             marks = {name: m for name, m in vars(before).items() if name.startswith("_backpack_")}
-        self.write(p, ext, value)
+        self.write(p, ext, values)
         if marks:
             vars(getattr(p, ext.savefield)).update(marks)
 
@@ -485,7 +485,7 @@ class _Writing:
         self.write = write
 
     def __call__(self, p: Parameter, ext: Extension, value: Any) -> None:
-        self.write(p, ext, value)
+        self.write(p, ext, [value])
 
     def defers(self, products: Products, exts: Sequence[Extension]) -> bool:
         return False

@@ -297,7 +297,7 @@ class Products:
         self._values.clear()
         write = save.write
         for ext in exts:
-            write(self.parameter, ext, values.pop(0))
+            write(self.parameter, ext, values)
 
     def set_values(self, values: Mapping[str, Any]) -> None:
         """Set quantities that were put together from slices."""

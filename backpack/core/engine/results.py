@@ -122,12 +122,16 @@ class Writer:
         # what results that were replaced had accumulated
         self._accumulated: dict[tuple[Parameter, str], Any] = {}
 
-    def write(self, p: Parameter, ext: Extension, value: Any, savefield: str | None = None) -> None:
+    def write(
+        self, p: Parameter, ext: Extension, values: list[Any], savefield: str | None = None
+    ) -> None:
         """Make a value an attribute of a parameter, as a tensor (or a list) that nobody else has.
 
-        There should be no other name for it: that costs a copy. If no ``savefield`` is given, it is
-        that of the extension, which may collect values of all parameters before.
+        It is taken out of a list: the value has no other name then, which would cost a copy. If no
+        ``savefield`` is given, it is that of the extension, which may collect values of all
+        parameters before.
         """
+        value = values.pop(0)
         if self.originals:
             p = self.originals.get(p, p)
         if self.is_mute or (self.untrained and p in self.untrained):
@@ -167,7 +171,7 @@ class Writer:
         while self._collected:
             ext, values = self._collected.popitem()
             for p, savefield, *value in ext.finish(values):
-                self.write(p, ext, value.pop(), savefield)  # nobody else has it: no copy
+                self.write(p, ext, value, savefield)
 
     def __bool__(self) -> bool:
         """Whether anything was written."""
