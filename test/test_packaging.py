@@ -74,6 +74,38 @@ def test_import_brings_nothing_heavy() -> None:
     assert not [name for name in names if name.startswith(HEAVY)]
 
 
+def test_torch_is_enough() -> None:
+    """PyTorch does not install NumPy."""
+    script = """
+import sys
+
+class Finder:
+    def find_spec(self, name, *others):
+        if name.partition(".")[0] in ("numpy", "scipy", "tqdm", "tabulate", "matplotlib"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Finder())
+
+import torch
+from torch import nn
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad, DiagGGNExact, KFAC
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x * torch.rand_like(x)
+
+lossfunc = extend(nn.MSELoss())
+for route in (False, "trace", "record"):
+    noise = [] if route != "record" else [Noise()]
+    model = extend(nn.Sequential(nn.Linear(3, 2), *noise, nn.ReLU()), use_converter=route)
+    with backpack(BatchGrad(), DiagGGNExact(), KFAC()):
+        lossfunc(model(torch.rand(4, 3)), torch.rand(4, 2)).backward()
+    print(*(list(p.grad_batch.shape) for p in model.parameters()))
+"""
+    assert run(sys.executable, "-c", script) == "[4, 2, 3] [4, 2]\n" * 3
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the source distribution from a copy of the sources, without the network."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -161,15 +162,19 @@ def _sets(function: Callable[[], Any], states: tuple[Any, ...]) -> bool:
 
 def generator_states() -> tuple[Any, ...]:
     """Return the states of the generators of Python, NumPy, and torch on each kind of device."""
-    of_numpy = None
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    of_numpy, numpy = None, sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
         of_numpy = (kind, keys.tobytes(), *rest)
     of_torch = [
-        [generator.get_state().numpy().tobytes() for generator in own] or None
-        for own in _generators()
+        [_in_bytes(generator.get_state()) for generator in own] or None for own in _generators()
     ]
     return (random.getstate(), of_numpy, *of_torch)
+
+
+def _in_bytes(state: Tensor) -> bytes:
+    """Copy a state, on the CPU, without NumPy, which need not be installed."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def have_changed(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
