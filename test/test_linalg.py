@@ -922,9 +922,7 @@ def test_positions_of_batches_with_other_numbers_of_them(fisher: Any) -> None:
 def test_kflr_is_that_of_the_whole_batch(name: str, approximation: Any) -> None:
     problem = PROBLEMS[name]()
     operator = build(KroneckerGGN, problem, approximation=approximation)
-    # a batch that does not count (sample 4 alone) is left out
-    counts = [n for n in range(N) if n != 4 or name != "ignored"]
-    X, *targets = (tensor[counts] for tensor in problem.whole)
+    X, *targets = problem.whole  # one of the batches has no target that counts, but inputs
     model = extend(problem.model, use_converter=problem.use_converter)
     extend(problem.loss_function)
     with backpack(KFLR(approximation=approximation)):
@@ -1089,6 +1087,15 @@ def test_no_target_counts(kind: Any) -> None:
     problem.whole[1].fill_(-100)
     with pytest.raises(ValueError, match="No target"):
         build(kind, problem) @ torch.ones(21)
+
+
+@pytest.mark.parametrize("kind", [GGN, DiagonalGGN, KroneckerGGN, EKFAC])
+@pytest.mark.parametrize("name", ["mlp", "mlp-sum"])
+def test_a_batch_without_samples_adds_nothing(kind: Any, name: str) -> None:
+    problem = PROBLEMS[name]()
+    rest = [tuple(tensor[:0] for tensor in problem.whole), *problem.data]
+    operator = kind(problem.model, problem.loss_function, rest, progress=False)
+    assert_close(operator.to_dense(), build(kind, problem).to_dense())
 
 
 def test_wrong_parameters() -> None:

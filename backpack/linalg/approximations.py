@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from math import isclose
 from typing import Any, Literal
 
 import torch
 from torch import Size, Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack import backpack, extensions
 from backpack.core.engine.extracted import IDENTITY, Bases, add
@@ -40,6 +41,7 @@ from backpack.linalg.structured import (
     entries_of,
     order_of,
 )
+from backpack.utils.batches import tensors_of
 from backpack.utils.convert_parameters import parameter_list_to_vector
 from backpack.utils.kroneckers import EigenKronecker, eigh_semidefinite
 
@@ -440,18 +442,18 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
         extended(objective.model, objective.use_converter or "record") as model,
         extended(objective.loss_function, False) as loss_of,
     ):
+        of_none: Any = copy(loss_of)
+        of_none.reduction = "sum"
         for X, targets in objective:
             with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
                 output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
-                loss = loss_of(output, *targets)
-                weight = objective.weight(output, targets)
-                if weight == 0 and (totals or objective.group is None):  # no target counts
+                has_samples = any(map(len, tensors_of(output)))
+                if not has_samples and (totals or objective.group is None):
                     continue
-                (values,) = values_of(objective.params, [ext], weight * loss)
-            if weight == 0:  # other processes have sums, to which zeros are added
-                values = tree_map(torch.zeros_like, values)
-                if isinstance(ext, _KroneckerSums):
-                    ext.num_samples.clear()
+                weight = objective.weight(output, targets)
+                # without targets that count, a mean is 0 / 0, and a sum 0
+                loss = weight * loss_of(output, *targets) if weight else of_none(output, *targets)
+                (values,) = values_of(objective.params, [ext], loss)
             weights += weight
             totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
     return totals, weights
