@@ -398,6 +398,13 @@ def test_many_rows_in_single_precision() -> None:
     each = diagonal(Diagonal(entries), 18, generator=seeded())
     assert each.products == 18 and each.error.min() > 0
 
+    entries = torch.cat([torch.tensor([1e7]), torch.ones(1000)]).float()  # images hide each other
+    for method in ("hutch++", "xtrace"):
+        found = trace(Diagonal(entries), 30, method, seeded())
+        assert (found.value - entries.double().sum()).abs() < 5 * found.error + 5
+    each = diagonal(Diagonal(entries), 30, generator=seeded())
+    assert (each.value - entries)[1:].abs().max() < 5 * each.error.max() + 1e-2
+
     flat = Diagonal(torch.linspace(1, 1.01, size, dtype=torch.float32))
     nodes = spectral_density(flat, 2, 6, generator=seeded()).nodes
     assert nodes.min() < 1.001 and nodes.max() > 1.009
