@@ -250,9 +250,17 @@ class Laplace:
         Args:
             X: N inputs, as the model takes them: a tensor, or a tuple or dictionary of tensors.
 
+        Raises:
+            RuntimeError: If the weights of the model have changed.
+
         Source: Immer, Korzepa, Bauer, Improving predictions of BNNs via linearization (AISTATS 21).
         """
         own = self._objective
+        if not torch.equal(parameter_list_to_vector(own.params), self.mean):
+            raise RuntimeError(
+                "The weights of the model are others than when Laplace was built, which has the "
+                "curvature there. Load these again, or build a new one."
+            )
         options = self.posterior, self._use_converter
         return output_covariances(own.model, own.params, X, *options)
 
@@ -278,10 +286,11 @@ class Laplace:
         """
         if linearized:
             mean, covariance = self.outputs(X)
-            values, vectors = torch.linalg.eigh(covariance)  # may be singular
+            wide = torch.promote_types(covariance.dtype, torch.float32)  # none in less
+            values, vectors = torch.linalg.eigh(covariance.to(wide))  # may be singular
             root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
             noise = root.new_empty(num_samples, *mean.shape, 1).normal_(generator=generator)
-            return mean + (root @ noise).squeeze(3)
+            return mean + (root @ noise).squeeze(3).to(mean)
         model, params = self._objective.model, self._objective.params
         found = []
         for weights in self.sample_weights(num_samples, generator):

@@ -812,6 +812,20 @@ def test_projected_influence() -> None:
         influence.scores(queries, by="parameter")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_projected_influence_in_half_precision(dtype: torch.dtype) -> None:
+    model, X, y = nn.Linear(3, 4), torch.randn(6, 3), torch.randint(4, (6,))
+    found = []
+    for to in (dtype, torch.float64):
+        data = [(X.to(to), y)]
+        one = ProjectedInfluence(
+            copy.deepcopy(model).to(to), nn.CrossEntropyLoss(), data, ProjectedGrad(8), 0.1
+        )
+        assert one.scores(data).dtype == one.self_scores().dtype == to
+        found.append(one.scores(data).double())
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+
+
 def test_projection_saves_where_it_did() -> None:
     """The extension that is given to these is the user's, who may compute with it as before."""
     model, loss, X, y = problem("mlp")

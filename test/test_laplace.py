@@ -349,6 +349,32 @@ def test_monte_carlo() -> None:
     assert (closed - found).abs().max() < (closed - mean.softmax(1)).abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_draws_in_half_precision(dtype: torch.dtype) -> None:
+    """Those of double precision, but for rounding: torch decomposes no such matrix."""
+    model, loss, X, y = problem("mlp")
+    exact = Laplace(model, loss, [(X, y)], progress=False)
+    half = Laplace(copy.deepcopy(model).to(dtype), loss, [(X.to(dtype), y)], progress=False)
+    draws = half.sample_outputs(X.to(dtype), 4000)
+    assert draws.dtype == dtype
+    mean, covariance = exact.outputs(X)
+    assert_close(draws.double().mean(0), mean, rtol=0, atol=0.1)
+    assert_close(draws.double().var(0), covariance.diagonal(dim1=1, dim2=2), rtol=0.15, atol=0)
+
+
+def test_other_weights_than_those_of_the_curvature() -> None:
+    model, loss, X, y = problem("mlp")
+    laplace = Laplace(model, loss, [(X, y)], progress=False)
+    state = copy.deepcopy(model.state_dict())
+    before = laplace.predict(X)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="build a new one"):
+        laplace.predict(X)
+    model.load_state_dict(state)
+    assert_close(laplace.predict(X), before)
+
+
 def test_last_layer() -> None:
     """The layer that is called last, whatever comes last in the model."""
     model, loss, X, y = problem("lstm")

@@ -192,8 +192,9 @@ class ProjectedInfluence(Attribution):
                 self._weight += weight
                 rows.append(torch.stack(found).sum(0))
         self.features = torch.cat(rows)
+        wide = self.features.to(torch.promote_types(self.features.dtype, torch.float32))
         F, weight = self._objective.total(
-            "features of ProjectedInfluence", [self.features.T @ self.features], self._weight
+            "features of ProjectedInfluence", [wide.T @ wide], self._weight
         )
         self._number_of_terms = self._objective.norm(weight)
         F = F / self._number_of_terms
@@ -215,7 +216,7 @@ class ProjectedInfluence(Attribution):
         return super().scores(queries, by, folder)
 
     def _solved(self, rows: Tensor) -> Tensor:
-        return torch.cholesky_solve(rows.T, self._root).T
+        return torch.cholesky_solve(rows.T.to(self._root), self._root).T.to(rows)
 
     def self_scores(self) -> Tensor:
         """Compute the influence of each training sample on its own loss, ``[N]``."""
