@@ -686,6 +686,16 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ValueError, match="other queries, options or parameters"):
             other.scores(queries, folder=tmp_path)
+    of_outputs = {"measure": lambda f, y: f.sum()}  # whatever the loss is
+    Influence(model, loss, data, curvature, DAMPING, **of_outputs).scores(
+        queries, folder=tmp_path / "outputs"
+    )
+    for options in ({"label_smoothing": 0.1}, {"weight": torch.tensor([1.0, 2.0, 3.0])}):
+        other = Influence(
+            model, nn.CrossEntropyLoss(**options), data, curvature, DAMPING, **of_outputs
+        )
+        with pytest.raises(ValueError, match="other queries, options or parameters"):
+            other.scores(queries, folder=tmp_path / "outputs")
     order = [1, 0, *range(2, len(X))]  # in one batch
     for X_now, y_now in ((X.flip(0), y.flip(0)), (X, y.flip(0)), (X[order], y[order])):
         data.data = batches(X_now, y_now)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from backpack import backpack
 from backpack.core.engine.factored import FactoredGrad
-from backpack.distributed.data_group import ProcessGroupChoice, check_same
+from backpack.distributed.data_group import ProcessGroupChoice, check_same, digest
 from backpack.extensions import BatchGrad
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
@@ -214,6 +214,15 @@ class Attribution:
         """Return a batch's weight, and for each parameter products ``[Q, n]`` with ``∇ℓ_n``."""
         weight, gradients = self._gradients(X, targets)
         return weight, [d.products(g).T for d, g in zip(along, gradients, strict=True)]
+
+    def _shards(self, folder: Path | None, queries: Tensor, options: str) -> Shards:
+        """Return files that know the loss, too: queries may be measured by something else."""
+        loss = self._objective.loss_function
+        own = {
+            k: v for k, v in vars(loss).items() if k[0] != "_" and isinstance(v, (str, float, int))
+        }
+        tensors = list(map(digest, loss.state_dict().values()))
+        return Shards(folder, queries, f"{options}, {type(loss).__name__} {own} {tensors}")
 
     def _kept(
         self, shards: Shards, products: Callable[[Any, Sequence[Any]], tuple[float, list[Any]]]

@@ -14,7 +14,6 @@ from torch.nn import Module, Parameter
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.influence.attribution import Attribution, By, Directions, Measure
 from backpack.influence.positions import PositionProducts
-from backpack.influence.shards import Shards
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
 from backpack.linalg.objective import flattened
@@ -173,7 +172,7 @@ class Influence(Attribution):
         directions = self._checked(self.precondition(flat.T).T)
         options = f"damping {self.damping}, rank {self._query_rank}"
         own_folder = self._of_process(folder)
-        shards = Shards(own_folder, directions, options + ", by token" * by_token)
+        shards = self._shards(own_folder, directions, options + ", by token" * by_token)
         own = self._objective
         along = [Directions(each, self._query_rank) for each in own.vectors(directions.T)]
         if by_token:

@@ -15,7 +15,6 @@ from torch.nn import Module, Parameter
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import ProjectedGrad
 from backpack.influence.attribution import Attribution, By, Directions, Measure
-from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter
 from backpack.linalg.objective import flattened
 from backpack.linalg.order import check_not_shuffled
@@ -103,7 +102,7 @@ class TracIn(Attribution):
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         of_queries, projection = self._of_queries(queries), self._projection
         flat = self._checked(flattened(of_queries))
-        shards = Shards(folder, flat, f"projection {projection}")
+        shards = self._shards(folder, flat, f"projection {projection}")
         if projection is None:
             along = [Directions(gradient, None) for gradient in of_queries]
             yield from self._kept(shards, partial(self._products, along))
