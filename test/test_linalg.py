@@ -1098,6 +1098,15 @@ def test_a_batch_without_samples_adds_nothing(kind: Any, name: str) -> None:
     assert_close(operator.to_dense(), build(kind, problem).to_dense())
 
 
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher, KroneckerGGN])
+def test_complex_parameters_are_an_error(kind: Any) -> None:
+    """The second derivative by real and imaginary parts is no complex matrix."""
+    model = nn.Linear(3, 2, dtype=torch.complex128)
+    data = [(torch.randn(4, 3, dtype=torch.complex128), torch.randn(4, 2))]
+    with pytest.raises(ValueError, match="for real parameters, but these are complex"):
+        kind(model, nn.MSELoss(), data)
+
+
 def test_wrong_parameters() -> None:
     problem = PROBLEMS["mlp"]()
     with pytest.raises(ValueError, match="require a gradient"):

@@ -156,6 +156,13 @@ def test_sparse_gradients_are_an_error() -> None:
         SOAP([p]).step()
 
 
+def test_complex_parameters_are_an_error() -> None:
+    p = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"needs real parameters, that of \[3, 2\] is complex"):
+        SOAP([p]).step()
+
+
 @pytest.mark.parametrize("rank", [1, 10])
 def test_steps_stay_where_the_gradients_are(rank: int) -> None:
     """Eigenvectors that follow the factors keep their places among the second moments."""

@@ -63,9 +63,9 @@ class Objective:
             use_converter: How the model is extended, by those who do.
 
         Raises:
-            ValueError: If there are no trainable parameters, they are not the model's, of several
-                precisions or on several devices, the loss is no module or its reduction is unknown,
-                or a module in training mode is no function of a sample.
+            ValueError: If there are no trainable parameters, they are not the model's, complex, of
+                several precisions or on several devices, the loss is no module or its reduction is
+                unknown, or a module in training mode is no function of a sample.
             NotImplementedError: On several processes of ``torch.distributed`` without a choice, or
                 with sharded parameters.
         """
@@ -108,6 +108,11 @@ class Objective:
                 "All parameters of an operator need one precision and one device, got "
                 f"{sorted(f'{dtype} on {device}' for dtype, device in kinds)}. Choose some of "
                 "them with params."
+            )
+        if self.params[0].is_complex():
+            raise ValueError(
+                "Operators are matrices for real parameters, but these are complex. Make them "
+                "real, and use torch.view_as_complex in forward, or choose others with params."
             )
         self.reduction = getattr(loss_function, "reduction", None)
         if self.reduction not in REDUCTIONS and not isinstance(loss_function, Module):

@@ -108,7 +108,7 @@ class SOAP(Optimizer):
             The value of the closure, None without one.
 
         Raises:
-            RuntimeError: If a gradient is sparse.
+            RuntimeError: If a gradient is sparse or complex.
         """
         loss = None
         if closure is not None:
@@ -138,6 +138,11 @@ class SOAP(Optimizer):
     def _update(self, group: Group, p: Tensor, grad: Tensor) -> None:
         if grad.is_sparse:
             raise RuntimeError(f"SOAP needs dense gradients, that of {list(p.shape)} is sparse.")
+        if grad.is_complex():
+            raise RuntimeError(
+                f"SOAP needs real parameters, that of {list(p.shape)} is complex. Make it real, "
+                "and use torch.view_as_complex in forward."
+            )
         grad = grad.to(_precision(grad))
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
