@@ -27,6 +27,7 @@ from backpack.custom_module.weighted_loss import WeightedLoss
 from backpack.optim import (
     DPSGD,
     KFAC,
+    SOAP,
     AdaptiveClipping,
     DiagGGN,
     DPOptimizer,
@@ -753,6 +754,28 @@ def test_bfloat16(make: Any) -> None:
         assert p.dtype == dtype
         models.append(p.detach().double())
     assert_close(*models, rtol=2e-2, atol=1e-3)
+
+
+def test_private_soap_goes_on_in_half_precision() -> None:
+    """The optimiser behind loads its state itself: SOAP's is in single precision."""
+    p = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    private = {"max_grad_norm": 10.0, "noise_multiplier": 0.0, "expected_batch_size": 1}
+    optimiser = DPOptimizer(SOAP([p]), **private)
+
+    def steps(optimiser: DPOptimizer, p: nn.Parameter) -> None:
+        for _ in range(3):
+            p.grad = p.detach() * torch.linspace(-1, 2, 12).view_as(p).to(p)
+            vars(p)["grad_batch"] = p.grad.unsqueeze(0)
+            clip(optimiser, [p])
+            optimiser.step()
+
+    steps(optimiser, p)
+    q = nn.Parameter(p.detach().clone())
+    other = DPOptimizer(SOAP([q]), **private)
+    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    steps(optimiser, p)
+    steps(other, q)
+    assert torch.equal(p, q)
 
 
 def test_adapting_the_damping_needs_a_closure() -> None:

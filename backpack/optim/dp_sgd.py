@@ -359,8 +359,8 @@ class DPOptimizer(ExtensionOptimizer):
             state_dict: The state; may be that of the optimiser behind alone.
         """
         super().load_state_dict(state_dict)
-        shared = {"state": self.state, "param_groups": self.param_groups}
-        self.optimizer.__setstate__(shared)
+        self.optimizer.load_state_dict(state_dict)  # which may keep another precision
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.max_grad_norm = state_dict.get("max_grad_norm", self.max_grad_norm)
 
 
