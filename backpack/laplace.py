@@ -298,7 +298,7 @@ class Laplace:
             state = dict(zip(self._names, pieces, strict=True))
             with torch.no_grad(), disable():
                 output = functional_call(model, state, (X,))
-                found.append(output.reshape(len(output), -1))
+                found.append(output.unsqueeze(-1).flatten(1))
         return torch.stack(found)
 
     def predict(

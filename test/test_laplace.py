@@ -362,6 +362,12 @@ def test_draws_in_half_precision(dtype: torch.dtype) -> None:
     assert_close(draws.double().var(0), covariance.diagonal(dim1=1, dim2=2), rtol=0.15, atol=0)
 
 
+@pytest.mark.parametrize("method", ["probit", "monte carlo", "sampling"])
+def test_predictions_for_no_inputs(method: Any) -> None:
+    model, loss, X, y = problem("mlp")
+    assert Laplace(model, loss, [(X, y)]).predict(X[:0], method).shape == (0, 3)
+
+
 def test_other_weights_than_those_of_the_curvature() -> None:
     model, loss, X, y = problem("mlp")
     laplace = Laplace(model, loss, [(X, y)], progress=False)

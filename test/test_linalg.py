@@ -1089,11 +1089,23 @@ def test_no_target_counts(kind: Any) -> None:
         build(kind, problem) @ torch.ones(21)
 
 
-@pytest.mark.parametrize("kind", [GGN, DiagonalGGN, KroneckerGGN, EKFAC])
+@pytest.mark.parametrize("kind", [DiagonalGGN, KroneckerGGN, EKFAC])
+def test_structured_operators_multiply_inside_of_autocast(kind: Any) -> None:
+    problem = PROBLEMS["mlp"]()
+    data = [(problem.whole[0].float(), problem.whole[1])]
+    operator = kind(problem.model.float(), problem.loss_function, data, progress=False)
+    vector = torch.randn(operator.shape[0], dtype=torch.float32)
+    expected = operator @ vector, operator.inverse(0.1) @ vector, operator.diagonal()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = operator @ vector, operator.inverse(0.1) @ vector, operator.diagonal()
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", [GGN, EmpiricalFisher, FisherMC, DiagonalGGN, KroneckerGGN, EKFAC])
 @pytest.mark.parametrize("name", ["mlp", "mlp-sum"])
 def test_a_batch_without_samples_adds_nothing(kind: Any, name: str) -> None:
     problem = PROBLEMS[name]()
-    rest = [tuple(tensor[:0] for tensor in problem.whole), *problem.data]
+    rest = [*problem.data, tuple(tensor[:0] for tensor in problem.whole)]
     operator = kind(problem.model, problem.loss_function, rest, progress=False)
     assert_close(operator.to_dense(), build(kind, problem).to_dense())
 

@@ -756,6 +756,28 @@ def test_bfloat16(make: Any) -> None:
     assert_close(*models, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("make", [DiagGGN, KFAC, partial(KFAC, ekfac=True), SOAP])
+def test_steps_inside_of_autocast(make: Any) -> None:
+    """They are those outside: in the precision of the parameters."""
+    found = []
+    for inside in (False, True):
+        model = network().float()
+        optimiser = make(model.parameters())
+        for seed in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                torch.manual_seed(seed)
+                optimiser.zero_grad()
+                output = model(torch.rand(6, 3))
+                with backpack(*optimiser.extensions):
+                    extend(nn.MSELoss())(output, torch.rand_like(output)).backward()
+                if inside:
+                    optimiser.step()
+            if not inside:
+                optimiser.step()
+        found.append(list(model.parameters()))
+    assert_close(*found, rtol=0, atol=0)
+
+
 def test_private_soap_goes_on_in_half_precision() -> None:
     """The optimiser behind loads its state itself: SOAP's is in single precision."""
     p = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))

@@ -283,7 +283,7 @@ class EmpiricalFisher(JacobianOperator):
         (gradient,) = grad(loss, prediction)
 
         def curvature(tangents: Tensor) -> Tensor:
-            along = (gradient * tangents).reshape(*tangents.shape[:2], -1).sum(2)  # [V, N]
+            along = (gradient * tangents).unsqueeze(-1).flatten(2).sum(2)  # [V, N]
             along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1))
             return weight * gradient * along
 
@@ -357,8 +357,7 @@ class FisherMC(JacobianOperator):
         self._number += 1
 
         def curvature(tangents: Tensor) -> Tensor:
-            flat = tangents.flatten(2) if tangents.dim() > 2 else tangents.unsqueeze(2)
-            s = drawn.reshape(*drawn.shape[:2], -1)
+            s, flat = (each.unsqueeze(-1).flatten(2) for each in (drawn, tangents))
             along = torch.einsum("mno,vno->mvn", s, flat)
             return torch.einsum("mno,mvn->vno", s, along).reshape(tangents.shape)
 

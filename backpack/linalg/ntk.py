@@ -108,10 +108,10 @@ def output_covariances(
     """
     with torch.no_grad(), disable():
         mean = output_of("The covariance of outputs", model, X)
-    mean = mean.reshape(len(mean), -1)
+    mean = mean.unsqueeze(-1).flatten(1)
     count, num_outputs = mean.shape
     step = max(1, BLOCK_ENTRIES // (num_outputs * covariance.shape[0]))
-    found = []
+    found = [mean.new_empty(0, num_outputs, num_outputs)]
     with extended(model, use_converter or "record") as ready:
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
+from backpack.context import without_autocast
 from backpack.linalg.operators import LinearOperator
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.kroneckers import (
@@ -358,7 +359,8 @@ def _multiply(blocks: Blocks, matrix: Tensor) -> Tensor:
     if not blocks:
         return matrix
     pieces = matrix.split([_size(factors) for factors in blocks])
-    return torch.cat([apply_kfac_mat_prod(f, m) for f, m in zip(blocks, pieces, strict=True)])
+    with without_autocast():
+        return torch.cat([apply_kfac_mat_prod(f, m) for f, m in zip(blocks, pieces, strict=True)])
 
 
 def _size(factors: Sequence[Tensor]) -> int:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from backpack.context import without_autocast
 from backpack.core.engine.checks import check_one_process
 from backpack.core.engine.results import averaged, is_added_to_used, note_step
 from backpack.distributed.shards import whole
@@ -152,7 +153,8 @@ class PreconditionedOptimizer(ExtensionOptimizer):
                 state = dict(self.state.get(p, {}))  # becomes that of the optimiser in the end
                 self._average(group, p, state, grad.add(p, alpha=group["weight_decay"]))
                 trained.append(Trained(group, p, state, grad))
-            directions = self._directions(trained)
+            with without_autocast():
+                directions = self._directions(trained)
             if interval is not None or self.kl_clip is not None:
                 for (group, p, state, grad), direction in zip(trained, directions, strict=True):
                     # the step δ = -α (C + (λ + η) I)⁻¹ m has the slope gᵀδ and the square of its

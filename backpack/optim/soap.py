@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from backpack.context import without_autocast
 from backpack.distributed.shards import own_part, whole
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.optim.base import Closure, Group, check_betas, check_options, refuse_model
@@ -114,7 +115,7 @@ class SOAP(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
