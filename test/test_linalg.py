@@ -405,6 +405,8 @@ def test_inference_mode(kind: Any) -> None:
     truth = TRUTH[kind](problem)
     with torch.inference_mode():
         assert_close(build(kind, problem).to_dense(), truth)
+        jacobian = Jacobian(problem.model, problem.data)
+        assert_close(jacobian.T.to_dense(), jacobian.to_dense().T)
 
 
 def test_ggn_needs_what_the_loss_stores() -> None:

@@ -121,7 +121,8 @@ class Jacobian(LinearOperator):
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         params, vectors = self._objective.params, self._objective.vectors(matrix)
-        product = matrix.new_zeros(self.shape[0], matrix.shape[1])
+        with torch.inference_mode(False):
+            product = matrix.new_zeros(self.shape[0], matrix.shape[1])
         for rows, output in self._outputs():
             # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
             w = torch.ones_like(output, requires_grad=True)
@@ -134,7 +135,8 @@ class Jacobian(LinearOperator):
 
     def _rmatmat(self, matrix: Tensor) -> Tensor:
         params = self._objective.params
-        product = matrix.new_zeros(matrix.shape[1], self.shape[1])  # [V, P]
+        with torch.inference_mode(False):
+            product = matrix.new_zeros(matrix.shape[1], self.shape[1])  # [V, P]
         for rows, output in self._outputs():
             for some in self._spans(matrix.shape[1]):
                 w = matrix[rows, some].T.reshape(-1, *output.shape)
