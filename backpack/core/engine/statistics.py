@@ -39,31 +39,37 @@ class Name(NamedTuple):
 class Statistics:
     """The statistics of a part of the batch that the results of some extensions are made of.
 
+    Averages over samples are held as sums.
+
     Attributes:
         parameter: Whose results they are.
         exts: The extensions, which have one propagation.
+        values: The statistics, by name.
+        rules: How those of a name are put together.
+        numbers: How many samples (or positions) they are of, if results depend on that.
         is_sharded: Whether processes have shards of the parameter, and of what has its shape.
         unit: What the parameter is sharded together with.
         name: What the parameter is called on all processes, if there are several.
-        signature: Describes the statistics: other processes need to have the same.
-        scale: Multiplies the loss that they belong to with a factor.
-        set_totals: Replaces :meth:`sums` and :meth:`counts` by those of all parts.
-        plus: Returns the statistics of two parts together.
         extract: Saves the results.
     """
 
-    signature: Callable[[], str]
-    scale: Callable[[float], None]
-    set_totals: Callable[[Iterator[Tensor], Iterator[int], Total], None]
-    plus: Callable[[Any], Statistics]
+    unit: Any = None
     extract: Callable[[Save], None]
 
-    def __init__(self, parameter: Parameter, exts: Sequence[Extension], unit: Any = None):
+    def __init__(
+        self,
+        parameter: Parameter,
+        exts: Sequence[Extension],
+        values: Mapping[str, Any],
+        rules: Mapping[str, Reduction] = OVER_PARTS,
+    ):
         """Remember what they are for."""
         self.parameter = parameter
         self.exts = tuple(exts)
+        self.values = dict(values)
+        self.rules = rules
+        self.numbers: dict[str, int] = {}
         self.is_sharded = False
-        self.unit = unit
         self.name = Name("", "")
 
     @property
@@ -71,114 +77,95 @@ class Statistics:
         """Power of the loss's factor that columns carry: curvature has two of them."""
         return 0.5 if self.exts[0].expects_backpropagation_quantities() else 1
 
-    def sums(self) -> list[Tensor]:
-        """Return what adds up over parts, as vectors."""
-        return []
-
-    def counts(self) -> list[int]:
-        """Return the numbers of samples, which add up over parts, if results depend on them."""
-        return []
-
     def own_samples(self, ext: Extension) -> int | None:
         """Return the number of samples on this process, if an extension reads a value of each."""
-        del ext
-        return None
-
-    def like_parameter(self) -> list[Tensor]:
-        """Return what adds up and has the shape of a sharded parameter: not among the sums."""
-        return []
-
-    def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
-        """Replace that by the shards of this process."""
-        del shards  # nothing is replaced
-
-    def copy(self) -> Any:
-        """Return a copy which may be changed or used up."""
-        return copy.copy(self)
-
-
-class OfProducts(Statistics):
-    """Statistics that extensions extract of products.
-
-    Averages over samples are held as sums.
-    """
-
-    def __init__(self, products: Products, exts: Sequence[Extension]):
-        """Compute everything that the extensions read, and let go of where it comes from."""
-        super().__init__(products.parameter, exts, products.unit)
-        names = dict.fromkeys(name for ext in exts for name in ext.reads)
-        averaged = {name: products.count_of(name) for name in names if OVER_PARTS[name].is_average}
-        self.numbers = {"": products.num_samples, **averaged}
-        self.products, self.values = products, products.settle(names)
-        for name, count in averaged.items():
-            self.values[name] = _multiplied(self.values[name], count)
-
-    def own_samples(self, ext: Extension) -> int | None:
-        """Return the number of samples on this process, if an extension reads a value of each."""
-        for name in ext.reads:
-            axis = OVER_PARTS[name].sample_axis
-            if axis is not None:
-                return _listed(self.values[name])[0].shape[axis]
+        for name, value in self.values.items():
+            axis = self.rules[name].sample_axis
+            if axis is not None and name in ext.reads:
+                return _listed(value)[0].shape[axis]
         return None
 
     def signature(self) -> str:
-        """Name the statistics and the shapes of those that add up."""
-        shapes = [[list(v.shape) for v in _listed(self.values[name])] for name, _ in self._added()]
+        """Name the statistics and the shapes of those that add up: the same on all processes."""
+        shapes = [[list(v.shape) for v in _listed(self.values[name])] for name in self._added()]
         return f"{list(self.parameter.shape)} {', '.join(self.values)} {shapes}"
 
     def scale(self, factor: float) -> None:
-        """Multiply what depends on the loss."""
+        """Multiply the loss that they belong to with a factor."""
         for name in self.values:
-            power = OVER_PARTS[name].degree * self.order
+            power = self.rules[name].degree * self.order
             if power:
                 self.values[name] = _multiplied(self.values[name], factor**power)
 
-    def _added(self) -> Iterator[tuple[str, Reduction]]:
-        for name in self.values:
-            if OVER_PARTS[name].sample_axis is None:
-                yield name, OVER_PARTS[name]
+    def _added(self) -> list[str]:
+        return [name for name in self.values if self.rules[name].sample_axis is None]
 
-    def _summed(self) -> Iterator[tuple[str, Reduction]]:
-        """List what adds up and is the same on all processes then."""
-        for name, rule in self._added():
-            if rule.is_symmetric or not self.is_sharded:
-                yield name, rule
-
-    def _spread(self) -> Iterator[str]:
-        """List what adds up and has the shape of a sharded parameter."""
-        for name, rule in self._added():
-            if self.is_sharded and not rule.is_symmetric:
-                yield name
+    def _is_spread(self, name: str) -> bool:
+        """Whether what adds up has the shape of a sharded parameter, or else becomes the same."""
+        if not self.is_sharded or self.rules[name].is_symmetric:
+            return False
+        return getattr(self.values[name], "shape", None) == self.parameter.shape
 
     def sums(self) -> list[Tensor]:
-        """Flatten what adds up; of symmetric matrices, the upper triangle."""
+        """Flatten what adds up and is the same then; of symmetric matrices, the upper triangle."""
         return [
-            _packed(value, rule.is_symmetric)
-            for name, rule in self._summed()
+            _packed(value, self.rules[name].is_symmetric)
+            for name in self._added()
+            if not self._is_spread(name)
             for value in _listed(self.values[name])
         ]
 
     def like_parameter(self) -> list[Tensor]:
-        """Return what adds up and has the shape of a sharded parameter."""
-        return [self.values[name] for name in self._spread()]
+        """Return what adds up and has the shape of a sharded parameter: not among the sums."""
+        return [self.values[name] for name in filter(self._is_spread, self._added())]
 
     def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
         """Replace that by the shards of this process."""
-        for name in self._spread():
+        for name in filter(self._is_spread, self._added()):
             self.values[name] = next(shards)
 
     def counts(self) -> list[int]:
-        """Return the numbers of samples (or positions)."""
-        return list(self.numbers.values()) if any(True for _ in self._added()) else []
+        """Return the numbers of samples (or positions), which add up, if results depend on them."""
+        return list(self.numbers.values()) if self._added() else []
 
     def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
-        """Replace what adds up."""
-        for name, rule in self._summed():
-            value = self.values[name]
-            found = [_unpacked(next(sums), v, rule.is_symmetric) for v in _listed(value)]
-            self.values[name] = found if isinstance(value, list) else found[0]
+        """Replace :meth:`sums` and :meth:`counts` by those of all parts."""
+        for name in self._added():
+            if not self._is_spread(name):
+                value, is_symmetric = self.values[name], self.rules[name].is_symmetric
+                found = [_unpacked(next(sums), v, is_symmetric) for v in _listed(value)]
+                self.values[name] = found if isinstance(value, list) else found[0]
         if self.counts():
             self.numbers = {name: next(counts) for name in self.numbers}
+
+    def plus(self, other: Any) -> Any:
+        """Return the statistics of two parts together: add what adds up, concatenate samples."""
+        both = self.copy()
+        for name, value in other.values.items():
+            axis, own = self.rules[name].sample_axis, self.values[name]
+            both.values[name] = add(own, value) if axis is None else torch.cat([own, value], axis)
+        both.numbers = {name: count + other.numbers[name] for name, count in self.numbers.items()}
+        return both
+
+    def copy(self) -> Any:
+        """Return a copy which may be changed or used up, with the same tensors."""
+        both = copy.copy(self)
+        both.values, both.numbers = self.values.copy(), self.numbers.copy()
+        return both
+
+
+class OfProducts(Statistics):
+    """Statistics that extensions extract of products."""
+
+    def __init__(self, products: Products, exts: Sequence[Extension]):
+        """Compute everything that the extensions read, and let go of where it comes from."""
+        names = dict.fromkeys(name for ext in exts for name in ext.reads)
+        averaged = {name: products.count_of(name) for name in names if OVER_PARTS[name].is_average}
+        super().__init__(products.parameter, exts, products.settle(names))
+        self.unit, self.products = products.unit, products
+        self.numbers = {"": products.num_samples, **averaged}
+        for name, count in averaged.items():
+            self.values[name] = _multiplied(self.values[name], count)
 
     def plus(self, other: OfProducts) -> OfProducts:
         """Add what adds up, concatenate samples.
@@ -189,15 +176,7 @@ class OfProducts(Statistics):
         if not JOINED.isdisjoint(self.values):
             partners = self.products.partner, other.products.partner
             _check_same_partner(self.products.parameter, *partners)
-        both = self.copy()
-        for name, value in other.values.items():
-            axis = OVER_PARTS[name].sample_axis
-            if axis is None:
-                both.values[name] = add(self.values[name], value)
-            else:
-                both.values[name] = torch.cat([self.values[name], value], axis)
-        both.numbers = {name: count + other.numbers[name] for name, count in self.numbers.items()}
-        return both
+        return super().plus(other)
 
     def extract(self, save: Save) -> None:
         """Make the results, and drop the statistics."""
@@ -207,12 +186,6 @@ class OfProducts(Statistics):
         self.products.resume(self.values, self.numbers[""])
         self.values = {}
         self.products.extract(self.exts, save)
-
-    def copy(self) -> OfProducts:
-        """Copy all but the tensors."""
-        both = super().copy()
-        both.values, both.numbers = self.values.copy(), self.numbers.copy()
-        return both
 
 
 class OfRule(Statistics):
@@ -224,7 +197,6 @@ class OfRule(Statistics):
 
     def __init__(self, parameter: Parameter, ext: Extension, value: Any):
         """Check what it is."""
-        super().__init__(parameter, (ext,))
         shape = ext.shape
         known = len(ext.needs) == 1 and isinstance(value, Tensor) and shape is not None
         if not known or shape is None:
@@ -234,54 +206,13 @@ class OfRule(Statistics):
                 "(backpack.core.derivatives.register), or use "
                 "backpack(..., process_group=None) and no accumulate=True."
             )
-        self.value = value
-        self.axis = shape.index("N") if "N" in shape else None
-        self.degree = OVER_PARTS[ext.needs[0]].degree
-
-    def signature(self) -> str:
-        """Give the shape."""
-        shapes = [list(value.shape) for value in self.sums()]
-        return f"{list(self.parameter.shape)} {self.exts[0].savefield} {shapes}"
-
-    def scale(self, factor: float) -> None:
-        """Multiply the value."""
-        self.value = self.value * factor ** (self.degree * self.order)
-
-    @property
-    def _is_spread(self) -> bool:
-        """Whether the value is summed over samples and has the shape of a sharded parameter."""
-        return self.is_sharded and self.axis is None and self.value.shape == self.parameter.shape
-
-    def sums(self) -> list[Tensor]:
-        """Return the value, if it is summed over samples."""
-        return [self.value.flatten()] if self.axis is None and not self._is_spread else []
-
-    def like_parameter(self) -> list[Tensor]:
-        """Return the value, if it has the shape of a sharded parameter."""
-        return [self.value] if self._is_spread else []
-
-    def set_like_parameter(self, shards: Iterator[Tensor]) -> None:
-        """Replace it by the shard of this process."""
-        if self._is_spread:
-            self.value = next(shards)
-
-    def set_totals(self, sums: Iterator[Tensor], counts: Iterator[int], total: Total) -> None:
-        """Replace the value, if it is summed over samples."""
-        if self.axis is None and not self._is_spread:
-            self.value = next(sums).view_as(self.value)
-
-    def plus(self, other: OfRule) -> OfRule:
-        """Add or concatenate."""
-        both = self.copy()
-        if self.axis is None:
-            both.value = self.value + other.value
-        else:
-            both.value = torch.cat([self.value, other.value], self.axis)
-        return both
+        axis = shape.index("N") if "N" in shape else None
+        rule = Reduction(sample_axis=axis, degree=OVER_PARTS[ext.needs[0]].degree)
+        super().__init__(parameter, (ext,), {ext.savefield: value}, {ext.savefield: rule})
 
     def extract(self, save: Save) -> None:
         """Save the value."""
-        save(self.parameter, self.exts[0], self.value)
+        save(self.parameter, self.exts[0], self.values[self.exts[0].savefield])
 
 
 class SumOfMaps:
@@ -316,13 +247,9 @@ class OfMaps(Statistics):
 
     def __init__(self, parameter: Parameter, ext: Extension, value: Callable[[Tensor], Tensor]):
         """Start with one."""
-        super().__init__(parameter, (ext,))
+        super().__init__(parameter, (ext,), {})
         self.maps = [value]
         self.factor = 1.0
-
-    def signature(self) -> str:
-        """Name the result."""
-        return f"{list(self.parameter.shape)} {self.exts[0].savefield}"
 
     def scale(self, factor: float) -> None:
         """Multiply the map."""
