@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -144,9 +145,43 @@ class Context:
         """Whether the only tensor among the inputs is the first: others are options."""
         return [i for i, x in enumerate(self.inputs) if isinstance(x, Tensor)] == [0]
 
-    def shown(self, for_users: bool = False) -> Shown:
-        """Show the call through its module, to code of users; see :class:`Shown`."""
-        return Shown(self, for_users)
+    @contextmanager
+    def shown(self, for_users: bool = False) -> Iterator[Any]:
+        """Show the call to code of users: the module has its ``input0, input1, …`` and ``output``.
+
+        It also has the parameters, the buffers and the mode of the call, if it has others by now.
+        While another thread works with the module, such as a loss that two models share, a copy
+        gets them. ``for_users``: parameters that were changed during the backward pass stay so.
+        """
+        call, module, thread = self.call, self.module, get_ident()
+        own = vars(module)
+        # who shows a call is noted where it is shown: at the module, in one step for all threads
+        is_first = "_backpack_thread" not in own
+        if own.setdefault("_backpack_thread", thread) != thread:
+            is_first, module = False, _copied(module)
+            own = vars(module)
+        output: Any = self.outputs[0] if len(self.outputs) == 1 else self.outputs
+        attributes: dict[str, Any] = {"output": output, SHOWN: self}
+        if own["training"] is not call.training:
+            attributes["training"] = call.training
+        for i, x in enumerate(self.inputs):
+            attributes[f"input{i}"] = x
+        for child in own["_modules"]:  # a child may be called "output"
+            attributes.pop(child, None)
+        tensors: Sequence[Any] = ()
+        replaced = {name: own[name] for name in attributes.keys() & own.keys()}
+        try:
+            if self.module is call.module:
+                tensors = call.swap_tensors(module, call.precision, for_users)
+            own.update(attributes)
+            yield module
+        finally:
+            put(tensors)
+            for name in attributes.keys() - replaced.keys():
+                own.pop(name, None)
+            own.update(replaced)
+            if is_first:  # other threads may have the module
+                own.pop("_backpack_thread", None)
 
 
 class OfShards(Context):
@@ -211,73 +246,6 @@ def context_of(
     if shares and SHARED.is_on and len(call.trained) > 1:
         c.memo = {}
     return c
-
-
-class Shown:
-    """Context manager: the module has ``input0, input1, …`` and ``output`` of a call.
-
-    It also has the parameters, the buffers and the mode of the call, if it has others by now. While
-    another thread works with the module, such as a loss that two models share, a copy gets them.
-
-    Args:
-        context: The call.
-        for_users: Leave parameters that were changed during the backward pass as they are.
-    """
-
-    __slots__ = ("attributes", "context", "for_users", "is_first", "module", "replaced", "tensors")
-
-    def __init__(self, context: Context, for_users: bool = False):
-        """Remember what to show."""
-        self.context = context
-        self.for_users = for_users
-
-    def __enter__(self) -> Any:
-        """Set the attributes, parameters and buffers."""
-        c, call = self.context, self.context.call
-        self.module = c.module
-        own, thread = vars(self.module), get_ident()
-        # who shows a call is noted where it is shown: at the module, in one step for all threads
-        self.is_first = "_backpack_thread" not in own
-        if own.setdefault("_backpack_thread", thread) != thread:
-            self.is_first = False
-            self.module = _copied(self.module)
-            own = vars(self.module)
-        try:
-            swaps = c.module is call.module
-            self.tensors = (
-                call.swap_tensors(self.module, call.precision, self.for_users) if swaps else []
-            )
-        except BaseException:
-            self._let_go()
-            raise
-        output: Any = c.outputs[0] if len(c.outputs) == 1 else c.outputs
-        attributes: dict[str, Any] = {"output": output, SHOWN: c}
-        if own["training"] is not call.training:
-            attributes["training"] = call.training
-        for i, x in enumerate(c.inputs):
-            attributes[f"input{i}"] = x
-        for child in own["_modules"]:  # a child may be called "output"
-            attributes.pop(child, None)
-        self.attributes = attributes
-        taken = attributes.keys() & own.keys()
-        self.replaced = {name: own[name] for name in taken} if taken else {}
-        own.update(attributes)
-        return self.module
-
-    def __exit__(self, *exception: object) -> None:
-        """Restore what was there."""
-        own = vars(self.module)
-        if self.tensors:
-            put(self.tensors)
-        for name in self.attributes.keys() - self.replaced.keys():
-            own.pop(name, None)
-        own.update(self.replaced)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Let other threads have the module."""
-        if self.is_first:
-            vars(self.module).pop("_backpack_thread", None)
 
 
 def _copied(module: Module) -> Module:
