@@ -53,18 +53,8 @@ class ModuleState:
 
     addresses: tuple[int, ...]
     __slots__ = (
-        "__weakref__",
-        "addresses",
-        "has_unknown_shards",
-        "kept_values",
-        "module",
-        "params",
-        "precision",
-        "read",
-        "reduction",
-        "shards",
-        "training",
-        "views",
+        *("__weakref__", "addresses", "has_unknown_shards", "kept_values", "module", "params"),
+        *("precision", "read", "reduction", "shards", "training", "views"),
     )
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
