@@ -32,6 +32,7 @@ from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
 from backpack.core.values import has_values
 from backpack.hessianfree.graph import nodes_above
+from backpack.utils.subsampling import subsample
 
 VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at once.")
 # Entries of inputs and outputs of the samples that vmap treats at once, times vectors.
@@ -91,7 +92,7 @@ class Evaluation:
         return self._narrowed(rows), True
 
     def _narrowed(self, rows: Rows) -> list[Any]:
-        return self._changed(lambda x, axis: take(x, axis, rows))
+        return self._changed(lambda x, axis: subsample(x, axis, rows))
 
     def _changed(self, change: Callable[[Tensor, int], Tensor]) -> list[Any]:
         """Change the inputs that have samples, along their batch axis."""
@@ -117,7 +118,7 @@ class Evaluation:
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     return False
             pairs = zip(self.c.outputs, self.axes_out, strict=True)
-            expected = [take(y, a or 0, rows) for y, a in pairs]
+            expected = [subsample(y, a or 0, rows) for y, a in pairs]
             if len(alone) != len(expected) or not all(
                 a.shape == e.shape and close(a, e, self.c.call.rounding)
                 for a, e in zip(alone, expected, strict=True)
@@ -165,7 +166,7 @@ class Evaluation:
                         return True
                     raise
                 if not all(
-                    is_same(take(b, axis, kept), take(a, axis, kept))
+                    is_same(subsample(b, axis, kept), subsample(a, axis, kept))
                     for b, a, axis in zip(before, after, self.axes_out, strict=True)
                     if axis is not None
                 ):
@@ -298,15 +299,6 @@ def with_other_samples(x: Tensor, axis: int, kept: Rows) -> Tensor:
     return torch.where(is_kept.reshape([-1 if i == axis else 1 for i in range(x.dim())]), x, new)
 
 
-def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:
-    """Select rows along an axis."""
-    if rows is None or isinstance(rows, slice):
-        return tensor[(slice(None),) * axis + (slice(None) if rows is None else rows,)]
-    size = tensor.shape[axis]
-    index = torch.as_tensor([n % size for n in rows], device=tensor.device)
-    return tensor.index_select(axis, index)
-
-
 def spread(mat: Tensor, axis: int, rows: Rows, size: int, module: Module) -> Tensor:
     """Put rows, each of them once, back into zeros of the whole batch, along an axis of ``mat``."""
     index = torch.arange(size, device=mat.device)[rows]
@@ -436,7 +428,7 @@ def transposed_products(
         for key, product in products.items():
             axis = evaluation.axis(key)
             if axis is not None and product is not None:
-                products[key] = take(product, axis + 1, rows)
+                products[key] = subsample(product, axis + 1, rows)
     return products
 
 
@@ -703,7 +695,7 @@ def products(
     ]
     if not separable:
         results = [
-            t if axis is None else take(t, axis + 1, rows)
+            t if axis is None else subsample(t, axis + 1, rows)
             for t, axis in zip(results, evaluation.axes_out, strict=True)
         ]
     return results
@@ -881,7 +873,7 @@ def second_of_samples(
     for key, product in zip(values, found, strict=True):
         product = torch.zeros_like(whole[key]) if product is None else product
         axis = None if separable else evaluation.axis(key)
-        results[key] = product if axis is None else take(product, axis + 1, numbers)
+        results[key] = product if axis is None else subsample(product, axis + 1, numbers)
     return results
 
 

@@ -268,16 +268,17 @@ class SampleAxes(Interface):
             if layout is None or not (layout.is_batched or call.is_unbatched):
                 # each sample reads its own row: the one at the same place as those of the others
                 rows = None if leading else call.scattered_rows()
-                if rows is None or x.shape[axis] % rows.length:
+                if rows is None or x.shape[axis] % rows[1]:
                     return x
-                x = x.movedim(axis, 0).unflatten(0, (rows.length, -1))
-                return rows.place.to_canonical(x).flatten(0, 1).movedim(0, axis)
+                place, length = rows
+                x = x.movedim(axis, 0).unflatten(0, (length, -1))
+                return place.to_canonical(x).flatten(0, 1).movedim(0, axis)
             if not layout.is_batched:
                 if call.is_of_copies:
                     return x
                 return x.unsqueeze(axis).expand(*x.shape[:axis], call.copies, *x.shape[axis:])
-            place = layout.place(x.shape)
-            return x if place is None else place.to_canonical(x).movedim(0, axis)
+            own = layout.place(x.shape)
+            return x if own is None else own.to_canonical(x).movedim(0, axis)
 
         xs = [
             view(x, layout, self.axis_of(module, i, x))

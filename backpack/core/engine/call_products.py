@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.core.derivatives.by_autograd import spread, take
+from backpack.core.derivatives.by_autograd import spread
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.layout import Place
+from backpack.core.record.layout import CPU, Place
 from backpack.core.record.shards import need
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Changes, OfParams
+from backpack.utils.subsampling import subsample
 
 Columns = Sequence[Tensor | None]
 
@@ -57,10 +59,10 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         return backs if len(backs) == len(call.inputs) else _padded(call, backs)
     view = _RuleView(c)
     if view.is_folded:
-        like = next(m for m in v if m is not None)
-        backs = _listed(rule.vjp(view.c, _argument(_flat(v))))
+        like = first_of(v)
+        backs = listed(rule.vjp(view.c, _argument(_flat(v))))
         return _padded(call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs])
-    return view.from_inputs(_listed(rule.vjp(view.c, view.at_outputs(v))))
+    return view.from_inputs(listed(rule.vjp(view.c, view.at_outputs(v))))
 
 
 def forward(c: Context, t: Columns) -> list[Tensor]:
@@ -71,9 +73,9 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
         return [_repeated(call, repeated, to_input=False)]
     view = _RuleView(c)
     tangents = _flat(t) if view.is_folded else view.at_inputs(t)
-    outs = _listed(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
+    outs = listed(view.rule.jvp(view.c, tangents[0] if c.takes_one else tangents))
     if view.is_folded:
-        like = next(m for m in t if m is not None)
+        like = first_of(t)
         return [o.unflatten(0, like.shape[:2]) for o in outs]
     return view.from_outputs(outs)
 
@@ -93,7 +95,7 @@ def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
 def param_forward(c: Context, name: str, t: Tensor) -> list[Tensor]:
     """Apply the Jacobian with respect to a parameter: ``[V, *p]`` to tangents at the outputs."""
     call, view = c.call, _RuleView(c)
-    outs = _listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
+    outs = listed(view.rule.param_jvp(view.c, name, t.to(call.precision or t.dtype)))
     if view.is_folded:
         count = len(row_numbers(call.copies, c.rows))
         return [o.unsqueeze(1).expand(-1, count, *o.shape[1:]) for o in outs]
@@ -116,7 +118,7 @@ def param(c: Context, method: str, name: str, v: Columns, *arguments: Any) -> An
 
 def _param_of_copies(c: Context, method: str, name: str, v: Columns) -> Tensor:
     """Call such a method for a call without samples, with cotangents of each sample apart."""
-    like = next(m for m in v if m is not None)
+    like = first_of(v)
     rule: Any = c.call.derivatives
     product = rule.param_vjp_sum(c.at(None), name, _argument(_flat(v)))
     each = product.unflatten(0, like.shape[:2])
@@ -154,7 +156,7 @@ def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = Fals
         if not sum_batch:
             products = {name: view.in_order(product) for name, product in products.items()}
     else:
-        backs, products = _listed(view.rule.hvp(view.c, _argument(tangents))), {}
+        backs, products = listed(view.rule.hvp(view.c, _argument(tangents))), {}
     return view.from_inputs(backs), products
 
 
@@ -167,10 +169,6 @@ def second_diagonal(c: Context) -> Tensor:
     if call.moves_no_columns or call.is_of_copies or rule.batch_axis is BatchAxis.FOLLOWED:
         return diagonal
     return diagonal.movedim(rule.batch_axis_in(c.module, 0), 0)
-
-
-def _listed(values: Any) -> list[Any]:
-    return [values] if isinstance(values, Tensor) else list(values)
 
 
 def _flat(mats: Columns) -> list[Tensor | None]:
@@ -265,27 +263,29 @@ class _RuleView:
         return _argument([self.to_output(i, m) for i, m in enumerate(mats)])
 
     def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
-        return [self.from_output(i, o) for i, o in enumerate(outs)]
+        return [self._from(o, *self._output(i)) for i, o in enumerate(outs)]
+
+    def _input(self, i: int) -> tuple[Any, Place | None, int | None]:
+        """Return the shape of an input, its batch axis, and which axis that is for the rule."""
+        call = self.call
+        if call.moves_no_columns:
+            return call.shape_in[i], None, 0
+        axis = None if self.follows else self.rule.batch_axis_in(call.module, i)
+        return call.shape_in[i], call.place_in(i), axis
+
+    def _output(self, i: int) -> tuple[Any, Place | None, int | None]:
+        """Return the same of an output."""
+        call = self.call
+        if call.moves_no_columns:
+            return call.shape_out[i], None, 0
+        axis = None if self.follows else self.rule.batch_axis_out(call.module, i)
+        return call.shape_out[i], call.place_out(i), axis
 
     def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.moves_no_columns:
-            return mat
-        axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
-        return self._to(mat, self.call.shape_out[i], self.call.place_out(i), axis)
-
-    def from_output(self, i: int, mat: Tensor) -> Tensor:
-        if self.call.moves_no_columns:
-            return mat
-        axis = None if self.follows else self.rule.batch_axis_out(self.call.module, i)
-        result = self._from(mat, self.call.shape_out[i], self.call.place_out(i), axis)
-        assert result is not None
-        return result
+        return self._to(mat, *self._output(i))
 
     def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.moves_no_columns:
-            return mat
-        shape, place = self.call.shape_in[i], self.call.place_in(i)
-        axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
+        shape, place, axis = self._input(i)
         if mat is not None and axis is not None and self._reads_own_row(i):
             # what sample n reads of a tensor without samples: its own row
             count, numbers = mat.shape[1], self._numbers(mat.shape[2 + axis])
@@ -293,13 +293,10 @@ class _RuleView:
         return self._to(mat, shape, place, axis)
 
     def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        if self.call.moves_no_columns:
-            return mat
-        shape, place = self.call.shape_in[i], self.call.place_in(i)
-        axis = None if self.follows else self.rule.batch_axis_in(self.call.module, i)
+        shape, place, axis = self._input(i)
         if mat is None or shape is None:
             return None
-        if self.follows and not self.is_folded and place is None:
+        if self.follows and axis is None and place is None and not self.is_folded:
             # columns of a tensor without samples: a row for each of the output's, in its order
             return self._from(mat, *self._rows_of_output(), axis)
         result = self._from(mat, shape, place, axis)
@@ -328,8 +325,11 @@ class _RuleView:
         return not self.follows and i in self.call.unbatched_inputs
 
     def _numbers(self, size: int) -> Tensor:
-        rows = self.call.scattered_rows()
-        own = torch.arange(size) if rows is None else rows.positions()
+        scattered = self.call.scattered_rows()
+        own = torch.arange(size)
+        if scattered is not None:
+            place, length = scattered
+            own = place.to_canonical(torch.arange(length, device=CPU))
         return own[list(self.c.numbers(len(own)))]
 
     def _to(self, mat: Tensor | None, shape: Any, place: Any, axis: int | None) -> Tensor | None:
@@ -348,7 +348,7 @@ class _RuleView:
         if axis is not None:
             return mat.movedim(1 + axis, 1)
         mat = place.to_canonical(mat, skip=1)
-        return take(mat, 1, self._selection(place, shape)) if self.sees_all_rows else mat
+        return subsample(mat, 1, self._selection(place, shape)) if self.sees_all_rows else mat
 
     def second_of_copies(self, inputs: Columns, params: OfParams, sum_batch: bool) -> Changes:
         """Apply the second derivative of a call without samples, for each sample's gradient."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence, Set
 from functools import partial, reduce
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,7 +25,7 @@ from backpack.core import fast
 from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
 from backpack.core.record.data_notes import UNFILLED, layout_of, noted
-from backpack.core.record.layout import CPU, Layout, Place, unbatched
+from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.module_state import (
     ModuleState,
     cast,
@@ -70,22 +70,6 @@ _LAYOUT = operator.attrgetter("layout")
 _live: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
 _newest = -1  # index of the last call that was recorded
 _newest_before = -1  # what _newest was when the last context was left
-
-
-class ScatteredRows(NamedTuple):
-    """Samples in another order than that of the batch, along an axis that several inputs share.
-
-    Attributes:
-        place: Where they are, with that axis as the first one.
-        length: Number of its entries.
-    """
-
-    place: Place
-    length: int
-
-    def positions(self) -> Tensor:
-        """Return the entry that each row is, in canonical form."""
-        return self.place.to_canonical(torch.arange(self.length, device=CPU))
 
 
 class Call(ModuleState):
@@ -706,13 +690,16 @@ class Call(ModuleState):
         """Find the batch axis of an output; None if it has none."""
         return self._place(self.layouts_out[i], self.shape_out[i])
 
-    def scattered_rows(self) -> ScatteredRows | None:
-        """Find the samples along the batch axis of the inputs; None if they are in order."""
+    def scattered_rows(self) -> tuple[Place, int] | None:
+        """Find the samples along an axis that inputs share; None if they are in order.
+
+        Where they are, with that axis as the first one, and the number of its entries.
+        """
         for i, shape in enumerate(self.shape_in):
             place = self.place_in(i)
             if place is not None and shape is not None:
                 first = place._replace(axis=0)
-                return ScatteredRows(first, shape[place.axis]) if first.is_scattered else None
+                return (first, shape[place.axis]) if first.is_scattered else None
         return None
 
     def _place(self, layout: Layout | None, shape: Size | None) -> Place | None:
