@@ -490,19 +490,18 @@ class BackwardPass:
             return False
         return self.whole_batch and (not call.params or self.users.is_alone(call))
 
-    def _mark_first_order(self) -> None:
-        """Say if samples were mixed, and note at the results what belongs to them."""
+    def _note_first_order(self) -> None:
+        """Say if samples were mixed, and note at the results what belongs to them.
+
+        That is also the gradient which autograd has accumulated.
+        """
         marks = self.sample_flow.marks(self.start, self.results)
-        for p, _, value in self.results if marks or self.accumulated else ():
+        exts = {ext.savefield: ext for ext in self.first_order if ext.belongs_to_gradient}
+        for p, savefield, value in self.results if marks or exts else ():
             if isinstance(value, Tensor | FactoredGrad):
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
-
-    def _note_gradients(self) -> None:
-        """Note which gradient results belong to: the one that autograd has accumulated."""
-        exts = {ext.savefield: ext for ext in self.first_order if ext.belongs_to_gradient}
-        for p, savefield, value in self.results:
             if savefield in exts:
                 results.note_gradient(p, savefield)
                 if isinstance(value, Tensor) and exts[savefield].get_subsampling() is not None:
@@ -584,7 +583,7 @@ class BackwardPass:
             known = dict.fromkeys(shard for call in self.calls for shard in call.shards)
             if not self.combining.is_alike(f"{shapes} {torch.get_num_threads()}"):
                 first = tuple(known)
-        return shards.gathered(self.combining.before_gathering, first)
+        return shards.gathered(self.combining.agree_with, first)
 
     def _end(self, error: Exception | None = None) -> None:
         """Write what others have a part in, unless an error has stopped it; release the calls."""
@@ -600,11 +599,6 @@ class BackwardPass:
             # results that have a graph let that of the forward pass live as long as they do
             for call in self.reached_calls.values():
                 call.release()
-
-    def _note_first_order(self) -> None:
-        self._mark_first_order()
-        if self.notes_accumulation:
-            self._note_gradients()
 
     def _check_parameters(self) -> None:
         """Warn if parameters have gradients, but none of them a module that was reached."""

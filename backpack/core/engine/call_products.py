@@ -62,7 +62,7 @@ def transposed(c: Context, v: Columns) -> list[Tensor | None]:
         like = first_of(v)
         backs = listed(rule.vjp(view.c, _argument(_flat(v))))
         return _padded(call, [None if b is None else b.unflatten(0, like.shape[:2]) for b in backs])
-    return view.from_inputs(listed(rule.vjp(view.c, view.at_outputs(v))))
+    return view.from_inputs(rule.vjp(view.c, view.at_outputs(v)))
 
 
 def forward(c: Context, t: Columns) -> list[Tensor]:
@@ -83,7 +83,7 @@ def forward(c: Context, t: Columns) -> list[Tensor]:
 def shown(c: Context, i: int, mat: Tensor) -> Tensor:
     """Return columns at output ``i`` as ``module.output`` shows its samples to a user's rule."""
     view = _RuleView(c)
-    return mat if view.is_folded else view.to_output(i, mat).contiguous()  # type: ignore[union-attr]
+    return mat if view.is_folded else view._to(mat, *view._output(i)).contiguous()  # type: ignore[union-attr]
 
 
 def read_back(c: Context, i: int, mat: Tensor) -> Tensor | None:
@@ -156,7 +156,7 @@ def second(c: Context, inputs: Columns, params: OfParams, sum_batch: bool = Fals
         if not sum_batch:
             products = {name: view.in_order(product) for name, product in products.items()}
     else:
-        backs, products = listed(view.rule.hvp(view.c, _argument(tangents))), {}
+        backs, products = view.rule.hvp(view.c, _argument(tangents)), {}
     return view.from_inputs(backs), products
 
 
@@ -254,13 +254,22 @@ class _RuleView:
     # ------------------------------------------------------------------ columns
 
     def at_inputs(self, mats: Columns) -> list[Tensor | None]:
-        return [self.to_input(i, m) for i, m in enumerate(mats)]
+        found = []
+        for i, mat in enumerate(mats):
+            shape, place, axis = self._input(i)
+            if mat is not None and axis is not None and self._reads_own_row(i):
+                # what sample n reads of a tensor without samples: its own row
+                count, numbers = mat.shape[1], self._numbers(mat.shape[2 + axis])
+                mat = mat.movedim(2 + axis, 2)[:, torch.arange(count), numbers]
+            found.append(self._to(mat, shape, place, axis))
+        return found
 
-    def from_inputs(self, backs: list[Tensor | None]) -> list[Tensor | None]:
-        return _padded(self.call, [self.from_input(i, b) for i, b in enumerate(backs)])
+    def from_inputs(self, backs: Any) -> list[Tensor | None]:
+        backs = [backs] if isinstance(backs, Tensor) else backs
+        return _padded(self.call, list(map(self.from_input, range(len(backs)), backs)))
 
     def at_outputs(self, mats: Columns) -> Any:
-        return _argument([self.to_output(i, m) for i, m in enumerate(mats)])
+        return _argument([self._to(m, *self._output(i)) for i, m in enumerate(mats)])
 
     def from_outputs(self, outs: list[Tensor]) -> list[Tensor]:
         return [self._from(o, *self._output(i)) for i, o in enumerate(outs)]
@@ -280,17 +289,6 @@ class _RuleView:
             return call.shape_out[i], None, 0
         axis = None if self.follows else self.rule.batch_axis_out(call.module, i)
         return call.shape_out[i], call.place_out(i), axis
-
-    def to_output(self, i: int, mat: Tensor | None) -> Tensor | None:
-        return self._to(mat, *self._output(i))
-
-    def to_input(self, i: int, mat: Tensor | None) -> Tensor | None:
-        shape, place, axis = self._input(i)
-        if mat is not None and axis is not None and self._reads_own_row(i):
-            # what sample n reads of a tensor without samples: its own row
-            count, numbers = mat.shape[1], self._numbers(mat.shape[2 + axis])
-            mat = mat.movedim(2 + axis, 2)[:, torch.arange(count), numbers]
-        return self._to(mat, shape, place, axis)
 
     def from_input(self, i: int, mat: Tensor | None) -> Tensor | None:
         shape, place, axis = self._input(i)

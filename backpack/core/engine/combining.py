@@ -24,7 +24,7 @@ from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging, Processes, is_wrapped
 from backpack.core.record.calls import Call, Users, all_live_calls
 from backpack.core.record.module_state import describe
-from backpack.core.record.shards import Shard, home, shard_of
+from backpack.core.record.shards import home, shard_of
 from backpack.core.record.tape import calls_above
 from backpack.core.record.weights import TENSORS
 from backpack.core.types import Extension
@@ -288,14 +288,6 @@ class Combining:
                 type(self).tell(processes, error)
         return True  # torch gathers and reduces on the way
 
-    def before_gathering(self, shard: Shard, text: str) -> None:
-        """Let processes agree on what they are about to gather together.
-
-        Raises:
-            RuntimeError: If they are about to do something else, or an error has stopped one.
-        """
-        self._agree(shard.processes, text)
-
     def can_reduce_early(self, call: Call, users: Users, is_early: bool) -> bool:
         """Whether what belongs to sharded parameters of a call may be reduced on the way.
 
@@ -312,15 +304,17 @@ class Combining:
                 live = [one for one in all_live_calls() if one.shards]
                 alone = [f"{describe(one.module)}: {users.is_alone(one)}" for one in live]
                 text = f"early: {is_early} {alone}"
-                self._have_same_graphs[processes] = self._agree(processes, text, may_differ=True)
+                self._have_same_graphs[processes] = self.agree_with(
+                    processes, text, may_differ=True
+                )
         return all(map(self._have_same_graphs.__getitem__, found))
 
     def is_alike(self, text: str) -> bool:
         """Whether all processes that gather weights have the same text."""
-        answers = [self._agree(each, text, may_differ=True) for each in self._gathering]
+        answers = [self.agree_with(each, text, may_differ=True) for each in self._gathering]
         return all(answers)  # everybody has asked all of them
 
-    def _agree(self, processes: Processes, text: str, may_differ: bool = False) -> bool:
+    def agree_with(self, processes: Processes, text: str, may_differ: bool = False) -> bool:
         """Whether processes have the same text; an error if one has stopped any of them."""
         try:
             return type(self).agree(processes, text, may_differ)
@@ -517,11 +511,7 @@ def options_of(exts: Sequence[Extension]) -> list[str]:
 
 def gathered() -> shards.gathered:
     """Let weights that are sharded be there when they are read, outside of a backward pass."""
-
-    def agree(shard: Shard, text: str) -> None:
-        Combining.agree(shard.processes, text, False)
-
-    return shards.gathered(agree)
+    return shards.gathered(lambda processes, text: Combining.agree(processes, text, False))
 
 
 def _is_one(group: Any, processes: Processes) -> bool:

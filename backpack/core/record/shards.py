@@ -240,8 +240,8 @@ def shards_in(tensors: Iterable[Any]) -> tuple[Shard, ...]:
 
 # ------------------------------------------------------------------ gathered for a while
 
-# What all processes have to do together: a text for messages.
-Agree = Callable[[Any, str], None]
+# Lets processes agree on what they are about to gather together: a text for messages.
+Agree = Callable[[Processes, str], bool]
 _here = local()
 
 
@@ -249,7 +249,7 @@ class gathered:
     """Context manager: whole parameters are there when somebody needs them, a layer at a time.
 
     Args:
-        agree: Called before something is gathered, with a shard and a text.
+        agree: Called before something is gathered, with those who do, and a text.
         first: Gather these now, and let them stay until the end.
     """
 
@@ -292,7 +292,7 @@ class gathered:
             if shard.is_there:
                 continue
             module = shard.module
-            self.agree(shard, f"gather {name_of(module)}")
+            self.agree(shard.processes, f"gather {name_of(module)}")
             module.unshard()
             if not shard.is_there:
                 raise NotImplementedError(NOT_GATHERED.format(name_of(module)))
