@@ -100,6 +100,17 @@ class BackwardPass:
     # taken out when it ends, also by an error of somebody else (``_Ending``).
     _running: ClassVar[dict[int, BackwardPass]] = {}
 
+    # what it finds out as it goes on
+    has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
+    restricted = True  # whether autograd tells which parameters it accumulates into
+    kept: KeptParameters | None = None  # what parameters were before hooks could change them
+    copied: shards.copied | None = None  # whole parameters that deferred calls read
+    above: Sequence[Any] = ()  # what is above the last call, as long as none had parameters
+    has_parameters = False  # whether one had
+    error: Exception | None = None  # what others are to be told, before it is raised
+    has_run = False
+    waits = False  # behind what others have queued
+
     def __init__(self, configuration: Configuration, entry: Entry | None, is_nested: bool) -> None:
         """Sort the extensions."""
         self.configuration = configuration  # of the thread that has called ``backward()``
@@ -141,32 +152,21 @@ class BackwardPass:
         self.gradients: dict[Parameter, Tensor] = {}  # of those, until they are accumulated
         # whether second order reads gradients at outputs again: see _is_read_later
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
-        self.has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
-        self.restricted = True  # whether autograd tells which parameters it accumulates into
         self.sample_flow = SampleFlow(self.first_order, entry)
         self.sharded = checks.sharded_modules()
-        # what parameters were before hooks of this pass could change them
-        self.kept: KeptParameters | None = None
         self.keeping: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = calls.Users()
+        # whether there was a gradient before, of parameters whose result belongs to this one
+        self.accumulated: dict[Parameter, Tensor] = {}
         self.inside: set[Parameter] = set()  # those that passes inside of this one have used
         nodes = [torch._C._current_autograd_node()] if entry is None else entry.nodes
         self.combining = Combining(configuration, self.results, nodes)
-        self.copied: shards.copied | None = None  # whole parameters that deferred calls read
-        self.error: Exception | None = None  # what others are to be told, before it is raised
-        self.has_run = False
-        self.waits = False  # behind what others have queued
         # what autograd keeps for further backward passes is kept, see _end
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.retains = configuration.retain_graph or keeps_graph
         self.start = weights.next_number()
         self._keep_parameters()
-        # whether there was a gradient before, of parameters whose result belongs to this one
-        self.accumulated: dict[Parameter, Tensor] = {}
-        # above the last call, as long as no call with parameters was reached
-        self.above: Sequence[Any] = ()
-        self.has_parameters = False
 
     # ------------------------------------------------------------------ life cycle
 
