@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -222,11 +223,6 @@ def divide(input: Any, other: Any, *, rounding_mode: Any = None) -> Apply | None
     return Apply(ScaleModule(1 / other), (input,))
 
 
-def negate(input: Any) -> Apply:
-    """``-input``."""
-    return Apply(ScaleModule(-1), (input,))
-
-
 def permute(input: Any, *axes: Any, dims: Any = None) -> Apply | None:
     """Axes one by one, or as a sequence."""
     if dims is None:
@@ -354,22 +350,6 @@ def max_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
         if return_indices:
             return None
         return make(kernel_size, stride or None, padding, dilation, ceil_mode=ceil_mode)
-
-    return options
-
-
-def random_pool(make: Callable[..., Module]) -> Callable[..., Module | None]:
-    """Fractional pooling, unless the indices or the random numbers are asked for or given."""
-
-    def options(
-        kernel_size: Any,
-        output_size: Any = None,
-        output_ratio: Any = None,
-        return_indices: bool = False,
-        _random_samples: Any = None,
-    ) -> Module | None:
-        known = not return_indices and _random_samples is None
-        return make(kernel_size, output_size, output_ratio) if known else None
 
     return options
 
@@ -572,7 +552,11 @@ TABLE: tuple[Row, ...] = (
         divide,
         treatment=ENTRIES,
     ),
-    Row("operator.neg torch.neg torch.negative .neg .negative", negate, treatment=ENTRIES),
+    Row(
+        "operator.neg torch.neg torch.negative .neg .negative",
+        partial(multiply, other=-1),
+        treatment=ENTRIES,
+    ),
     Row("torch.matmul operator.matmul .matmul"),
     Row("torch.mm .mm"),
     Row("torch.bmm .bmm"),
@@ -794,8 +778,8 @@ TABLE: tuple[Row, ...] = (
     Row("F.adaptive_max_pool1d", layer(nn.AdaptiveMaxPool1d)),
     Row("F.adaptive_max_pool2d", layer(nn.AdaptiveMaxPool2d)),
     Row("F.adaptive_max_pool3d", layer(nn.AdaptiveMaxPool3d)),
-    Row("F.fractional_max_pool2d", layer(random_pool(nn.FractionalMaxPool2d))),
-    Row("F.fractional_max_pool3d", layer(random_pool(nn.FractionalMaxPool3d))),
+    Row("F.fractional_max_pool2d", layer(nn.FractionalMaxPool2d)),
+    Row("F.fractional_max_pool3d", layer(nn.FractionalMaxPool3d)),
     Row(
         "F.max_pool1d_with_indices F.max_pool2d_with_indices F.max_pool3d_with_indices "
         "F.adaptive_max_pool1d_with_indices F.adaptive_max_pool2d_with_indices "
