@@ -640,7 +640,7 @@ class BackwardPass:
         if call in self.keeping:
             self._see_parameters_before([call])
         if not (call.is_container or call.is_transparent):
-            call.compute_in_one_precision()
+            calls.compute_in_one_precision([call])
         exts = self.first_order
         if self.has_rules or self._unsupported_reason(call) is not None:
             uses: dict[Parameter, list[tuple[Call, str]]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from math import gcd, prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, dtypes_of, is_converted
+from backpack.core.record.calls import Call, compute_in_one_precision, is_converted
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
 from backpack.core.record.weights import KeptParameters
@@ -155,10 +154,7 @@ class Plan:
                 call.copies = self.base or 1
         self.read_by_functions: dict[Tensor, Call] = {}  # see find_gap
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
-        dtypes = dtypes_of(self.calls)
-        if len(dtypes) > 1:  # such as under autocast: compute in the highest precision
-            for call in self.calls:
-                call.compute_in(reduce(torch.promote_types, dtypes))
+        compute_in_one_precision(self.calls)
 
     def _leave_out_inner_losses(self) -> None:
         """Take losses of each sample whose values the network goes on with for functions."""

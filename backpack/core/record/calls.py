@@ -598,12 +598,6 @@ class Call(ModuleState):
         """Machine epsilon of the roughest precision."""
         return max(torch.finfo(dtype).eps for dtype in self.dtypes)
 
-    def compute_in_one_precision(self) -> None:
-        """Compute in the highest precision of the tensors, such as under autocast."""
-        dtypes = self.dtypes
-        if len(dtypes) > 1:
-            self.compute_in(reduce(torch.promote_types, dtypes))
-
     def compute_in(self, precision: torch.dtype) -> None:
         """Let the derivatives see all tensors in this precision."""
         self.precision = precision
@@ -786,13 +780,6 @@ class Call(ModuleState):
         ]
         return list(map(self.fold, grads)) if folded else grads
 
-    def gradients_seen(self, folded: bool) -> Sequence[Tensor | None]:
-        """Return the gradients as the derivatives see them."""
-        rule: Any = self.derivatives
-        if rule is None or (self.moves_no_columns and not folded):
-            return self.g_out
-        return rule.seen_gradients(self, folded)
-
     def check(self, trained_only: bool) -> None:
         """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
 
@@ -948,9 +935,14 @@ def reading_parameters(calls: Iterable[Call], travels: bool, is_shown: bool) -> 
     return [call for call in known if call.reads_parameters(travels, is_shown)]
 
 
-def dtypes_of(calls: Iterable[Call]) -> set[torch.dtype]:
-    """Return the precisions of what calls have read and returned."""
-    return {dtype for call in calls for dtype in call.dtypes}
+def compute_in_one_precision(calls: Sequence[Call]) -> None:
+    """Compute in the highest precision of what calls have read and returned, as under autocast."""
+    dtypes: set[torch.dtype] = set()
+    for call in calls:
+        dtypes |= call.dtypes
+    if len(dtypes) > 1:
+        for call in calls:
+            call.compute_in(reduce(torch.promote_types, dtypes))
 
 
 def release(calls: Iterable[Call], keeps_tensors: bool) -> None:

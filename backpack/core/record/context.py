@@ -105,7 +105,10 @@ class Context:
     @lazy
     def grad_out(self) -> Sequence[Tensor | None]:
         """Gradients of the loss with respect to the outputs: ``[N, *out]``, None for zero."""
-        return self.call.gradients_seen(self.is_folded)
+        call, rule = self.call, self.call.derivatives
+        if rule is None or (call.moves_no_columns and not self.is_folded):
+            return call.g_out
+        return rule.seen_gradients(call, self.is_folded)
 
     @property
     def saved(self) -> dict[str, Any]:
