@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, prod
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Size, Tensor
@@ -114,18 +114,6 @@ class slice_bytes:
         update(configuration=replace(CTX.configuration, slice_bytes=self._outer))
 
 
-class Source(Protocol):
-    """Where columns start."""
-
-    call: Call
-
-    def num_columns(self, rows: Rows) -> int:
-        """Number of columns V; may compute those of ``rows``."""
-
-    def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
-        """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
-
-
 @dataclass
 class LossSource:
     """The signed factor of a loss Hessian, scaled by what the loss was multiplied with.
@@ -145,7 +133,7 @@ class LossSource:
     )
 
     def num_columns(self, rows: Rows) -> int:
-        """Number of columns."""
+        """Number of columns V; computes those of ``rows``."""
         mats, _ = self._emit(rows)
         return next(len(mat) for mat in mats if mat is not None)
 
@@ -158,7 +146,7 @@ class LossSource:
         return self._last[1:]
 
     def columns(self, rows: Rows, part: slice) -> list[Factor | None]:
-        """Emit a slice of the columns."""
+        """Emit a slice of the columns at the call's inputs: ``[V, rows, *in]``."""
         mats, weights = self._emit(rows)
         weights = None if weights is None else weights[part]
         return [
@@ -191,6 +179,10 @@ class ResidualSource:
         one[size - 1] = 1
         units = one.as_strided((size, count, size), (1, 0, 1))[part]
         return [Factor(units.reshape(-1, *residual.shape), count, weights=flat.flip(1)[:, part].T)]
+
+
+# Where columns start.
+Source = LossSource | ResidualSource
 
 
 @dataclass(frozen=True)
