@@ -190,7 +190,7 @@ class backpack(ShowsOptions):
             CTX.configuration,
             latest=calls.latest(),
             seen_elsewhere=OUTSIDE.task,
-            start=weights.next_number(),
+            start=next(weights.COUNTER),
             compiler=set_compiler(None),
             device=default_device(),
         )

@@ -31,7 +31,6 @@ from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
-    close,
     drawn,
     is_real,
     moved_products,
@@ -230,15 +229,9 @@ def is_repeatable(evaluation: Evaluation) -> bool:
 
     A draw may come out as before by chance, but the derivatives would draw once more.
     """
-    stored = evaluation.c.outputs
     with torch.no_grad():
         again, is_random = evaluated_apart(lambda: evaluation.outputs({}, evaluation.inputs))
-    if is_random:
-        return False
-    return len(again) == len(stored) and all(
-        a.shape == s.shape and close(a, s, evaluation.c.call.rounding)
-        for a, s in zip(again, stored, strict=True)
-    )
+    return not is_random and evaluation.agree(again, evaluation.c.outputs)
 
 
 class FunctionDerivatives(AutomaticDerivatives):

@@ -119,12 +119,16 @@ class Evaluation:
                     return False
             pairs = zip(self.c.outputs, self.axes_out, strict=True)
             expected = [subsample(y, a or 0, rows) for y, a in pairs]
-            if len(alone) != len(expected) or not all(
-                a.shape == e.shape and close(a, e, self.c.call.rounding)
-                for a, e in zip(alone, expected, strict=True)
-            ):
+            if not self.agree(alone, expected):
                 return False
         return True
+
+    def agree(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether outputs agree, up to the rounding of the call."""
+        rounding = self.c.call.rounding
+        return len(some) == len(others) and all(
+            map(partial(close, rounding=rounding), some, others)
+        )
 
     def whole(self, mats: Sequence[Tensor | None], rows: Rows, skip: int) -> list[Tensor | None]:
         """Put rows of the outputs back into zeros of the whole batch, behind ``skip`` axes."""

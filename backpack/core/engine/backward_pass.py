@@ -165,7 +165,7 @@ class BackwardPass:
         # what autograd keeps for further backward passes is kept, see _end
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.retains = configuration.retain_graph or keeps_graph
-        self.start = weights.next_number()
+        self.start = next(weights.COUNTER)
         self._keep_parameters()
 
     # ------------------------------------------------------------------ life cycle

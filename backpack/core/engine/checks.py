@@ -144,7 +144,7 @@ def warn_of_nothing(configuration: Configuration) -> None:
             "function that the thread runs.",
         )
     elif configuration.scope is not None:
-        left.append(Left(configuration.scope.start, weights.next_number(), names))
+        left.append(Left(configuration.scope.start, next(weights.COUNTER), names))
 
 
 def tell_if_left(call: calls.Call) -> None:

@@ -32,7 +32,7 @@ from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import derivatives_of
-from backpack.core.record.weights import TENSORS, next_number
+from backpack.core.record.weights import COUNTER, TENSORS
 from backpack.custom_module.function_module import FunctionModule
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -196,7 +196,7 @@ def _follow_mixing(module: Module, tensors: Sequence[Any], outputs: Sequence[Ten
     if rule is not None:
         if rule.couples_samples(module):
             by = describe(module)
-            _mixing[module] = next_number()
+            _mixing[module] = next(COUNTER)
         elif _mixing:
             _mixing.pop(module, None)
     if by is not None:

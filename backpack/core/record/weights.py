@@ -23,6 +23,7 @@ from backpack.core.record import shards
 from backpack.core.values import has_values
 
 TENSORS = frozenset({Tensor, Parameter})
+# Numbers calls, and moments between those so far and those to come.
 COUNTER = count()
 VERSION = operator.attrgetter("_version")
 _ADDRESS = operator.methodcaller("data_ptr")
@@ -225,8 +226,3 @@ def state_of_one(tensor: Tensor) -> State:
 def tensors_of(read: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
     """List all parameters and buffers of some modules."""
     return [t for by_name in read for t in by_name.values() if t is not None]
-
-
-def next_number() -> int:
-    """Return a number between those of the calls so far and those to come."""
-    return next(COUNTER)
