@@ -10,22 +10,9 @@ from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn import (
-    AdaptiveLogSoftmaxWithLoss,
-    CosineSimilarity,
-    CrossMapLRN2d,
-    FractionalMaxPool2d,
-    FractionalMaxPool3d,
-    LocalResponseNorm,
-    LPPool1d,
-    LPPool2d,
-    LPPool3d,
-    Module,
-    PairwiseDistance,
-    Parameter,
-)
+from torch.nn import Module, Parameter
 
 from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives, never
@@ -556,14 +543,8 @@ def refuse_totals(call: Call) -> None:
 
 
 register(
-    FractionalMaxPool2d,
-    FractionalMaxPool3d,
-    LPPool1d,
-    LPPool2d,
-    LPPool3d,
-    LocalResponseNorm,
-    CosineSimilarity,
-    PairwiseDistance,
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d),
+    *(nn.LocalResponseNorm, nn.CosineSimilarity, nn.PairwiseDistance),
 )(FunctionDerivatives)
 
 
@@ -594,15 +575,15 @@ def attributes_kept(module: Module) -> Iterator[None]:
             (value.extend if isinstance(value, list | deque) else value.update)(as_it_was)
 
 
-@register(AdaptiveLogSoftmaxWithLoss, CrossMapLRN2d)
+@register(nn.AdaptiveLogSoftmaxWithLoss, nn.CrossMapLRN2d)
 class RefusedDerivatives(AutomaticDerivatives):
     """Modules of torch without derivatives, and what to use instead."""
 
     advice: ClassVar[dict[type[Module], str]] = {
-        AdaptiveLogSoftmaxWithLoss: "sends each sample through other layers, depending on its "
+        nn.AdaptiveLogSoftmaxWithLoss: "sends each sample through other layers, depending on its "
         "target. Use its log_prob(input), which passes all of them, and CrossEntropyLoss; extend "
         "its parts head and tail for that, and the model with use_converter='record'.",
-        CrossMapLRN2d: "has a backward pass in torch that is not the derivative of its forward "
+        nn.CrossMapLRN2d: "has a backward pass in torch that is not the derivative of its forward "
         "pass. Use LocalResponseNorm.",
     }
 

@@ -9,16 +9,9 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import (
-    CosineEmbeddingLoss,
-    CTCLoss,
-    MarginRankingLoss,
-    Module,
-    TripletMarginLoss,
-    TripletMarginWithDistanceLoss,
-)
+from torch.nn import Module
 
 from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
 from backpack.core.derivatives.basederivatives import constant, never
@@ -42,7 +35,12 @@ from backpack.core.record.registry import register, register_fallback
 
 
 @register_fallback("loss")
-@register(CosineEmbeddingLoss, MarginRankingLoss, TripletMarginLoss, TripletMarginWithDistanceLoss)
+@register(
+    nn.CosineEmbeddingLoss,
+    nn.MarginRankingLoss,
+    nn.TripletMarginLoss,
+    nn.TripletMarginWithDistanceLoss,
+)
 class AutomaticLossDerivatives(BaseLossDerivatives):
     """Any loss: the Hessian ``H_n`` of each sample from products by double backward.
 
@@ -332,7 +330,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         return tuple(by_input.get(i) for i in range(len(c.call.inputs)))
 
 
-@register(CTCLoss)
+@register(nn.CTCLoss)
 class CTCLossDerivatives(AutomaticLossDerivatives):
     """Where ``torch.nn.CTCLoss`` has its samples: along the second axis.
 

@@ -7,31 +7,8 @@ from math import pi, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    CELU,
-    ELU,
-    GELU,
-    SELU,
-    Hardshrink,
-    Hardsigmoid,
-    Hardswish,
-    Hardtanh,
-    LeakyReLU,
-    LogSigmoid,
-    Mish,
-    Module,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    Softshrink,
-    Softsign,
-    Tanh,
-    Tanhshrink,
-    Threshold,
-)
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.nn.functional import softplus
 
 from backpack.core import fast
@@ -99,7 +76,7 @@ class PiecewiseLinearDerivatives(ElementwiseDerivatives):
     hessian_is_zero = always
 
 
-@register(ReLU)
+@register(nn.ReLU)
 class ReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = [x > 0] = [y > 0]``."""
 
@@ -112,7 +89,7 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
         return (y > 0).to(y.dtype)
 
 
-@register(LeakyReLU)
+@register(nn.LeakyReLU)
 class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
     """``f'(x) = 1 if x > 0 else a``."""
 
@@ -122,7 +99,7 @@ class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
         return torch.where(x > 0, x.new_ones(()), x.new_tensor(c.module.negative_slope))
 
 
-@register(Sigmoid)
+@register(nn.Sigmoid)
 class SigmoidDerivatives(ElementwiseDerivatives):
     """``y = σ(x)``: ``f' = y (1 - y)``, ``f'' = y (1 - y) (1 - 2 y)``."""
 
@@ -141,7 +118,7 @@ class SigmoidDerivatives(ElementwiseDerivatives):
         return y * (1 - y) * (1 - 2 * y)
 
 
-@register(Tanh)
+@register(nn.Tanh)
 class TanhDerivatives(ElementwiseDerivatives):
     """``y = tanh(x)``: ``f' = 1 - y²``, ``f'' = -2 y (1 - y²)``."""
 
@@ -159,7 +136,7 @@ class TanhDerivatives(ElementwiseDerivatives):
         return -2 * y * (1 - y.square())
 
 
-@register(LogSigmoid)
+@register(nn.LogSigmoid)
 class LogSigmoidDerivatives(ElementwiseDerivatives):
     """``y = log σ(x)``: ``f' = σ(-x)``, ``f'' = -σ(x) σ(-x)``."""
 
@@ -195,21 +172,21 @@ class ExponentialUnitDerivatives(ElementwiseDerivatives):
         return scale * torch.where(x >= 0, 0.0, slope).to(x.dtype)
 
 
-@register(ELU)
+@register(nn.ELU)
 class ELUDerivatives(ExponentialUnitDerivatives):
     """ELU: λ = β = 1."""
 
     coefficients = staticmethod(lambda module: (1.0, module.alpha, 1.0))
 
 
-@register(CELU)
+@register(nn.CELU)
 class CELUDerivatives(ExponentialUnitDerivatives):
     """CELU: λ = 1, β = 1/α."""
 
     coefficients = staticmethod(lambda module: (1.0, module.alpha, 1 / module.alpha))
 
 
-@register(SELU)
+@register(nn.SELU)
 class SELUDerivatives(ExponentialUnitDerivatives):
     """SELU: the fixed point of Klambauer et al. (2017), as in torch; β = 1."""
 
@@ -279,22 +256,22 @@ def _softplus_2(m: Any, x: Tensor) -> Tensor:
 
 # f' and f''
 SMOOTH: Mapping[type[Module], tuple[Formula, Formula]] = {
-    GELU: (_gelu, _gelu_2),
-    Hardswish: (
+    nn.GELU: (_gelu, _gelu_2),
+    nn.Hardswish: (
         lambda m, x: torch.where(x.abs() < 3, x / 3 + 0.5, (x > 0).to(x.dtype)),
         lambda m, x: (x.abs() < 3).to(x.dtype) / 3,
     ),
-    Mish: (_mish, _mish_2),
-    SiLU: (lambda m, x: x.sigmoid() * (1 + x * (-x).sigmoid()), _silu_2),
-    Softplus: (
+    nn.Mish: (_mish, _mish_2),
+    nn.SiLU: (lambda m, x: x.sigmoid() * (1 + x * (-x).sigmoid()), _silu_2),
+    nn.Softplus: (
         lambda m, x: torch.where(m.beta * x > m.threshold, 1, (m.beta * x).sigmoid()),
         _softplus_2,
     ),
-    Softsign: (
+    nn.Softsign: (
         lambda m, x: (1 / (1 + x.abs())).square(),
         lambda m, x: -2 * x.sign() * (1 / (1 + x.abs())) ** 3,
     ),
-    Tanhshrink: (
+    nn.Tanhshrink: (
         lambda m, x: x.tanh().square(),
         lambda m, x: 2 * x.tanh() * (1 - x.tanh().square()),
     ),
@@ -311,12 +288,12 @@ def _between(m: Any, x: Tensor) -> Tensor:
 
 # f'
 STRAIGHT: Mapping[type[Module], Formula] = {
-    Hardshrink: _beyond,
-    Hardsigmoid: lambda m, x: (x.abs() < 3).to(x.dtype) / 6,
-    Hardtanh: _between,
-    ReLU6: _between,
-    Softshrink: _beyond,
-    Threshold: lambda m, x: x > m.threshold,
+    nn.Hardshrink: _beyond,
+    nn.Hardsigmoid: lambda m, x: (x.abs() < 3).to(x.dtype) / 6,
+    nn.Hardtanh: _between,
+    nn.ReLU6: _between,
+    nn.Softshrink: _beyond,
+    nn.Threshold: lambda m, x: x > m.threshold,
 }
 
 
@@ -327,10 +304,10 @@ def _of(formulas: Mapping[type[Module], Any], module: Module) -> Any:
 
 # Activations of transformers, and modules of torch that compute the same.
 SAME: Mapping[str, Module] = {
-    "transformers.activations.GELUActivation": GELU(),
-    "transformers.activations.GELUTanh": GELU("tanh"),
-    "transformers.activations.NewGELUActivation": GELU("tanh"),
-    "transformers.activations.SiLUActivation": SiLU(),
+    "transformers.activations.GELUActivation": nn.GELU(),
+    "transformers.activations.GELUTanh": nn.GELU("tanh"),
+    "transformers.activations.NewGELUActivation": nn.GELU("tanh"),
+    "transformers.activations.SiLUActivation": nn.SiLU(),
 }
 
 

@@ -10,23 +10,8 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import (
-    BCELoss,
-    BCEWithLogitsLoss,
-    GaussianNLLLoss,
-    HingeEmbeddingLoss,
-    HuberLoss,
-    KLDivLoss,
-    L1Loss,
-    Module,
-    MSELoss,
-    MultiLabelMarginLoss,
-    MultiLabelSoftMarginLoss,
-    PoissonNLLLoss,
-    SmoothL1Loss,
-    SoftMarginLoss,
-)
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.nn.functional import logsigmoid
 
 from backpack.core.derivatives.basederivatives import constant
@@ -153,7 +138,7 @@ def drawn(sample: Any, parameter: Tensor, mc_samples: int) -> Tensor:
 # --------------------------------------------------------------------------------------
 
 
-@register(MSELoss)
+@register(nn.MSELoss)
 class MSELossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``torch.nn.MSELoss``, ``l = (f - y)²``: the Hessian is ``2 c I``."""
 
@@ -166,7 +151,7 @@ class MSELossDerivatives(ElementwiseLossDerivatives):
         return sqrt(2) * drawn(torch.randn_like, c.input, mc_samples)
 
 
-@register(L1Loss, HingeEmbeddingLoss, KLDivLoss, MultiLabelMarginLoss)
+@register(nn.L1Loss, nn.HingeEmbeddingLoss, nn.KLDivLoss, nn.MultiLabelMarginLoss)
 class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of losses that are linear, at least piecewise: ``l'' = 0``.
 
@@ -180,7 +165,7 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
         return torch.zeros_like(c.x)
 
 
-@register(HuberLoss, SmoothL1Loss)
+@register(nn.HuberLoss, nn.SmoothL1Loss)
 class HuberLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``HuberLoss`` and ``SmoothL1Loss``: a parabola with straight lines outside.
 
@@ -191,12 +176,12 @@ class HuberLossDerivatives(ElementwiseLossDerivatives):
         """Return ``l''``."""
         x, y = c.x, c.select(c.inputs[1])
         module = c.module
-        huber = isinstance(module, HuberLoss)
+        huber = isinstance(module, nn.HuberLoss)
         width, height = (module.delta, 1.0) if huber else (module.beta, 1 / (module.beta or 1))
         return ((x - y).abs() < width) * torch.full_like(x, height)
 
 
-@register(GaussianNLLLoss)
+@register(nn.GaussianNLLLoss)
 class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``GaussianNLLLoss``, ``l = (f - y)² / 2v + …``: ``l'' = 1/v``.
 
@@ -233,7 +218,7 @@ def _of_last_axis(var: Tensor, x: Tensor) -> Tensor:
     return var.unsqueeze(-1) if var.dim() == x.dim() - 1 else var
 
 
-@register(PoissonNLLLoss)
+@register(nn.PoissonNLLLoss)
 class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``PoissonNLLLoss``, ``l = λ - y log λ`` for the rate λ.
 
@@ -274,7 +259,7 @@ class PoissonNLLLossDerivatives(ElementwiseLossDerivatives):
 # --------------------------------------------------------------------------------------
 
 
-@register(BCELoss)
+@register(nn.BCELoss)
 class BCELossDerivatives(ElementwiseLossDerivatives):
     """Derivatives of ``BCELoss``, ``l = -y log f - (1-y) log(1-f)`` for a probability f.
 
@@ -318,7 +303,7 @@ class LogisticLossDerivatives(ElementwiseLossDerivatives):
         return sigma - drawn(torch.bernoulli, sigma, mc_samples)
 
 
-@register(BCEWithLogitsLoss)
+@register(nn.BCEWithLogitsLoss)
 class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``BCEWithLogitsLoss``, ``l = -q y log σ(f) - (1-y) log σ(-f)``.
 
@@ -336,7 +321,7 @@ class BCEWithLogitsLossDerivatives(LogisticLossDerivatives):
         )
 
 
-@register(SoftMarginLoss)
+@register(nn.SoftMarginLoss)
 class SoftMarginLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``SoftMarginLoss``, ``log(1 + exp(-y f))``: ``l'' = y² σ(y f) σ(-y f)``."""
 
@@ -349,7 +334,7 @@ class SoftMarginLossDerivatives(LogisticLossDerivatives):
         return c.inputs[1].square()
 
 
-@register(MultiLabelSoftMarginLoss)
+@register(nn.MultiLabelSoftMarginLoss)
 class MultiLabelSoftMarginLossDerivatives(LogisticLossDerivatives):
     """Derivatives of ``MultiLabelSoftMarginLoss``: a mean over the classes, the last axis."""
 

@@ -28,18 +28,9 @@ WRAPPERS = {
 # the precision.
 RESHAPES = {
     *WRAPPERS,
-    "AliasBackward0",
-    "BackpackOutputBackward",
-    "CloneBackward0",
-    "ReshapeAliasBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "SqueezeBackward2",
-    "ToCopyBackward0",
-    "UnsafeViewBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
-    "ViewAsBackward0",
+    *("AliasBackward0", "BackpackOutputBackward", "CloneBackward0", "ReshapeAliasBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0"),
+    *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0", "ViewAsBackward0"),
 }
 
 
