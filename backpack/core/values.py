@@ -1,4 +1,4 @@
-"""Whether a tensor has values: decisions that depend on them fall back on the general case."""
+"""Values of tensors: whether there are any, and a precision to compute in."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def has_values(tensor: Tensor) -> bool:
     if tensor.is_cuda and torch.cuda.is_initialized():  # a fake tensor needs no GPU
         return not torch.cuda.is_current_stream_capturing()
     return not tensor.is_meta
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Return a tensor in a precision in which squares of small entries are not zero."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

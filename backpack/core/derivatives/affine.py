@@ -19,6 +19,7 @@ from torch import Tensor
 
 from backpack.core import fast, memory
 from backpack.core.derivatives import reductions
+from backpack.core.values import at_least_single
 
 GRAM_NORMS = fast.path("norms by Gram matrices", "Norms of products need no products.")
 
@@ -243,5 +244,5 @@ def input_factor(x: Tensor, approximation: str | None, max_size: float = inf) ->
 
 def mean_square(values: Tensor, axes: Sequence[int], count: float) -> Tensor:
     """Sum squares along some axes, divided by a count, at least in single precision."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    wide = at_least_single(values)
     return (wide.square().sum(list(axes)) / count).to(values.dtype)

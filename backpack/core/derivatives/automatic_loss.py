@@ -32,6 +32,7 @@ from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
+from backpack.core.values import at_least_single
 
 
 @register_fallback("loss")
@@ -273,7 +274,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def need_convex(self, c: Context) -> None:
         """Refuse Hessians with negative eigenvalues."""
         blocks = self._separate(c).detach()
-        values = torch.linalg.eigvalsh(_precise(blocks))
+        values = torch.linalg.eigvalsh(at_least_single(blocks))
         if len(values) and values.min() < -_rounding(blocks) * values.abs().max():
             raise not_convex(c.module, f"its Hessian has the eigenvalue {float(values.min()):g}")
 
@@ -369,7 +370,7 @@ class _SquareRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrices: Tensor) -> Tensor:
         """Compute the root."""
-        values, vectors = torch.linalg.eigh(_precise(matrices))
+        values, vectors = torch.linalg.eigh(at_least_single(matrices))
         roots = values.clamp(min=0).sqrt()
         ctx.save_for_backward(roots, vectors)
         return ((vectors * roots.unsqueeze(1)) @ vectors.mT).to(matrices.dtype)
@@ -400,12 +401,6 @@ def _changed(x: Tensor, place: Place, bit: int) -> Tensor:
     own = place.to_canonical(x.detach())
     other = with_other_samples(own, 0, _kept(len(own), place.samples, bit))
     return place.from_canonical(other.unsqueeze(0), place.rows_per_sample(x.shape)).squeeze(0)
-
-
-def _precise(matrices: Tensor) -> Tensor:
-    """Convert to a precision that eigenvalues can be computed in."""
-    half = matrices.dtype in (torch.float16, torch.bfloat16)
-    return matrices.float() if half else matrices
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -27,6 +27,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import register
 from backpack.core.types import Changes, OfInputs, OfParams
+from backpack.core.values import at_least_single
 
 
 class ScaleAndShiftDerivatives(BaseDerivatives):
@@ -270,7 +271,7 @@ class TransformersRMSNormDerivatives(RMSNormDerivatives):
 
     def _normalized(self, c: Context) -> tuple[Tensor, Tensor]:
         (x,) = self._groups(c, c.x.unsqueeze(0))
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = at_least_single(x)
         s = (_mean(wide.square()) + self.epsilon(c)).sqrt()
         return (wide / s).to(x.dtype), s.to(x.dtype)
 

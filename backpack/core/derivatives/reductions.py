@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from backpack.core import fast, memory
+from backpack.core.values import at_least_single
 
 CACHED_PRODUCTS = fast.path(
     "slices of products", "Individual products are used up while they are in the cache."
@@ -156,7 +157,7 @@ def fewer_columns(s: Tensor, wanted: Set[str], weights: Tensor | None) -> Tensor
     is_dearer = torch.is_grad_enabled() or not s.is_cpu or len(s) < 4 * s.shape[3]
     if sees_columns or is_dearer or not FEWER_POSITIONS.is_on:
         return s
-    stacked = s.permute(1, 2, 0, 3).to(torch.promote_types(s.dtype, torch.float32))
+    stacked = at_least_single(s.permute(1, 2, 0, 3))
     return torch.linalg.qr(stacked, mode="r").R.to(s.dtype).permute(2, 0, 1, 3)
 
 

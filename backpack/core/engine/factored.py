@@ -30,7 +30,6 @@ from backpack.core.engine.sources import (
     Pairs,
     Samples,
     Source,
-    at_least_single,
     cat,
     entries_of,
     joined,
@@ -38,6 +37,7 @@ from backpack.core.engine.sources import (
 )
 from backpack.core.record.layout import CPU
 from backpack.core.record.weights import version_of
+from backpack.core.values import at_least_single
 
 # Entries of the block of gradients that pairwise products keep while they pass all others by.
 BLOCK_ENTRIES = 2**25

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Size, Tensor
 
+from backpack.core.values import at_least_single
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -84,8 +86,7 @@ class Factor:
         """Return the R of ``Sᵀ = Q R``: a column for each entry of a sample, the same ``S Sᵀ``."""
         num_v, rows, *shape = self.mat.shape
         stacked = self.mat.reshape(num_v, rows, -1).transpose(0, 1)
-        precision = torch.promote_types(stacked.dtype, torch.float32)
-        triangles = torch.linalg.qr(stacked.to(precision), mode="r").R  # [R, D, D]
+        triangles = torch.linalg.qr(at_least_single(stacked), mode="r").R  # [R, D, D]
         return self.holding(triangles.to(stacked.dtype).transpose(0, 1).reshape(-1, rows, *shape))
 
     def __add__(self, other: Factor) -> Factor:

@@ -23,16 +23,12 @@ from backpack.core.derivatives import affine, reductions
 from backpack.core.engine import call_products
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import placeholder
+from backpack.core.values import at_least_single
 
 # A sum of gradients that is shorter than this part of its terms (squared) has lost digits.
 CANCELLED = 1e-2
 # Samples: all of a range, or chosen ones.
 Samples = slice | Tensor
-
-
-def at_least_single(tensor: Tensor) -> Tensor:
-    """Return a tensor in a precision in which squares of small entries are not zero."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from backpack.context import without_autocast
 from backpack.core.record import shards
-from backpack.core.values import has_values
+from backpack.core.values import at_least_single, has_values
 
 TENSORS = frozenset({Tensor, Parameter})
 # Numbers calls, and moments between those so far and those to come.
@@ -154,7 +154,7 @@ def _digest(tensor: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor | None:
         return taken(tensor.view(torch.uint8))
     if tensor.numel() <= EXACT or not tensor.is_floating_point():
         return taken(tensor)
-    rows = tensor.reshape(-1, tensor.shape[-1]).to(_precision(tensor))
+    rows = at_least_single(tensor.reshape(-1, tensor.shape[-1]))
     left, right = (_weights(n, k, rows.dtype, rows.device) for k, n in enumerate(rows.shape))
     return (rows @ right) @ left
 
@@ -165,10 +165,6 @@ def _rounding(tensor: Tensor, digest: Tensor) -> float:
         return 0.0
     norm = torch.linalg.vector_norm(tensor.detach(), dtype=digest.dtype)
     return 10 * torch.finfo(digest.dtype).eps * float(norm) * tensor.numel() ** 0.5
-
-
-def _precision(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @lru_cache(maxsize=256)
