@@ -382,3 +382,30 @@ def test_quantities_are_those_without_a_rule(name: str, known: bool) -> None:
     assert not tape._ruled
     for mine, other in zip(quantities(has_rule=True), truth, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+class Recurrent(nn.Module):
+    """A module that only passes on, in front of a recurrent layer with the sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same, self.lstm = nn.Linear(2, 3), nn.Identity(), nn.LSTM(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.same(self.first(x)))[0]
+
+
+def test_a_rule_for_a_reshape_confirms_no_assumption() -> None:
+    """That the samples come first, which the recurrent layer corrects."""
+    model, loss = extend(Recurrent(), use_converter=True), extend(nn.MSELoss())
+    x, y = torch.rand(5, N, 2), torch.rand(5, N, 2)
+    found = []
+    for has_rule in (False, True):
+        if has_rule:
+            BatchGrad().set_module_extension(nn.Identity, Reshaping(), overwrite=True)
+        with backpack(BatchGrad()):
+            loss(model(x), y).backward()
+        found.append([p.grad_batch for p in model.parameters()])
+    for mine, other in zip(*found, strict=True):
+        assert len(mine) == N
+        torch.testing.assert_close(mine, other)

@@ -133,10 +133,10 @@ class ReshapeDerivatives(LinearMapDerivatives):
         return before.rows(shape_in) == after.rows(shape_out)
 
     def layouts(self, call: Call) -> list[Layout | None]:
-        """Find where the samples are: where they are in the input, along whichever axis."""
+        """Find where the samples are: where they are in the input, even if that is assumed."""
         layout, shape = call.layouts_in[0], call.shape_in[0]
         place = None if layout is None or shape is None else layout.place(shape)
-        if layout is None or not layout.is_batched or place is None or place.axis == 0:
+        if layout is None or not layout.is_batched or place is None:
             return super().layouts(call)
         return [layout]
 
