@@ -38,6 +38,7 @@ def clean_state() -> Iterator[None]:
     before = set(tape._ruled)
     tape._ruled.clear()
     yield
+    tape._ruled.clear()  # those of the test
     tape._ruled.update(before)
     torch.set_default_dtype(torch.float32)
 
