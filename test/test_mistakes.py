@@ -1110,6 +1110,41 @@ def test_function_that_mixes_samples(name: str, ext: str) -> None:
     assert "use_converter=True" in message and "GroupNorm" not in message
 
 
+def centred_unseen(z: Tensor) -> Tensor:
+    return torch.func.vmap(lambda column: column - column.mean(), 1, 1)(z)
+
+
+def mean_unseen(z: Tensor) -> Tensor:
+    return z.detach() + torch.func.vmap(torch.mean, 1)(z)
+
+
+@pytest.mark.parametrize("function", [centred_unseen, mean_unseen])
+def test_mixing_that_a_recorded_model_does_not_show(function: Any) -> None:
+    model = extend(Between(function), use_converter="record")
+    (message,) = warnings_of(lambda: sequences(model, 0, BatchGrad()))
+    assert "mixes the samples" in message and "MeanBackward1" in message
+
+
+class AdaptedWeights(nn.Module):
+    """A step of gradient descent on the batch comes before the prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        inner = F.linear(x, weight, bias).square().mean()
+        (gradient,) = torch.autograd.grad(inner, weight, create_graph=True)
+        return F.linear(x, weight - 0.1 * gradient, bias)
+
+
+def test_mixing_in_weights_that_are_computed_of_samples() -> None:
+    model = extend(AdaptedWeights(), use_converter="record")
+    (message,) = warnings_of(lambda: sequences(model, 0, BatchGrad()))
+    assert "mixes the samples" in message and "MmBackward0" in message
+
+
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Flatten(), nn.ReLU()])
 def test_function_that_mixes_samples_before_a_module_without_parameters(module: nn.Module) -> None:
     model = Between(MIXING["centred"][0], module)

@@ -237,6 +237,8 @@ class SampleFlow:
         if call.trained and not call.rows_are_samples:
             self._check_split(call)
         if call.is_followed:
+            for i in paths:  # functions that were not seen all the same
+                self._check(call, i, paths[i], is_loss)
             return
         after = None
         for mark in call.origins_out:
@@ -326,6 +328,10 @@ class SampleFlow:
         sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
+            if call.is_unbatched or i in call.unbatched_inputs:  # what has none is made of several
+                if any(samples_in(mark) > 1 for mark in sources.values()):
+                    self._note_functions(call, path)
+                return
             sources = {key: mark for key, mark in sources.items() if samples_in(mark) == rows > 1}
         if not sources:
             return
@@ -348,8 +354,12 @@ class SampleFlow:
         if verdict.apart is None and not all(map(is_unpacked, path.nodes)):
             self.unknown[f"functions before {describe(call.module)}"] = None
         if verdict.apart is False:
-            names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
-            self.functions[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
+            self._note_functions(call, path)
+
+    def _note_functions(self, call: Call, path: Path) -> None:
+        """Note that the functions between a call and those above it mix samples."""
+        names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
+        self.functions[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
 
     def _are_apart(
         self,
