@@ -245,6 +245,25 @@ def test_two_functional_calls_in_one_loss() -> None:
             torch.testing.assert_close(given[name].diag_ggn_exact, p.diag_ggn_exact)
 
 
+@pytest.mark.parametrize("route", [False, True, "record"])
+@pytest.mark.parametrize("ext", [BatchL2Grad, DiagGGNExact])
+def test_a_call_with_parameters_that_are_computed(ext: Any, route: Any) -> None:
+    """What the layers have of the call alone would be wrong."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model, lossfunc = extend(model, use_converter=route), extend(nn.CrossEntropyLoss())
+    x, y = torch.rand(6, 4), torch.randint(3, (6,))
+    given = {name: 2 * p for name, p in model.named_parameters()}
+    loss = lossfunc(model(x), y) + lossfunc(functional_call(model, given, (x,)), y)
+    if ext is DiagGGNExact:
+        expected: Any = pytest.raises(ValueError, match="is also used by a function")
+    else:
+        expected = pytest.warns(UserWarning, match="is also used by a function")
+    with expected as told, backpack(ext()):
+        loss.backward()
+    if ext is BatchL2Grad:
+        assert not any("not a leaf" in str(w.message) for w in told)
+
+
 def replace(layer: nn.Module) -> None:
     layer.weight = nn.Parameter(2 * layer.weight.detach())
 

@@ -864,6 +864,31 @@ def test_parametrisations_of_recurrent_layers(name: str, route: bool | str) -> N
         compare(model, {field: expected})
 
 
+class Computed(nn.Module):
+    """Calls a layer with weights that it computes, with one of them by a hypernetwork."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.code, self.hyper = nn.Parameter(torch.randn(2)), nn.Linear(2, WIDTH)
+        self.scale, self.is_tied = nn.Parameter(torch.randn(WIDTH, 1)), is_tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"weight": self.layer.weight * self.scale, "bias": self.hyper(self.code)}
+        z = torch.func.functional_call(self.layer, given, (x,)).tanh()
+        return self.last(z + self.layer(x) if self.is_tied else z)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_layers_that_are_called_with_computed_weights(is_tied: bool, route: Any) -> None:
+    torch.manual_seed(0)
+    model = Computed(is_tied).double()
+    model.layer.bias.requires_grad_(is_tied)
+    fields = [field for field in TRUTHS if field != "kflr"]
+    check(model, *data(), fields=fields, use_converter=route)
+
+
 def test_a_recurrent_layer_that_is_parametrised_after_extend() -> None:
     model = extend(nn.Sequential(nn.GRU(2, 3), ReduceTuple(0), nn.Linear(3, 2)))
     parametrizations.weight_norm(model[0], "weight_hh_l0")

@@ -77,8 +77,8 @@ from backpack.core.record.lookup import (
 from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import origin, own_node
 from backpack.core.record.registry import derivatives_of, is_leaf
-from backpack.core.record.tape import has_rules, record
-from backpack.core.record.weights import TENSORS, version_of
+from backpack.core.record.tape import GRAD_FN, has_rules, record
+from backpack.core.record.weights import IS_SOMETHING, TENSORS, version_of
 from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
@@ -816,6 +816,9 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         changes_view = works_in_place(module) and any(x._is_view() for x in tensors)
         changes_view &= rule is None or not rule.keeps_something  # what was drawn is not again
         opens = is_packed or changes_view or "_backpack_open" in vars(module)
+        # parameters that functions have computed, as functional_call may give them
+        computed = [*filter(GRAD_FN, filter(IS_SOMETHING, module._parameters.values()))]
+        opens = opens or (bool(computed) and any(map(_is_recorded_output, computed)))
         if not opens and _has_no_rule(module):
             recorder.versions = _versions(module, args, kwargs)
             recorder.generators = generator_states()
@@ -824,6 +827,11 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
             recorder.opened.append(module)
             recorder.resume()
     return read
+
+
+def _is_recorded_output(x: Any) -> bool:
+    mark = origin(x)
+    return mark is not None and mark.is_output
 
 
 def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -502,7 +502,7 @@ class BackwardPass:
                 vars(value).update(marks)
                 if p in self.accumulated:
                     vars(value)["_backpack_accumulated"] = self.accumulated[p]
-            if savefield in exts:
+            if savefield in exts and p.is_leaf:
                 results.note_gradient(p, savefield)
                 if isinstance(value, Tensor) and exts[savefield].get_subsampling() is not None:
                     vars(value)["_backpack_subsampled"] = True
@@ -517,7 +517,7 @@ class BackwardPass:
             if shards.KNOWN:
                 own = map(shards.home, own)
             # to which the pass at hand adds later
-            added = {p: p.grad for p in own if p.grad is not None}
+            added = {p: p.grad for p in own if p.is_leaf and p.grad is not None}
             if self.combining.accumulates:
                 added = {p: grad for p, grad in added.items() if not self.combining.continues(p)}
             if added:

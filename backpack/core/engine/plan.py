@@ -371,6 +371,7 @@ class Plan:
                     )
         consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
         for consumer in reversed(consumers):
+            read = []  # what functions have computed: inputs, and parameters for functional_call
             for x, origin in zip(consumer.inputs, consumer.origins_in, strict=True):
                 if not isinstance(x, Tensor) or origin in self.producers:
                     continue
@@ -379,8 +380,10 @@ class Plan:
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
                         "to a module with derivatives of its own are supported."
                     )
-                if origin is None or (origin.is_output and not origin.by_container):
-                    continue  # of a call that no gradient has reached
+                if origin is not None and (not origin.is_output or origin.by_container):
+                    read.append(x)  # else of a call that no gradient has reached
+            read += filter(attrgetter("grad_fn"), consumer.trained.values())
+            for x in read:
                 above, leaves = self._above(x)
                 for leaf in leaves:
                     if isinstance(leaf, Parameter) and leaf in self.uses:

@@ -138,6 +138,9 @@ class SampleFlow:
         rule = call.derivatives
         if call.trained and rule is not None:
             self.parameters.append(call.trained)
+            # those that functions have computed
+            for p in filter(attrgetter("grad_fn"), call.trained.values()):
+                self._note_leaves(call, path_above(p.grad_fn, p.output_nr).leaves, is_told=False)
         paths = self._paths(call) if call.reads_functions else {}
         if self.foreign_uses and has_parameters:
             self._tell_foreign_uses()
