@@ -139,6 +139,15 @@ def product_changed_in_place(m: Any, x: Tensor) -> Tensor:
     return m.head(scores.tanh()).sum(1)
 
 
+def filled(m: Model, x: Tensor, rows: Tensor, others: float | None = None) -> Tensor:
+    """Let a mask choose the samples that fill some rows, perhaps others the other rows."""
+    is_chosen = x[:, 0, 0] > 0
+    rows[is_chosen] = m.layer(x[is_chosen])
+    if others is not None:
+        rows[~is_chosen] = others * x[~is_chosen]
+    return m.head(rows.tanh()).sum(1)
+
+
 def windows(m: Any, x: Tensor) -> Tensor:
     """Overlapping windows of samples that come second in memory."""
     h = m.layer(x).transpose(0, 1).contiguous().transpose(0, 1)
@@ -267,6 +276,17 @@ FORWARDS: dict[str, Forward] = {
     "states of zeros": lambda m, x: m.head(m.gru(x, x.new_zeros(1, len(x), 3))[0]).sum(1),
     "states of zeros, copied": lambda m, x: m.head(
         m.gru(x, x.new_zeros(1, len(x), 3) + m.layer(x[:, 0]))[0]
+    ).sum(1),
+    "states of torch": lambda m, x: m.head(
+        m.gru(x, torch.zeros(1, len(x), 3, dtype=x.dtype))[0]
+    ).sum(1),
+    "zeros that samples fill": lambda m, x: filled(m, x, torch.zeros(x.shape, dtype=x.dtype)),
+    "memory that samples fill": lambda m, x: filled(m, x, torch.empty(x.shape, dtype=x.dtype), 1),
+    "a mask of torch": lambda m, x: masked(
+        m, x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    ),
+    "constants of torch": lambda m, x: m.head(
+        m.layer(x) * m.layer(torch.full((x.shape[1], 3), 2.0, dtype=x.dtype).cumsum(0))
     ).sum(1),
     "a mask of ones": lambda m, x: masked(m, x, x.new_ones(x.shape[1], x.shape[1])),
     "a mask like the data": lambda m, x: masked(m, x, torch.ones(x.shape[1], x.shape[1]).to(x)),

@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if None not in known:
-                note_unbatched(tensors_in(result), known)
+                note_unbatched(tensors_in(result), known, func)
             return result
         if getattr(func, "__name__", "") in UNINITIALISED:
             result = func(*args, **kwargs)

@@ -336,8 +336,12 @@ class FunctionDerivatives(AutomaticDerivatives):
                 self._assume_rows(call, of_indices=True)
         call.saved["affine"] = False
         call.kept |= {"affine"}
-        while (found := self._tried(call)) is None:
+        found = self._tried(call)
+        if found is None and self._give_rows(call):
+            found = self._tried(call)
+        while found is None:
             self._mark_one_unbatched(call)
+            found = self._tried(call)
         call.saved["affine"], layouts = found
         return layouts
 
@@ -350,6 +354,19 @@ class FunctionDerivatives(AutomaticDerivatives):
             else layout
             for layout, x, shape in zip(call.layouts_in, call.inputs, call.shape_in, strict=True)
         )
+
+    @staticmethod
+    def _give_rows(call: Call) -> bool:
+        """Give constants that samples fill, such as torch.zeros(N, …), a row for each sample."""
+        samples = {one.samples for one in call.layouts_in if one is not None and one.is_batched}
+        layouts = [*call.layouts_in]
+        for i, (layout, shape) in enumerate(zip(call.layouts_in, call.shape_in, strict=True)):
+            is_constant = layout is not None and layout.is_constant and not layout.is_batched
+            if is_constant and shape and {shape[0]} == samples:
+                layouts[i] = Layout(1, shape[0], True, len(shape), is_constant=True)
+        differ = layouts != [*call.layouts_in]
+        call.set_layouts_in(layouts)
+        return differ
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:

@@ -28,7 +28,9 @@ from backpack.core.record.data_notes import (
     note_mixed,
     running,
 )
+from backpack.core.record.functions import CONSTANT
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
 from backpack.core.record.registry import derivatives_of
@@ -215,7 +217,7 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return
     if not any(layout is not None and layout.is_batched for layout in known):
         if None not in known and (tensors or isinstance(module, FUNCTIONS)):
-            note_unbatched(outputs, known)
+            note_unbatched(outputs, known, getattr(module, "function", None))
         return
     call = Call.of_data(module, *positional(module, args, kwargs), tuple(outputs))
     try:
@@ -233,11 +235,18 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         note(y, layout or unbatched())
 
 
-def note_unbatched(outputs: Iterable[Tensor], known: Iterable[Layout | None]) -> None:
-    """Note that tensors have no samples, as those of these layouts that they are computed from."""
+def note_unbatched(
+    outputs: Iterable[Tensor], known: Sequence[Layout | None], function: Any = None
+) -> None:
+    """Note that tensors have no samples, as those of these layouts that they are computed from.
+
+    Those of torch.zeros and the like may turn out to have a row for each.
+    """
     lost = next((one.lost for one in known if one is not None and one.lost), None)
     for y in outputs:
-        note(y, unbatched(lost))
+        layout = unbatched(lost)
+        layout.is_constant = not known and treatment(function) == CONSTANT
+        note(y, layout)
 
 
 def dense_advice(x: Tensor) -> str:

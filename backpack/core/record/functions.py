@@ -836,8 +836,8 @@ TABLE: tuple[Row, ...] = (
     # tensors without a gradient
     Row("torch.zeros_like torch.ones_like torch.full_like torch.empty_like", treatment=CONSTANT),
     Row(".new_zeros .new_ones .new_full .new_empty", treatment=CONSTANT),
-    Row("torch.zeros torch.ones torch.full torch.empty torch.eye"),
-    Row("torch.arange torch.linspace torch.tensor torch.as_tensor .new_tensor"),
+    Row("torch.zeros torch.ones torch.full torch.empty", treatment=CONSTANT),
+    Row("torch.eye torch.arange torch.linspace torch.tensor torch.as_tensor .new_tensor"),
     Row("torch.rand torch.randn torch.randint torch.randperm torch.normal", keep=True),
     Row("torch.rand_like torch.randn_like torch.randint_like", keep=True),
     Row("torch.bernoulli .bernoulli", draw(torch.bernoulli), keep=True, treatment=ENTRIES),

@@ -145,7 +145,8 @@ class Layout:
         owners: Which samples the entries of one axis belong to, where they are in no order.
         lost: Why the samples of data could not be followed, if that is so.
         is_constant: Whether the entries are the same for all samples, such as those of
-            ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one.
+            ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one. Without
+            samples, such as ``torch.ones(T, T)``: there may turn out to be an axis for them.
         on_correction: Called when the place of the samples in any layout was corrected: what was
             found out before has to be found out again.
     """
@@ -277,7 +278,7 @@ class Layout:
     def mark_unbatched(self) -> None:
         """Note that there are no samples, here and in what this was derived from."""
         for root in self.ancestors:
-            root._facts = (1, 0, False, root._facts[3])
+            root._facts, root.is_constant = (1, 0, False, root._facts[3]), False
         Layout.on_correction()
 
     def unify(self, other: Layout) -> None:
