@@ -82,6 +82,23 @@ def test_every_quantity(converter: Any, reduction: str) -> None:
     check_same(found, quantities(model), (converter, reduction))
 
 
+def test_square_roots_of_outputs_of_several_sizes() -> None:
+    """The tasks of a model have passes of their own: the GGN is that of the sum of their losses."""
+    torch.manual_seed(0)
+    tasks = nn.ModuleList(nn.Linear(5, size) for size in (2, 4, 3))
+    body, lossfunc = extend(nn.Linear(4, 5)), extend(nn.CrossEntropyLoss())
+    extend(tasks)
+    X, y = torch.rand(6, 4), torch.randint(2, (6,))
+    exts = e.SqrtGGNExact(), e.BatchDiagGGNExact(), e.DiagGGNExact()
+    for task in tasks:
+        with backpack(*exts, accumulate=True):
+            lossfunc(task(body(X)), y).backward()
+    for p in body.parameters():
+        assert p.sqrt_ggn_exact.shape == (4, 18, *p.shape)
+        torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact)
+        torch.testing.assert_close(p.sqrt_ggn_exact.square().sum(0), p.diag_ggn_exact_batch)
+
+
 def test_draws_and_approximations() -> None:
     model, lossfunc = extend(plain_net()), extend(nn.CrossEntropyLoss(reduction="sum"))
     exts = e.KFAC(2), e.DiagGGNMC(3), e.KFLR(approximation="expand"), e.BatchDiagGGNMC(2)

@@ -142,8 +142,11 @@ class Statistics:
         """Return the statistics of two parts together: add what adds up, concatenate samples."""
         both = self.copy()
         for name, value in other.values.items():
-            axis, own = self.rules[name].sample_axis, self.values[name]
-            both.values[name] = add(own, value) if axis is None else torch.cat([own, value], axis)
+            axis, parts = self.rules[name].sample_axis, [self.values[name], value]
+            if axis is None:
+                both.values[name] = add(*parts)
+            else:
+                both.values[name] = torch.cat(_with_equal_columns(*parts) if axis else parts, axis)
         both.numbers = {name: count + other.numbers[name] for name, count in self.numbers.items()}
         return both
 
@@ -152,6 +155,12 @@ class Statistics:
         both = copy.copy(self)
         both.values, both.numbers = self.values.copy(), self.numbers.copy()
         return both
+
+
+def _with_equal_columns(one: Tensor, other: Tensor) -> list[Tensor]:
+    """Give the samples of a pass with fewer columns, as of a smaller output, columns of zeros."""
+    most = max(len(one), len(other))
+    return [torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]) for x in (one, other)]
 
 
 class OfProducts(Statistics):
