@@ -50,6 +50,9 @@ TRUTHS: dict[str, tuple[Callable[[], Any], Callable[..., list]]] = {
 }
 
 
+FIRST = ["grad_batch", "variance"]
+
+
 @pytest.fixture(autouse=True)
 def differentiable_attention() -> Iterator[None]:
     """The oracle needs a second derivative of attention."""
@@ -887,6 +890,25 @@ def test_layers_that_are_called_with_computed_weights(is_tied: bool, route: Any)
     model.layer.bias.requires_grad_(is_tied)
     fields = [field for field in TRUTHS if field != "kflr"]
     check(model, *data(), fields=fields, use_converter=route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("rows", [[2, 0], [1], [True, False, True]], ids=str)
+def test_losses_of_some_samples(rows: list, route: Any) -> None:
+    """Parameters that functions read have gradients of all samples, zero for the others."""
+    torch.manual_seed(0)
+    model = Net(lambda m, h: (h * m.scale).tanh(), {"scale": (WIDTH,)}).double()
+    (X, y), reference = data(), copy.deepcopy(model)
+    index = torch.tensor(rows)
+
+    def lossfunc(output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output[index], y[index])
+
+    expected = {field: TRUTHS[field][1](reference, lossfunc, X, y) for field in FIRST}
+    model = extend(model, use_converter=route)
+    with backpack(*(TRUTHS[field][0]() for field in FIRST)):
+        extend(nn.CrossEntropyLoss())(model(X)[index], y[index]).backward()
+    compare(model, expected)
 
 
 def test_a_recurrent_layer_that_is_parametrised_after_extend() -> None:

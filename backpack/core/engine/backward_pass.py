@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, groupby
+from itertools import chain, filterfalse, groupby
 from operator import attrgetter
 from threading import get_ident
 from types import FrameType
@@ -30,6 +30,7 @@ from backpack.context import (
 )
 from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
@@ -559,9 +560,11 @@ class BackwardPass:
                 self.kept = None
             if self.deferred:  # first order
                 with self.copied or nullcontext():
-                    self._run_first_order(
-                        Plan(self.reached_calls.values(), dict.fromkeys(self.deferred))
-                    )
+                    reached = self.reached_calls.values()
+                    # losses of what functions have computed may read some of the samples
+                    left_out = filter(_is_loss, filter(attrgetter("reads_functions"), reached))
+                    seen = filterfalse({*left_out}.__contains__, reached)
+                    self._run_first_order(Plan(seen, dict.fromkeys(self.deferred)))
                     for call in self.deferred if self.owed else ():
                         self._accumulate(call)
             self.results.finish_extensions()
@@ -882,6 +885,10 @@ def _is_called_from_here() -> bool:
 
 def _reads_gradients(ext: Extension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
+
+
+def _is_loss(call: Call) -> bool:
+    return isinstance(call.derivatives, BaseLossDerivatives) and not call.shape_out[0]
 
 
 def _only_call(work: Work) -> Call | None:
