@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import subprocess
 import sys
+import warnings
 from typing import Any, ClassVar
 
 import oracle
@@ -98,6 +99,52 @@ def test_parameter_used_by_a_function_as_well(ext: Any) -> None:
         else:
             with pytest.warns(UserWarning, match="also used by a function"):
                 loss.backward()
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+@pytest.mark.parametrize("converter", [False, "trace", "record"])
+def test_layers_that_replace_others(index: int, converter: Any) -> None:
+    """They have quantities, or that is told."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    model, lossfunc = extend(net, use_converter=converter), extend(nn.MSELoss())
+    old: Any = model.get_submodule(str(index))
+    new = nn.Linear(old.in_features, old.out_features)
+    model._modules[str(index)] = new
+
+    def step() -> None:
+        with backpack(extensions.BatchGrad()):
+            lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+
+    if converter == "record":
+        step()
+    else:
+        with pytest.warns(UserWarning, match=r"(was|is) not extended"):
+            step()
+        assert not hasattr(new.weight, "grad_batch")
+        new.zero_grad()
+        extend(new)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+    torch.testing.assert_close(new.weight.grad_batch.sum(0), new.weight.grad)
+
+
+def test_layers_that_functions_read_before_the_loss() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.heads = nn.Linear(3, 4), nn.ModuleList([nn.Linear(4, 2)] * 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("nh,ohk->nk", self.stem(x), self.weights())
+
+        def weights(self) -> Tensor:
+            return torch.stack([head.weight.T for head in self.heads])
+
+    model, lossfunc = extend(Model()), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=r"\[2, 4\].*function"):
+        loss.backward()
 
 
 class TiedHead(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -90,6 +90,7 @@ class ConvertedModule(GraphModule):
     conversions: tuple[Conversion, ...]
     branches: tuple[Branch, ...]
     _parts: list[Part]
+    _called: dict[str, tuple[Module | None, Module]]  # layers, and what they are children of
 
     def __init__(
         self,
@@ -112,22 +113,27 @@ class ConvertedModule(GraphModule):
                 module.move_to(root, self)
             elif isinstance(module, RNNLayers):
                 module.own_layers()
-        vars(self)["_parts"] = [*self._find_parts()]
-
-    def _find_parts(self) -> Iterator[Part]:
-        """Find what the graph does not call, but whose children or parameters it uses."""
         called = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+        vars(self)["_parts"] = [*self._find_parts(called)]
+        vars(self)["_called"] = {
+            name: (self._parent(name), self.get_submodule(name)) for name in called
+        }
+
+    def _find_parts(self, called: Set[str]) -> Iterator[Part]:
+        """Find what the graph does not call, but whose children or parameters it uses."""
         above = {name for t in called for name in accumulate(t.split(".")[:-1], "{}.{}".format)}
         owners = {module.owner for module in self.modules() if isinstance(module, ParameterModule)}
         for name, module in self.named_modules(remove_duplicate=False):
             if name in above or (name and module in owners):
-                above_it = name.rpartition(".")[0]
-                parent = self.get_submodule(above_it) if above_it else None
                 hooks = None if name in called else _hooks(module)
-                yield Part(name, parent, module, _children(module), hooks)
+                yield Part(name, self._parent(name), module, _children(module), hooks)
+
+    def _parent(self, name: str) -> Module | None:
+        above = name.rpartition(".")[0]
+        return self.get_submodule(above) if above else None  # no reference to itself
 
     def check_parts(self) -> None:
-        """Look for changes of parts that the graph does not follow; warn of new hooks.
+        """Look for changes of parts that the graph does not follow; warn of new hooks and layers.
 
         Raises:
             RuntimeError: If a part was replaced, or has other children that it would call.
@@ -147,6 +153,16 @@ class ConvertedModule(GraphModule):
                     f"The hooks of {name} of {type(self).__name__} have changed since the model "
                     f"was converted (as by fully_shard), and its graph does not call them. {ADVICE}"
                 )
+        for name, (parent, module) in self._called.items():
+            owner = self if parent is None else parent
+            layer = owner._modules.get(name.rpartition(".")[-1])
+            if layer is not module and layer is not None:
+                self._called[name] = parent, layer
+                if not any(vars(each).get("_backpack_extend") for each in layer.modules()):
+                    warn(
+                        f"{name} of {type(self).__name__} was replaced by a {type(layer).__name__} "
+                        "that is not extended: quantities do not know it. Extend the new layer."
+                    )
 
     def train(self, mode: bool = True) -> ConvertedModule:
         """Set the training mode, with a warning if the graph belongs to the other one."""

@@ -117,7 +117,8 @@ class SampleFlow:
         self.split: dict[str, None] = {}
         self.single: dict[str, None] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
-        self.foreign_uses: list[tuple[Call, Tensor]] = []  # those not told yet
+        # those not told yet, and whether they are some in any case, not those of layers alone
+        self.foreign_uses: list[tuple[Call, Tensor, bool]] = []
         # the call with parameters that comes next, and its number of samples
         self.next: dict[Origin | None, tuple[Call, int]] = {}
         self.given: dict[Given, None] = {}
@@ -198,8 +199,9 @@ class SampleFlow:
         """
         for leaf in leaves:
             reached = any(leaf is p for params in self.parameters for p in params.values())
-            if reached or is_used(leaf) or (not is_told and self.is_of_layer(leaf)):
-                self.foreign_uses.append((call, leaf))
+            is_certain = reached or is_used(leaf)
+            if is_certain or not is_told:
+                self.foreign_uses.append((call, leaf, is_certain))
 
     def is_of_layer(self, parameter: Tensor) -> bool:
         """Whether a layer of the models has a parameter, be it called or not."""
@@ -220,13 +222,15 @@ class SampleFlow:
             self.reduction = LossReduction(name, describe(call.module), shape[0])
 
     def _tell_foreign_uses(self) -> None:
-        """Refuse parameters of extended modules that functions use as well."""
-        for call, leaf in self.foreign_uses:
-            for ext in self.exts:
+        """Refuse parameters of extended models that functions use as well."""
+        for call, leaf, is_certain in self.foreign_uses:
+            # the model is entered between the loss and its first call
+            for ext in self.exts if is_certain or self.is_of_layer(leaf) else ():
                 ext.fail(
                     f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
-                    f"is also used by a function whose result {call!r} reads. That use is not "
-                    "counted. Use extend(model, use_converter=True)."
+                    "is also used by a function (or a module that was not extended) whose result "
+                    f"{call!r} reads. That use is not counted. Use extend(model, "
+                    "use_converter=True), and extend layers that are new."
                 )
         self.foreign_uses.clear()
 
