@@ -29,6 +29,10 @@ EXTEND_FIRST = (
     "forward pass, and use what it returns. What torch.compile(fullgraph=True) has compiled is not "
     "recorded."
 )
+CONVERT = (
+    "Use extend(model, use_converter=True), which follows functions of the forward pass, but no "
+    "derivatives that are computed there (torch.autograd.grad with create_graph=True, torch.func)."
+)
 NO_SHARDS = (
     "The parameters of {} are sharded by FullyShardedDataParallel: results would be saved at "
     "tensors that stand for them while the module runs, and be lost. Use "

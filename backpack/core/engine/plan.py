@@ -390,7 +390,8 @@ class Plan:
                         call, name = self.uses[leaf][0]
                         return (
                             f"the parameter '{name}' of {call!r} is also used by a function (or a "
-                            f"module that was not extended) whose result {consumer!r} reads."
+                            f"module that was not extended) whose result {consumer!r} reads. "
+                            f"{self.advice(consumer)}"
                         )
                 self.read_by_functions |= dict.fromkeys(leaves, consumer)
                 if above:

@@ -229,8 +229,8 @@ class SampleFlow:
                 ext.fail(
                     f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
                     "is also used by a function (or a module that was not extended) whose result "
-                    f"{call!r} reads. That use is not counted. Use extend(model, "
-                    "use_converter=True), and extend layers that are new."
+                    f"{call!r} reads. That use is not counted. {checks.CONVERT} Extend layers that "
+                    "are new."
                 )
         self.foreign_uses.clear()
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from backpack.core.derivatives.by_autograd import close
-from backpack.core.engine import call_products
+from backpack.core.engine import call_products, checks
 from backpack.core.engine.backpropagation import deliver, fetch
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
@@ -46,8 +46,8 @@ def separate_samples(plan: Plan) -> None:
                     raise ValueError(
                         f"{call!r} has no samples, and reaches the loss on a way on which those of "
                         "the loss cannot be told apart (not through a module that combines it with "
-                        "data). Combine it with data in a module, such as SumModule, or use "
-                        "extend(model, use_converter=True)."
+                        "data). Combine it with data in a module, such as SumModule. "
+                        f"{checks.CONVERT}"
                     )
         grads = call.gradients()
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):
