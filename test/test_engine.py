@@ -550,6 +550,28 @@ def test_terms_of_parameters_are_in_no_quantity(term: str) -> None:
         check(model, "grad_batch", oracle.batch_grad(model, nn.CrossEntropyLoss(), X.detach(), y))
 
 
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_weights_of_losses_are_in_no_quantity(converter: Any) -> None:
+    """A container of the model has them, and its forward pass does not read them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.log_variance = mlp(), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    model, (X, y) = extend(Model(), use_converter=converter), data()
+    with (
+        backpack(extensions.BatchGrad()),
+        pytest.warns(UserWarning, match=r"functions beside .* of shapes \[\] \(NegBackward0\)"),
+    ):
+        precision = model.log_variance.neg().exp()
+        (precision * extend(nn.CrossEntropyLoss())(model(X), y) + model.log_variance).backward()
+    check(model.net, "grad_batch", oracle.batch_grad(model.net, nn.CrossEntropyLoss(), X, y))
+
+
 def test_terms_of_other_parameters_are_nothing_to_tell(recwarn: Any) -> None:
     model, (X, y) = extend(mlp()), data()
     scale = nn.Parameter(torch.ones(()))

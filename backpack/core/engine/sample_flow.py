@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.context import CTX
 from backpack.core.derivatives.elementwise_losses import (
     ElementwiseLossDerivatives as Elementwise,
 )
@@ -490,8 +491,11 @@ class SampleFlow:
         return self.reduction or (None if terms is None else terms.reduction)
 
     def _tell_terms_of_parameters(self, leaves: Mapping[Tensor, str]) -> None:
-        """Warn of penalties: parameters of the calls that functions beside the modules read."""
+        """Warn of penalties: parameters of the models that functions beside the modules read."""
         own = {p for params in self.parameters for p in params.values()}
+        if not own.issuperset(leaves):  # some may belong to containers, such as weights of tasks
+            containers = [m for m in CTX.extended() if derivatives_of(m) is None]
+            own.update(p for m in containers for p in m._parameters.values() if p is not None)
         shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
         if shapes:
             names = ", ".join(type(ext).__name__ for ext in self.exts)
