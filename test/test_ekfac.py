@@ -276,7 +276,7 @@ def test_ignored_targets_of_a_data_set() -> None:
 
 
 class Chosen(nn.Module):
-    """What a loss gets: all rows, in one of three shapes, or those that have a target."""
+    """What a loss gets: all rows, in one of four shapes, or those that have a target."""
 
     def __init__(self, form: str, y: Tensor):
         super().__init__()
@@ -287,6 +287,11 @@ class Chosen(nn.Module):
         f = self.layers(X)
         if self.form == "chosen":
             return f[self.y >= 0]
+        if self.form == "chosen before":
+            first, between, last = self.layers
+            return last(between(first(X))[self.y >= 0])
+        if self.form == "turned":
+            return f.flip(1).transpose(1, 2)
         if self.form == "pixels":
             return f.movedim(-1, 1)
         return f.transpose(0, 1).flatten(0, 1) if self.form == "rows" else f.transpose(1, 2)
@@ -294,7 +299,7 @@ class Chosen(nn.Module):
 
 @pytest.mark.parametrize("joint_bias", [False, True])
 @pytest.mark.parametrize("limit", [1, 2**24])
-@pytest.mark.parametrize("form", ["tokens", "rows", "pixels", "chosen"])
+@pytest.mark.parametrize("form", ["tokens", "rows", "pixels"])
 def test_positions_where_nothing_arrives_for_another_reason_count(
     form: str, limit: int, joint_bias: bool
 ) -> None:
@@ -302,7 +307,7 @@ def test_positions_where_nothing_arrives_for_another_reason_count(
     torch.manual_seed(0)
     X, y = torch.randn(4, 6, 3).double(), torch.randint(3, (4, 6))
     y[0, 3:], y[2, 1:], y[3] = -100, -100, -100
-    target = {"rows": y.T.flatten(), "chosen": y[y >= 0]}.get(form, y)
+    target = y.T.flatten() if form == "rows" else y
     if form == "pixels":
         X, y, target = X.reshape(4, 2, 3, 3), y.reshape(4, 2, 3), y.reshape(4, 2, 3)
     model = extend(Chosen(form, y).double(), use_converter=True)
@@ -318,6 +323,54 @@ def test_positions_where_nothing_arrives_for_another_reason_count(
     for layer, x in zip((model.layers[0], model.layers[2]), inputs, strict=True):
         x = torch.cat([x, torch.ones(len(x), 1).double()], 1) if joint_bias else x
         assert_close(layer.weight.kflr[1], x.T @ x / len(x))
+
+
+MASKS = {
+    "some": [[0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]],
+    "all of one": [[0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]],
+}
+
+
+@pytest.mark.parametrize("joint_bias", [False, True])
+@pytest.mark.parametrize("limit", [1, 2**24])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("form", ["chosen", "chosen before"])
+def test_rows_that_a_loss_does_not_choose(
+    form: str, name: str, converter: Any, limit: int, joint_bias: bool
+) -> None:
+    """They are at any positions: how many were chosen of a sample does not tell which."""
+    torch.manual_seed(0)
+    mask = torch.tensor(MASKS[name]).bool()
+    X, y = torch.randn(3, 6, 3).double(), torch.where(mask, 1, -100)
+    model = Chosen(form, y).double()
+    model.layers[1] = nn.Tanh()
+    hidden = model.layers[:2](X).detach()
+    model = extend(model, use_converter=converter)
+    ext = KFLR(approximation="expand", joint_bias=joint_bias)
+    with slice_bytes(limit), backpack(ext):
+        extend(nn.CrossEntropyLoss())(model(X), y[mask]).backward()
+    for layer, x in zip((model.layers[0], model.layers[2]), (X[mask], hidden[mask]), strict=True):
+        x = torch.cat([x, torch.ones(len(x), 1).double()], 1) if joint_bias else x
+        assert_close(layer.weight.kflr[1], x.T @ x / len(x))
+
+
+@pytest.mark.parametrize(("form", "dead"), [("chosen", 2), ("turned", 0)])
+def test_targets_of_unknown_positions(form: str, dead: int) -> None:
+    """Positions are not taken for those that count where others could be."""
+    torch.manual_seed(0)
+    X, y = torch.rand(2, 6, 3).double(), torch.full((2, 6), 1)
+    y[0, [0, 1, 3]] = -100
+    X[0, dead] -= 9 * (form == "chosen")
+    model = Chosen(form, y).double()
+    for p in model.parameters():
+        p.data.abs_()
+    model, loss = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
+    with (
+        backpack(KFLR(approximation="expand")),
+        pytest.raises(ValueError, match=r"\(Linear\).* is used at 6 positions .* is not known"),
+    ):
+        loss(model(X), y[y >= 0] if form == "chosen" else y).backward()
 
 
 @pytest.mark.parametrize("fisher", ["sampled", "exact", "empirical"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.layout import Place
+from backpack.core.record.layout import Owners, Place
 from backpack.core.rows import Rows, row_numbers
 
 
@@ -110,8 +110,14 @@ class LossHessian:
         if chosen is None or chosen.own:  # else none of the samples has a row
             self.rule.need_convex(self.c.counting(chosen.own) if chosen else self.c)
 
+    @property
+    def owners(self) -> Owners | None:
+        """Which samples the rows belong to, if other numbers were chosen of each."""
+        place = None if chosen_rows(self.rule, self.c) is None else self.c.call.place_in(0)
+        return None if place is None or not place.owners or place.owners.is_even else place.owners
+
     def counted(self) -> Tensor | None:
-        """Return at which rows a target counts, ``[N, *d]``; None if it does at all of them.
+        """Return at which rows a target counts, ``[N, *d]``; None if it does at all positions.
 
         Rows that the loss does not choose have no target.
         """
@@ -123,7 +129,7 @@ class LossHessian:
         if self.rule.counted(self.c) is None and chosen_rows(self.rule, self.c) is None:
             return None
         found = at_rows(self.rule, self.c, factor).squeeze(0) > 0
-        return None if found.all() else found
+        return None if found.all() and self.owners is None else found
 
     def root(self, thin: bool = False) -> Any:
         """Return an exact factor, ``[V, N, *d]``; with as few columns as are known if thin."""

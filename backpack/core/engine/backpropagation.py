@@ -50,6 +50,7 @@ from backpack.core.engine.user_rules import (
 )
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
 from backpack.core.record.weights import IS_SOMETHING
@@ -446,15 +447,16 @@ class Backpropagation:
         self.rows_per_sample: dict[Call, int] = {}
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
 
-    def _counted(self) -> Tensor | None:
-        """Return at which rows of the loss a target counts; None if it does everywhere.
+    def _counted(self) -> tuple[Tensor, Owners | None] | None:
+        """Return at which rows of the loss a target counts, and whose they are; None: everywhere.
 
         Of several losses of one prediction, a target counts if it does for any of them. Those of
         several predictions have to ignore the same ones.
         """
         losses, predictions = self.plan.losses, self.plan.predictions
         rows = [self.plan.rows(call, self.subsampling) for call in losses]
-        masks = list(map(LossHessian.counted, map(LossHessian, losses, rows)))
+        hessians = list(map(LossHessian, losses, rows))
+        masks = list(map(LossHessian.counted, hessians))
         known = [mask for mask in masks if mask is not None]
         if not known:
             return None
@@ -463,7 +465,8 @@ class Backpropagation:
         of_one = len({tuple(call.origins_in[i] for i in predictions[call]) for call in losses}) == 1
         alike = all(mask.shape == first.shape for mask in others)
         if alike and of_one:
-            return torch.stack([first, *others]).any(0) if len(known) == len(masks) else None
+            merged = torch.stack([first, *others]).any(0), hessians[0].owners
+            return merged if len(known) == len(masks) else None
         if len(known) < len(masks) or not (alike and all(torch.equal(m, first) for m in others)):
             names = ", ".join(map(repr, losses))
             raise ValueError(
@@ -471,7 +474,7 @@ class Backpropagation:
                 f"loss ignores, but the losses ignore different ones: {names}. Use one backward "
                 "pass for each loss, or approximation=None."
             )
-        return known[0]
+        return first, hessians[0].owners
 
     def run(self, sources: Sequence[Source]) -> None:
         """Backpropagate from every source, put the slices together, and save."""

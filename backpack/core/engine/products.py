@@ -35,6 +35,7 @@ from backpack.core.engine.factors import Factor
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import KNOWN, home, shard_of
 from backpack.core.rows import Rows
@@ -181,7 +182,8 @@ class Products:
             separately, each through the whole batch: ``V = columns · terms``.
         bases: The bases of sums of squares, if they are not those of these products alone.
         max_factor_size: Of Kronecker factors that are larger there is the diagonal alone.
-        counted: At which positions of all samples the loss counts a target, None for all of them.
+        counted: At which rows of all samples the loss counts a target, ``[N, R]``, and whose they
+            are, if they were chosen. None for all of them.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Products:
         terms: int | None = None,
         bases: Bases | None = None,
         max_factor_size: float = inf,
-        counted: Tensor | None = None,
+        counted: tuple[Tensor, Owners | None] | None = None,
     ):
         """Store what is given; compute nothing."""
         self.parameter = parameter
@@ -656,25 +658,34 @@ class Products:
                     "approximation=None."
                 )
             masks = self[ARRIVED].split(counts, 1)
-            rows = [x[self._counts(mask > 0)] for x, mask in zip(rows, masks, strict=True)]
+            triples = zip(self.uses, rows, masks, strict=True)
+            rows = [x[self._counts(use, mask > 0)] for use, x, mask in triples]
         return rows
 
-    def _counts(self, arrived: Tensor) -> Tensor:
+    def _counts(self, use: Use, arrived: Tensor) -> Tensor:
         """Tell which positions of a use count, ``[N, T] -> [N·T]``; refuse to guess."""
         assert self.counted is not None
-        counted = self.counted.reshape(len(arrived), -1).to(arrived.device)
-        if counted.shape != arrived.shape:
-            some = counted.any(1, keepdim=True)
-            if (some & ~counted.all(1, keepdim=True) & ~arrived).any():
-                raise ValueError(
-                    f"approximation='expand': '{self.uses[0].name}' of "
-                    f"{describe(self.uses[0].call.module)} is used at {arrived.shape[1]} positions "
-                    f"of a sample, and the loss has {counted.shape[1]} targets of it. It ignores "
-                    "some of them, and nothing arrives at some of the positions: whether they are "
-                    "those that it ignores is not known. Use approximation=None or 'reduce'."
-                )
-            counted = some
-        return (arrived | counted).flatten()
+        at, owners = self.counted
+        at = at.reshape(len(arrived), -1).to(arrived.device)
+        place = use.call.place_out(0)
+        number = at.sum(1)
+        if at.shape == arrived.shape and (owners is None or (place and place.owners == owners)):
+            # Something else may arrive at what others look at; else, they are in another order.
+            more, less = (arrived & ~at).sum(1), (at & ~arrived).sum(1)
+            is_known, found = (more == 0) | (less == 0) | (more > less), arrived | at
+        elif owners is not None:  # how many is known, not which
+            is_known, found = (number == 0) | (number == arrived.sum(1)), arrived
+        else:
+            is_known, found = (number == 0) | at.all(1), arrived | at.any(1, keepdim=True)
+        if not (is_known | arrived.all(1)).all():
+            raise ValueError(
+                f"approximation='expand': '{self.uses[0].name}' of "
+                f"{describe(self.uses[0].call.module)} is used at {arrived.shape[1]} positions "
+                f"of a sample, and the loss has {at.shape[1]} targets of it. It ignores "
+                "some of them, and nothing arrives at some of the positions: whether they are "
+                "those that it ignores is not known. Use approximation=None or 'reduce'."
+            )
+        return found.flatten()
 
     def _arrived(self) -> Tensor:
         """Tell where something arrives, position by position of each sample and use."""

@@ -107,8 +107,9 @@ class HBP(SecondOrderBackpropExtension):
       is the average over the others, and over those that others look at, so that something arrives
       there. A position counts at which nothing arrives for another reason, such as dead units. What
       cannot be known is an error: which positions of a layer belong to ignored targets, if there
-      are not as many. For ``fisher="inputs"``, which looks at no loss, all positions count, and so
-      do those of other layers: embeddings, convolutions, recurrent layers and attention.
+      are not as many, or they are in another order. For ``fisher="inputs"``, which looks at no
+      loss, all positions count, and so do those of other layers: embeddings, convolutions,
+      recurrent layers and attention.
     - ``"reduce"``: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``,
       ``A = 1/(N T²) sum_n (sum_t a_nt) (sum_t a_nt)ᵀ``. Exact for linear networks that sum or
       average over the positions before the loss, such as an image classifier with global average
