@@ -336,8 +336,9 @@ MASKS = {
 @pytest.mark.parametrize("converter", ["trace", "record"])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("form", ["chosen", "chosen before"])
+@pytest.mark.parametrize("rows", [None, [2, 0]], ids=str)
 def test_rows_that_a_loss_does_not_choose(
-    form: str, name: str, converter: Any, limit: int, joint_bias: bool
+    rows: Any, form: str, name: str, converter: Any, limit: int, joint_bias: bool
 ) -> None:
     """They are at any positions: how many were chosen of a sample does not tell which."""
     torch.manual_seed(0)
@@ -347,9 +348,10 @@ def test_rows_that_a_loss_does_not_choose(
     model.layers[1] = nn.Tanh()
     hidden = model.layers[:2](X).detach()
     model = extend(model, use_converter=converter)
-    ext = KFLR(approximation="expand", joint_bias=joint_bias)
-    with slice_bytes(limit), backpack(ext):
+    with slice_bytes(limit), backpack(KFLR(rows, "expand", joint_bias)):
         extend(nn.CrossEntropyLoss())(model(X), y[mask]).backward()
+    if rows is not None:
+        X, hidden, mask = X[rows], hidden[rows], mask[rows]
     for layer, x in zip((model.layers[0], model.layers[2]), (X[mask], hidden[mask]), strict=True):
         x = torch.cat([x, torch.ones(len(x), 1).double()], 1) if joint_bias else x
         assert_close(layer.weight.kflr[1], x.T @ x / len(x))

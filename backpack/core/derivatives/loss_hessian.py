@@ -126,7 +126,7 @@ class LossHessian:
             found = self.rule.counted(c)
             return c.x.new_ones(1, len(c.x)) if found is None else found.unsqueeze(0)
 
-        if self.rule.counted(self.c) is None and chosen_rows(self.rule, self.c) is None:
+        if chosen_rows(self.rule, self.c) is None and self.rule.counted(self.c) is None:
             return None
         found = at_rows(self.rule, self.c, factor).squeeze(0) > 0
         return None if found.all() and self.owners is None else found
