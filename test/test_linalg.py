@@ -1112,6 +1112,39 @@ def test_a_batch_without_samples_adds_nothing(kind: Any, name: str) -> None:
     assert_close(operator.to_dense(), build(kind, problem).to_dense())
 
 
+class WithTemperature(nn.Sequential):
+    """A model whose outputs begin with a number."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"temperature": torch.ones(()), "logits": self[0](x)}
+
+
+class OfLogits(nn.Module):
+    """A loss that has its reduction from another one, and cannot be told another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+    @property
+    def reduction(self) -> str:
+        return self.loss.reduction
+
+    def forward(self, outputs: Any, y: Tensor) -> Tensor:
+        result: Tensor = self.loss(outputs["logits"] if isinstance(outputs, dict) else outputs, y)
+        return result
+
+
+@pytest.mark.parametrize("cls", [nn.Sequential, WithTemperature])
+def test_kronecker_factors_of_own_outputs_and_losses(cls: Any) -> None:
+    plain = nn.Linear(4, 3)
+    model = cls(plain)
+    data = [(torch.randn(N, 4), torch.randint(3, (N,)))]
+    found = KroneckerGGN(model, OfLogits(), data, fisher="exact", progress=False)
+    truth = KroneckerGGN(plain, nn.CrossEntropyLoss(), data, fisher="exact", progress=False)
+    assert_close(found.to_dense(), truth.to_dense())
+
+
 @pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher, KroneckerGGN])
 def test_complex_parameters_are_an_error(kind: Any) -> None:
     """The second derivative by real and imaginary parts is no complex matrix."""

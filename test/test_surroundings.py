@@ -129,6 +129,43 @@ def test_layers_that_replace_others(index: int, converter: Any) -> None:
     torch.testing.assert_close(new.weight.grad_batch.sum(0), new.weight.grad)
 
 
+class LowRank(nn.Module):
+    """A layer that was extended, and new ones beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 1, bias=False)
+        self.up = nn.Linear(1, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + self.up(self.down(x))
+        return result
+
+
+REPLACEMENTS = {
+    "adapters": (LowRank, True),
+    "frozen": (lambda layer: nn.Linear(4, 2).requires_grad_(False), False),
+    "without parameters": (lambda layer: nn.AdaptiveAvgPool1d(2), False),
+    "compiled": (lambda layer: torch.compile(layer, backend="eager"), False),
+}
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_only_new_parameters_that_are_trained_are_told(name: str) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), use_converter="trace")
+    replaced, is_told = REPLACEMENTS[name]
+    model._modules["1"] = replaced(model.get_submodule("1"))
+    with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
+        warnings.simplefilter("always")
+        extend(nn.MSELoss())(model(torch.rand(5, 3)), torch.rand(5, 2)).backward()
+    told = [w for w in caught if "1 of Sequential was replaced" in str(w.message)]
+    assert len(told) == is_told
+    for p in model.parameters():
+        if p.requires_grad and not is_told:
+            torch.testing.assert_close(vars(p)["grad_batch"].sum(0), p.grad)
+
+
 def test_layers_that_functions_read_before_the_loss() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -158,10 +158,12 @@ class ConvertedModule(GraphModule):
             layer = owner._modules.get(name.rpartition(".")[-1])
             if layer is not module and layer is not None:
                 self._called[name] = parent, layer
-                if not any(vars(each).get("_backpack_extend") for each in layer.modules()):
+                own = [each for each in layer.modules() if not vars(each).get("_backpack_extend")]
+                if any(p.requires_grad for each in own for p in each.parameters(recurse=False)):
                     warn(
                         f"{name} of {type(self).__name__} was replaced by a {type(layer).__name__} "
-                        "that is not extended: quantities do not know it. Extend the new layer."
+                        "that is not extended (or has layers that are not): their parameters have "
+                        "no quantities. Extend the new layer."
                     )
 
     def train(self, mode: bool = True) -> ConvertedModule:

@@ -442,17 +442,18 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
         extended(objective.model, objective.use_converter or "record") as model,
         extended(objective.loss_function, False) as loss_of,
     ):
-        of_none: Any = copy(loss_of)
-        of_none.reduction = "sum"
         for X, targets in objective:
             with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
                 output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
-                has_samples = any(map(len, tensors_of(output)))
+                has_samples = any(len(x) for x in tensors_of(output) if x.dim())
                 if not has_samples and (totals or objective.group is None):
                     continue
                 weight = objective.weight(output, targets)
-                # without targets that count, a mean is 0 / 0, and a sum 0
-                loss = weight * loss_of(output, *targets) if weight else of_none(output, *targets)
+                counting: Any = loss_of
+                if not weight:  # without targets that count, a mean is 0 / 0, and a sum 0
+                    counting = copy(loss_of)
+                    counting.reduction = "sum"
+                loss = (weight or 1) * counting(output, *targets)
                 (values,) = values_of(objective.params, [ext], loss)
             weights += weight
             totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
