@@ -648,6 +648,23 @@ class Failing:
             yield batch
 
 
+class Wrapped(nn.Module):
+    """A loss around another one, with a state that is no tensor."""
+
+    reduction = "mean"
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.loss(output, y)
+        return result
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+
 def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that were done are not done again, and nothing else is mistaken for them."""
     model, loss, X, y = problem("mlp")
@@ -696,6 +713,16 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         with pytest.raises(ValueError, match="other queries, options or parameters"):
             other.scores(queries, folder=tmp_path / "outputs")
+    found = []
+    for smoothing in (0.0, 0.0, 0.1):
+        wrapped = Wrapped(nn.CrossEntropyLoss(label_smoothing=smoothing)).train(not found)
+        one = Influence(model, wrapped, data, curvature, DAMPING, **of_outputs)
+        if smoothing:
+            with pytest.raises(ValueError, match="other queries, options or parameters"):
+                one.scores(queries, folder=tmp_path / "wrapped")
+        else:
+            found.append(one.scores(queries, folder=tmp_path / "wrapped"))
+    assert_close(*found)
     order = [1, 0, *range(2, len(X))]  # in one batch
     for X_now, y_now in ((X.flip(0), y.flip(0)), (X, y.flip(0)), (X[order], y[order])):
         data.data = batches(X_now, y_now)

@@ -217,12 +217,15 @@ class Attribution:
 
     def _shards(self, folder: Path | None, queries: Tensor, options: str) -> Shards:
         """Return files that know the loss, too: queries may be measured by something else."""
-        loss = self._objective.loss_function
-        own = {
-            k: v for k, v in vars(loss).items() if k[0] != "_" and isinstance(v, (str, float, int))
-        }
-        tensors = list(map(digest, loss.state_dict().values()))
-        return Shards(folder, queries, f"{options}, {type(loss).__name__} {own} {tensors}")
+        loss, left_out = self._objective.loss_function, ("_", "training")
+        own = [
+            (type(part).__name__, k, v)
+            for part in loss.modules()
+            for k, v in vars(part).items()
+            if not k.startswith(left_out) and isinstance(v, (str, float, int))
+        ]
+        tensors = list(map(digest, (*loss.parameters(), *loss.buffers())))
+        return Shards(folder, queries, f"{options}, {own} {tensors}")
 
     def _kept(
         self, shards: Shards, products: Callable[[Any, Sequence[Any]], tuple[float, list[Any]]]
