@@ -129,6 +129,22 @@ def test_layers_that_replace_others(index: int, converter: Any) -> None:
     torch.testing.assert_close(new.weight.grad_batch.sum(0), new.weight.grad)
 
 
+def test_parameters_that_unseen_functions_read_are_told() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.func.vmap(torch.sigmoid)(self.last.weight)
+            return self.first(x) @ weight.T
+
+    model, lossfunc = extend(Model(), use_converter="record"), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match=r"\[2, 4\].*function"):
+        loss.backward()
+
+
 class LowRank(nn.Module):
     """A layer that was extended, and new ones beside it."""
 

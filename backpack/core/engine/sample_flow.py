@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -205,11 +206,11 @@ class SampleFlow:
                 self.foreign_uses.append((call, leaf, is_certain))
 
     def is_of_layer(self, parameter: Tensor) -> bool:
-        """Whether a layer of the models has a parameter, be it called or not."""
+        """Whether a layer of the models has a parameter, be it extended or not, called or not."""
+        models = (given.module.modules() for given in self.given)
         return any(
             parameter is p
-            for given in self.given
-            for module in given.module.modules()
+            for module in chain(CTX.extended(), *models)
             if derivatives_of(module) is not None
             for p in module._parameters.values()
         )
