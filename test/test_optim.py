@@ -1664,3 +1664,17 @@ def test_state_without_eigenvectors_is_refused() -> None:
     backward()
     with pytest.raises(RuntimeError, match=r"no eigenvectors of parameter . of group 0"):
         optimiser.step()
+
+
+def test_hooks_of_private_optimisers_change_what_is_loaded() -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.Adam(model.parameters(), lr=0.3)
+    optimiser = DPOptimizer(inner, max_grad_norm=1, noise_multiplier=0, expected_batch_size=6)
+
+    def faster(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": 7.0} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    optimiser.register_load_state_dict_pre_hook(faster)
+    optimiser.load_state_dict(optimiser.state_dict())
+    assert optimiser.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 7

@@ -358,8 +358,13 @@ class DPOptimizer(ExtensionOptimizer):
         Args:
             state_dict: The state; may be that of the optimiser behind alone.
         """
-        super().load_state_dict(state_dict)
-        self.optimizer.load_state_dict(state_dict)  # which may keep another precision
+        found: list[dict[str, Any]] = []  # what hooks have made of it
+        last = self.register_load_state_dict_pre_hook(lambda _, state: found.append(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self.optimizer.load_state_dict(found[0])  # which may keep another precision
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.max_grad_norm = state_dict.get("max_grad_norm", self.max_grad_norm)
 

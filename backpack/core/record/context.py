@@ -157,17 +157,17 @@ class Context:
         gets them. ``for_users``: parameters that were changed during the backward pass stay so.
         """
         call, module, thread = self.call, self.module, get_ident()
-        own = vars(module)
+        own, outputs, inputs = vars(module), self.outputs, self.inputs
         # who shows a call is noted where it is shown: at the module, in one step for all threads
         is_first = "_backpack_thread" not in own
         if own.setdefault("_backpack_thread", thread) != thread:
             is_first, module = False, _copied(module)
             own = vars(module)
-        output: Any = self.outputs[0] if len(self.outputs) == 1 else self.outputs
+        output: Any = outputs[0] if len(outputs) == 1 else outputs
         attributes: dict[str, Any] = {"output": output, SHOWN: self}
         if own["training"] is not call.training:
             attributes["training"] = call.training
-        for i, x in enumerate(self.inputs):
+        for i, x in enumerate(inputs):
             attributes[f"input{i}"] = x
         for child in own["_modules"]:  # a child may be called "output"
             attributes.pop(child, None)
