@@ -424,3 +424,50 @@ def test_what_has_no_samples_is_read_at_the_places_of_those(
     for p, grad, diagonal in zip(model.parameters(), grads, diagonals, strict=True):
         torch.testing.assert_close(p.grad_batch, grad)
         torch.testing.assert_close(p.diag_ggn_exact_batch, diagonal)
+
+
+class Flattened(nn.Module):
+    """Positions are merged with the axis of samples behind a layer: the last one, or the first."""
+
+    def __init__(self, place: int):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)])
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).relu()
+        x = self.layers[1](x.reshape(-1, 4) if self.place == 0 else x).relu()
+        return self.layers[2](x.reshape(-1, 4) if self.place == 1 else x).reshape(-1, 3)
+
+
+OF_SAMPLES: dict[str, Callable[[], Any]] = {
+    "grad_batch": extensions.BatchGrad,
+    "diag_ggn_exact_batch": extensions.BatchDiagGGNExact,
+    "diag_h_batch": extensions.BatchDiagHessian,
+    "sqrt_ggn_exact": lambda: extensions.SqrtGGNExact(subsampling=[2, 0]),
+    "ggn_gram": extensions.GGNGram,
+    "kflr": extensions.KFLR,
+    "kflr expand": lambda: extensions.KFLR(approximation="expand"),
+    "kflr reduce": lambda: extensions.KFLR([1], approximation="reduce"),
+}
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("what", OF_SAMPLES)
+def test_layers_behind_merged_positions_have_the_same_samples(
+    what: str, place: int, converter: Any
+) -> None:
+    """Also if each row is one of the loss, up to which no layer brings rows together."""
+    torch.manual_seed(0)
+    X, y = torch.rand(3, 5, 4), torch.randint(3, (15,))
+    flattened, last = Flattened(place), Flattened(2)
+    last.load_state_dict(flattened.state_dict())
+    found = []
+    for model in (flattened, last):
+        model, ext = extend(model, use_converter=converter), OF_SAMPLES[what]()
+        lossfunc = extend(nn.CrossEntropyLoss(ignore_index=1))
+        with backpack(ext):
+            lossfunc(model(X), y).backward()
+        found.append([getattr(p, ext.savefield) for p in model.parameters()])
+    torch.testing.assert_close(*found)

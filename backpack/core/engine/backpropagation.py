@@ -762,10 +762,12 @@ class Backpropagation:
                 use = Use(call, name, Factor(diagonal.unsqueeze(0), len(diagonal)), rows)
                 method = "squared_param_vjp" if each else "squared_param_vjp_sum"
                 square = use.apply(method).squeeze(0)
-                if each:
-                    whole["batch_square"].add(square, part)
                 if "square" in self.wanted:
                     whole["square"].add(square.sum(0) if each else square, part)
+                if each:
+                    if call.rows_per_sample > 1:
+                        square = square.unflatten(0, (-1, call.rows_per_sample)).sum(1)
+                    whole["batch_square"].add(square, part)
             totals[p] = {n: gathered.total() for n, gathered in whole.items()}
 
     def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
@@ -825,6 +827,12 @@ class Backpropagation:
     ) -> None:
         """Hand over the uses of a call's parameters; keep those with other uses to come."""
         alone = {}
+        groups = factor.mat.shape[1] // c.call.rows_per_sample
+        # rows that a reshape behind the call has merged; to a sum it does not matter whose they are
+        if groups < factor.groups and self.wanted != {"square"}:
+            mats = [m if m is None else replace(factor, mat=m).coarsened(groups).mat for m in mats]
+            factor = factor.coarsened(groups)
+            self.rows_per_sample[c.call] = factor.mat.shape[1] // groups
         for name, p in c.call.trained.items():
             use = Use(c.call, name, factor, c.rows, mats)
             if p in self.left_out:
