@@ -882,7 +882,8 @@ def test_backward_pass_inside_of_a_hook(context: Any, chosen: list[set[Any]]) ->
     loss = plain(model, lossfunc)
     with backpack(BatchGrad(), extension_hook=hook):
         loss.backward()
-    assert len(chosen) == 1 and model[4].weight in chosen[0]
+    (elided,) = filter(None, chosen)  # calls of others may live, to be looked at inside
+    assert model[4].weight in elided
     reference = network()
     (2 * plain(reference, nn.CrossEntropyLoss())).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
