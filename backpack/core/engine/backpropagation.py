@@ -827,9 +827,9 @@ class Backpropagation:
     ) -> None:
         """Hand over the uses of a call's parameters; keep those with other uses to come."""
         alone = {}
-        groups = factor.mat.shape[1] // c.call.rows_per_sample
-        # rows that a reshape behind the call has merged; to a sum it does not matter whose they are
-        if groups < factor.groups and self.wanted != {"square"}:
+        merges = not c.call.rows_are_samples and self.wanted != {"square"}  # no sums alone
+        groups = factor.mat.shape[1] // c.call.rows_per_sample if merges else factor.groups
+        if groups < factor.groups:  # no layer has brought the rows of a sample together so far
             mats = [m if m is None else replace(factor, mat=m).coarsened(groups).mat for m in mats]
             factor = factor.coarsened(groups)
             self.rows_per_sample[c.call] = factor.mat.shape[1] // groups
