@@ -827,7 +827,8 @@ class Backpropagation:
     ) -> None:
         """Hand over the uses of a call's parameters; keep those with other uses to come."""
         alone = {}
-        merges = not c.call.rows_are_samples and self.wanted != {"square"}  # no sums alone
+        # to a sum of squares it does not matter whose rows they are
+        merges = not c.call.rows_are_samples and self.wanted != {"square"}
         groups = factor.mat.shape[1] // c.call.rows_per_sample if merges else factor.groups
         if groups < factor.groups:  # no layer has brought the rows of a sample together so far
             mats = [m if m is None else replace(factor, mat=m).coarsened(groups).mat for m in mats]
