@@ -43,7 +43,7 @@ from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.intercept import InterceptBackward
-from backpack.core.record import calls, shards, tape, weights
+from backpack.core.record import alive, calls, shards, tape, weights
 from backpack.core.record.compiler import may_leave_graph, set_compiler
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
@@ -188,7 +188,7 @@ class backpack(ShowsOptions):
         self._is_unused = False
         scope = Scope(
             CTX.configuration,
-            latest=calls.latest(),
+            latest=alive.latest(),
             seen_elsewhere=OUTSIDE.task,
             start=next(weights.COUNTER),
             compiler=set_compiler(None),
@@ -213,7 +213,7 @@ class backpack(ShowsOptions):
         elides = second_order or not self._gradients or self._sum_individual_gradients
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
-        looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(calls.last_call())
+        looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(alive.last_call())
         configure(configuration)
         if elides or is_suspicious or (looks and self.exts):
             scope.interceptor = InterceptBackward(BackwardPass.completed, elides)
@@ -357,5 +357,5 @@ def memory_cleanup(module: Module) -> None:
         module: Any module, extended or not.
     """
     for child in module.modules():
-        for call in calls.live_calls(child):
+        for call in alive.live_calls(child):
             call.release()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backpack.core import fast
-from backpack.core.record import calls
+from backpack.core.record import alive
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,5 +76,5 @@ def nothing_stays_recorded(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     if not request.session.testsfailed:
-        assert not calls.all_live_calls()
+        assert not alive.all_live_calls()
     gc.freeze()  # what the library remembers of shapes

@@ -20,7 +20,7 @@ from backpack import extend
 from backpack.core.derivatives import recurrent, recurrent_network
 from backpack.core.engine import elided_gradients
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import calls
+from backpack.core.record import alive
 from backpack.core.record.origins import is_output
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import (
@@ -491,7 +491,7 @@ print(*(set(sys.modules) - before))
         x, released = torch.rand(5, 2, 3), []
         for layer in layers:
             x, _ = layer(x)
-        recorded = calls.all_live_calls()[-3:]
+        recorded = alive.all_live_calls()[-3:]
         with backpack(
             Variance(), extension_hook=lambda _: released.append([c.is_released for c in recorded])
         ):
@@ -511,7 +511,7 @@ print(*(set(sys.modules) - before))
             with backpack(BatchGrad()), pytest.raises(ZeroDivisionError):
                 loss.backward(retain_graph=True)
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        assert not any("received" in call.saved for call in calls.all_live_calls())
+        assert not any("received" in call.saved for call in alive.all_live_calls())
         model.zero_grad()
         loss.backward()
         assert computed == [0]

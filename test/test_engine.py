@@ -33,7 +33,7 @@ from backpack.core.engine import backpropagation
 from backpack.core.engine.backpropagation import LossSource, slice_bytes
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.products import Products
-from backpack.core.record import calls
+from backpack.core.record import alive
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
 from backpack.custom_module.branching import Parallel
@@ -99,7 +99,7 @@ def test_extend_returns_the_module_and_sets_the_flag() -> None:
 
 def record_counts(model: nn.Module, X: Tensor) -> tuple[Tensor, list[int]]:
     out = model(X)
-    return out, [len(calls.live_calls(m)) for m in model]
+    return out, [len(alive.live_calls(m)) for m in model]
 
 
 def test_extend_twice_records_once() -> None:
@@ -316,8 +316,8 @@ def test_memory_cleanup() -> None:
     lossfunc = extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(X), y)
     memory_cleanup(model)
-    assert all(not calls.live_calls(m) for m in model.modules())
-    assert len(calls.live_calls(lossfunc)) == 1
+    assert all(not alive.live_calls(m) for m in model.modules())
+    assert len(alive.live_calls(lossfunc)) == 1
     with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError, match="memory_cleanup"):
         loss.backward()
     run(model, *some(), batch=(X, y))
@@ -458,7 +458,7 @@ def test_retain_graph(by: str) -> None:
     with backpack(*some()):
         loss.backward()
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
-    assert all(not calls.live_calls(m) for m in [*model.modules(), lossfunc])
+    assert all(not alive.live_calls(m) for m in [*model.modules(), lossfunc])
 
 
 def test_retain_graph_with_other_extensions() -> None:
@@ -663,12 +663,12 @@ def test_backward_inputs_then_everything() -> None:
 
 def test_backward_inputs_forgets_all_uses() -> None:
     model, batch = extend(mlp()), data()
-    before = calls.all_live_calls()
+    before = alive.all_live_calls()
     loss = extend(nn.CrossEntropyLoss())(model(batch[0]), batch[1])
     with backpack(extensions.BatchGrad()):
         loss.backward(inputs=[model[0].weight])
     del loss
-    assert calls.all_live_calls() == before
+    assert alive.all_live_calls() == before
 
 
 def test_backward_inputs_of_the_data_alone() -> None:
@@ -1049,7 +1049,7 @@ def test_first_module_returns_the_data_itself(first: nn.Module) -> None:
     for _ in range(3):
         run(model, *some(), batch=(X, y))
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
-    assert not calls.live_calls(first)
+    assert not alive.live_calls(first)
     assert not X._backward_hooks
 
 
@@ -1132,7 +1132,7 @@ def test_deepcopy_of_an_extended_model(after: str) -> None:
         with backpack(*some(), extensions.GGNMP()):
             loss.backward()
     clone = copy.deepcopy(model)
-    assert not any(calls.live_calls(m) for m in clone.modules())
+    assert not any(alive.live_calls(m) for m in clone.modules())
     with torch.no_grad():
         for p in clone.parameters():
             p.mul_(2)
@@ -1184,10 +1184,10 @@ def test_module_reuse() -> None:
 def test_forward_pass_nobody_uses() -> None:
     """A validation pass whose output is still alive must not be counted."""
     model, batch = extend(mlp()), data()
-    alive = model(torch.rand(7, 3))
+    output = model(torch.rand(7, 3))
     run(model, *some(), batch=batch)
     check_all(model, copy.deepcopy(model), nn.CrossEntropyLoss(), *batch)
-    assert alive.requires_grad
+    assert output.requires_grad
 
 
 def test_two_batches_one_backward() -> None:

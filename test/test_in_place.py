@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack import CTX, backpack, extend, extensions
-from backpack.core.record.calls import live_calls
+from backpack.core.record.alive import live_calls
 from backpack.custom_module.graph_utils import ConversionError
 
 N = 5

@@ -16,7 +16,7 @@ from backpack import backpack, extend, extensions
 from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import calls
+from backpack.core.record import alive, calls
 from backpack.custom_module.branching import SumModule
 from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
@@ -80,7 +80,7 @@ def extended() -> tuple[nn.Sequential, nn.Module]:
 
 def calls_of(model: nn.Module) -> list[calls.Call]:
     parts = set(model.modules())
-    found = [call for call in calls.all_live_calls() if call.module in parts]
+    found = [call for call in alive.all_live_calls() if call.module in parts]
     return sorted(found, key=lambda call: call.index)
 
 
@@ -219,13 +219,13 @@ def outputs_of(model: nn.Sequential, look: Callable[[Tensor], Any]) -> list[Any]
 def test_what_dies_with_the_forward_pass() -> None:
     """Outputs of layers that activations read; autograd does not keep them either."""
     model, lossfunc = extended()
-    alive = outputs_of(model, weakref.ref)
+    kept = outputs_of(model, weakref.ref)
     x, y = data()
     loss = lossfunc(model(x), y)
     assert loss.requires_grad
-    dead = {i for i, tensor in enumerate(alive) if tensor() is None}
+    dead = {i for i, tensor in enumerate(kept) if tensor() is None}
     assert {0, 3, 6, 8} <= dead
-    for call in calls.live_calls(model[0]) + calls.live_calls(model[6]):
+    for call in alive.live_calls(model[0]) + alive.live_calls(model[6]):
         assert call.outputs[0].untyped_storage().nbytes() == 8
 
 
@@ -302,7 +302,7 @@ def test_derivatives_of_users_keep_everything() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 4), Doubled(), nn.ReLU(), nn.Linear(4, 2)).double())
     lossfunc = extend(nn.CrossEntropyLoss())
     loss = lossfunc(model(torch.rand(5, 3, dtype=torch.float64)), torch.tensor([0, 1, 0, 1, 0]))
-    (call,) = calls.live_calls(model[1])
+    (call,) = alive.live_calls(model[1])
     assert call.outputs[0].isfinite().all()
     with backpack(Variance()):
         loss.backward()
@@ -374,11 +374,11 @@ def test_plain_backward_pass_frees_what_autograd_frees() -> None:
     x, y = data()
     loss = lossfunc(model(x), y)
     loss.backward(retain_graph=True)
-    assert len(calls.live_calls(model[0])) == 1
+    assert len(alive.live_calls(model[0])) == 1
     with backpack(BatchGrad(), retain_graph=True):
         loss.backward(retain_graph=True)
     loss.backward()
-    assert not calls.live_calls(model[0])
+    assert not alive.live_calls(model[0])
     with pytest.raises(RuntimeError), backpack(BatchGrad()):
         loss.backward()
 
@@ -391,7 +391,7 @@ def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = lossfunc(model(x), y)
     assert not any(call.producers for call in calls_of(model))
     loss.backward()
-    assert len(calls.live_calls(model[0])) == 1
+    assert len(alive.live_calls(model[0])) == 1
 
 
 def test_what_autograd_does_not_free_is_kept() -> None:
@@ -434,7 +434,7 @@ def test_modules_that_return_their_input(same: Callable[[], nn.Module], exts: An
     gc.disable()
     try:
         extend(nn.CrossEntropyLoss())(model(x), torch.tensor([0, 1, 2, 1, 0]))
-        assert not calls.live_calls(model[1])  # dies with the graph
+        assert not alive.live_calls(model[1])  # dies with the graph
     finally:
         gc.enable()
 

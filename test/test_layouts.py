@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack import backpack, extend, extensions
 from backpack.core import fast
 from backpack.core.engine.backpropagation import slice_bytes
-from backpack.core.record import calls
+from backpack.core.record import alive
 from backpack.core.record.layout import Layout, Place
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -279,7 +279,7 @@ def test_no_leak_of_chosen_outputs() -> None:
     for _ in range(3):
         model(torch.rand(4, 2))
     gc.collect()
-    assert not [call for m in model.modules() for call in calls.live_calls(m)]
+    assert not [call for m in model.modules() for call in alive.live_calls(m)]
 
 
 def test_places() -> None:

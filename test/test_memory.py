@@ -40,7 +40,7 @@ def only_reference_counts() -> Iterator[None]:
     gc.collect()
     gc.disable()
     gc.freeze()
-    START.update(calls=set(calls._live))
+    START.update(calls=set(calls.LIVE))
     yield
     START.clear()
     gc.enable()
@@ -70,7 +70,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def live() -> int:
     """Count the calls that are alive."""
-    return len(set(calls._live) - START["calls"])
+    return len(set(calls.LIVE) - START["calls"])
 
 
 def nothing_left() -> bool:
@@ -288,13 +288,13 @@ def check_flat(pass_: Callable[[], None], times: int) -> None:
     for _ in range(times):
         pass_()
     gc.collect()
-    calls, alive, growth = live(), tensors(), []
+    calls, held, growth = live(), tensors(), []
     for _ in range(3):
         memory = resident()
         for _ in range(times):
             pass_()
         assert live() == calls
-        assert tensors() <= alive
+        assert tensors() <= held
         gc.collect()
         growth.append(resident() - memory)
     # a leak of one record would be about 2 kB a pass, of all activations of a pass 12 kB; it would
@@ -606,7 +606,7 @@ def test_extension_hook_frees_memory() -> None:
 def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slices that wait are alive."""
     slices: list[weakref.ref[backpropagation.State]] = []
-    alive = []
+    counts = []
     restricted, split = backpropagation.State.restricted, backpropagation.Backpropagation._split
 
     def recording(self: backpropagation.State, *args: Any) -> backpropagation.State:
@@ -618,7 +618,7 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
         self: backpropagation.Backpropagation, state: backpropagation.State, call: calls.Call
     ) -> list[backpropagation.State]:
         if call.module is model[0]:
-            alive.append(sum(ref() is not None for ref in slices))
+            counts.append(sum(ref() is not None for ref in slices))
         return split(self, state, call)
 
     monkeypatch.setattr(backpropagation.State, "restricted", recording)
@@ -631,7 +631,7 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
         backpack(extensions.DiagGGNExact()),
     ):  # three columns of the loss
         loss.backward()
-    assert alive == [3, 2, 1]
+    assert counts == [3, 2, 1]
 
 
 @pytest.mark.parametrize("is_large", [True, False])

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.core.engine import elided_gradients
-from backpack.core.record import calls
+from backpack.core.record import alive, calls
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.permute import Permute
 from backpack.extensions import GGNMP, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
@@ -35,7 +35,7 @@ def test_an_input_that_changes_afterwards() -> None:
     x = first(torch.rand(6, 4))
     y = last(act(x))
     x.add_(nn.Parameter(torch.rand(4)))  # nobody reads what it was before
-    (made,), (read,) = map(calls.live_calls, (first, act))
+    (made,), (read,) = map(alive.live_calls, (first, act))
     assert read.origins_in == made.origins_out
     with backpack(BatchGrad()):
         y.sum().backward()
@@ -449,10 +449,10 @@ def test_a_module_that_keeps_its_output_in_a_buffer() -> None:
         torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
         model.zero_grad()
         model(torch.rand(6, 4))  # without a backward pass
-        counts.append(len(calls.all_live_calls()))
+        counts.append(len(alive.all_live_calls()))
     assert counts[0] == counts[-1]
     model.get_submodule("1").state = None  # a cycle: its graph, the call, the module
-    assert not calls.all_live_calls()
+    assert not alive.all_live_calls()
 
 
 def test_readers_of_given_parameters_do_not_add_up() -> None:

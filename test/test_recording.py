@@ -29,7 +29,7 @@ from backpack.convert import recording
 from backpack.convert.recording import is_recorded
 from backpack.core.derivatives import AutomaticDerivatives
 from backpack.core.engine import hooks
-from backpack.core.record import calls
+from backpack.core.record import alive
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
@@ -1158,9 +1158,9 @@ def test_models_are_freed_at_once() -> None:
     gc.disable()
     try:
         model = recorded(nn.Sequential(Small().double()))
-        alive = weakref.ref(model)
+        living = weakref.ref(model)
         del model
-        assert alive() is None
+        assert living() is None
     finally:
         gc.enable()
 
@@ -1316,7 +1316,7 @@ def test_nothing_grows(name: str) -> None:
         return sum(isinstance(x, Tensor) for x in gc.get_objects())
 
     assert tensors_after(3) == tensors_after(20)
-    assert not any(calls.live_calls(m) for m in model.modules())
+    assert not any(alive.live_calls(m) for m in model.modules())
 
 
 def test_what_reads_and_changes_one_memory_does_not_own_its_future() -> None:
@@ -1324,7 +1324,7 @@ def test_what_reads_and_changes_one_memory_does_not_own_its_future() -> None:
     model, X, _ = net("in_place_on_parts")
     recorded(model)(X)  # without a backward pass
     gc.collect()
-    assert not any(calls.live_calls(m) for m in model.modules())
+    assert not any(alive.live_calls(m) for m in model.modules())
 
 
 class Changing(Small):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from backpack import backpack, extend, extensions
 from backpack.core.engine.backpropagation import slice_bytes
-from backpack.core.record import calls, data_notes
+from backpack.core.record import alive, data_notes
 from backpack.core.record.data_notes import noted
 from backpack.core.record.layout import Layout, Owners, Place
 
@@ -748,7 +748,7 @@ def test_data_is_left_as_it_was() -> None:
     key = id(X)
     del X
     assert key not in data_notes._of_data
-    assert not [call for m in model.modules() for call in calls.live_calls(m)]
+    assert not [call for m in model.modules() for call in alive.live_calls(m)]
 
 
 def test_places_of_owners() -> None:

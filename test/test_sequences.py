@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import FunctionDerivatives, reductions, register
-from backpack.core.record import calls
+from backpack.core.record import alive
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 
@@ -329,7 +329,7 @@ def test_nothing_is_left(case: Case) -> None:
         """Return the number of tensors that are alive afterwards."""
         output = model(X)
         loss = lossfunc(output, y)
-        recorded = [weakref.ref(call) for m in model.modules() for call in calls.live_calls(m)]
+        recorded = [weakref.ref(call) for m in model.modules() for call in alive.live_calls(m)]
         assert len(recorded) > 3
         with backpack(*exts):
             loss.backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
-from backpack.core.record.calls import _live
+from backpack.core.record.calls import LIVE
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.optim import PoissonBatches
 
@@ -395,11 +395,11 @@ def test_skipped_default_arguments() -> None:
 
 def test_modules_that_return_their_input_do_not_leak() -> None:
     gc.collect()
-    before = len(_live)
+    before = len(LIVE)
     pick, front = extend(ReduceTuple(0)), extend(nn.Linear(3, 3))
     for _ in range(5):
         pick((front(torch.rand(2, 3)), None))
-    assert len(_live) == before
+    assert len(LIVE) == before
 
 
 def test_output_that_does_not_require_grad_of_several() -> None:

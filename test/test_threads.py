@@ -28,7 +28,7 @@ from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.engine.backward_pass import BackwardPass
-from backpack.core.record import calls
+from backpack.core.record import alive, calls
 from backpack.extensions import (
     KFLR,
     BatchGrad,
@@ -467,7 +467,7 @@ def test_uses_of_parameters_are_counted_in_all_threads() -> None:
             loss_function(sum(outputs), torch.zeros(4, 2, dtype=torch.float64)).backward()
         assert_equal(layer.weight.grad_batch.sum(0), layer.weight.grad)
         layer.zero_grad()
-        assert not any(calls._live[index]().module is layer for index in calls._live)
+        assert not any(calls.LIVE[index]().module is layer for index in calls.LIVE)
 
 
 def test_a_backward_pass_inside_another_has_its_own_context() -> None:
@@ -668,7 +668,7 @@ def test_backward_passes_that_fail_leave_nothing_in_an_open_context(by: str) -> 
         for _ in range(3):
             failing_pass(model)
             gc.collect()
-            assert not BackwardPass._running and not calls.all_live_calls()
+            assert not BackwardPass._running and not alive.all_live_calls()
             assert not any(vars(p) for p in model.parameters())
         X, y = batch(0)
         with pytest.raises(ValueError, match="does not end in a supported loss"):

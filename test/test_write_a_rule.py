@@ -28,7 +28,7 @@ from backpack.core.derivatives import (
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.interface import _translations
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.record.calls import live_calls
+from backpack.core.record.alive import live_calls
 from backpack.core.record.context import context_of
 from backpack.core.record.registry import _CACHE, REGISTRY, derivatives_of
 from backpack.utils.kroneckers import kfacs_to_mat

@@ -39,7 +39,7 @@ from backpack.core.derivatives.automatic import attributes_kept
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.hooks import call_after_recording, copy_last, extend_one
 from backpack.core.engine.intercept import not_intercepted
-from backpack.core.record.calls import preserve
+from backpack.core.record.alive import preserve
 from backpack.core.record.compiler import is_traced, may_leave_graph, set_compiler
 from backpack.core.record.data_flow import (
     DENSE,

@@ -12,10 +12,9 @@ import torch
 
 T = TypeVar("T")
 
-# Whether a model is run to be exported. Before torch 2.7, exporting counts as compiling.
-is_exporting: Callable[[], bool] = getattr(
-    torch.compiler, "is_exporting", torch.compiler.is_compiling
-)
+# What torch.compiler sets while a model is exported: before torch 2.7, as if that were compiling.
+_EXPORTING = "_is_exporting_flag"
+EXPORTING = _EXPORTING if hasattr(torch.compiler, _EXPORTING) else "_is_compiling_flag"
 
 # Hooks that decide what autograd keeps, None if there are none. Before torch 2.7 that is not known,
 # and they are assumed to be there.

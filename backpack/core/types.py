@@ -74,6 +74,7 @@ class Rule(Protocol):
     has_samples_first: ClassVar[bool]
     depends_on_layouts: ClassVar[bool]
     includes_children: ClassVar[bool]
+    may_couple_samples: ClassVar[bool]
 
     @property
     def params(self) -> tuple[str, ...]: ...

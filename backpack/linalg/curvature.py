@@ -17,7 +17,7 @@ from backpack import backpack, disable
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.math_attention import math_attention
-from backpack.core.record.calls import live_calls
+from backpack.core.record.alive import live_calls
 from backpack.core.record.functions import weight_of_norm
 from backpack.core.record.generators import OwnGenerators
 from backpack.distributed.data_group import ProcessGroupChoice, digest

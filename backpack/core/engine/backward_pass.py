@@ -44,7 +44,7 @@ from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.engine.spread import words
 from backpack.core.engine.user_rules import call_gradients, sample_counts
-from backpack.core.record import calls, shards, weights
+from backpack.core.record import alive, calls, shards, weights
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
@@ -157,7 +157,7 @@ class BackwardPass:
         self.sharded = checks.sharded_modules()
         self.keeping: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()  # whose parameters changed between the passes
-        self.users = calls.Users()
+        self.users = alive.Users()
         # whether there was a gradient before, of parameters whose result belongs to this one
         self.accumulated: dict[Parameter, Tensor] = {}
         self.inside: set[Parameter] = set()  # those that passes inside of this one have used
@@ -329,7 +329,7 @@ class BackwardPass:
 
         By all calls, or by the ``newest``, that was recorded since the pass has begun.
         """
-        live = calls.all_live_calls() if newest is None else [newest]
+        live = alive.all_live_calls() if newest is None else [newest]
         found = calls.reading_parameters(live, bool(self.second_order), self.shows_calls)
         if not found:
             return
@@ -337,7 +337,7 @@ class BackwardPass:
         self.moved.update(moved(reading))
         self.keeping |= reading
         if self.kept is None:
-            everything = live if newest is None else calls.all_live_calls()
+            everything = live if newest is None else alive.all_live_calls()
             self.kept = KeptParameters(copies=_have_hooks(everything))
         self.kept.add(chain.from_iterable(reading.values()))
         if self.kept.copies:
@@ -464,7 +464,7 @@ class BackwardPass:
         if grad.dim() == 0 or grad.numel() < calls.LARGE or self.reads_gradients:
             return True
         if self.has_copies is None:
-            self.has_copies = any(call.is_unbatched for call in calls.all_live_calls())
+            self.has_copies = any(call.is_unbatched for call in alive.all_live_calls())
         return self.has_copies
 
     def _accumulate(self, call: Call) -> None:

@@ -16,7 +16,7 @@ from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.combining import are_several
 from backpack.core.engine.extracted import REDUCTIONS, UNSLICED, named
 from backpack.core.engine.propagations import Blocks, InputsAlone
-from backpack.core.record import calls, weights
+from backpack.core.record import alive, calls, weights
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
 
@@ -113,7 +113,7 @@ def is_suspicious(scope: Scope) -> bool:
 def note_latest(configuration: Configuration) -> None:
     """Note if backward passes of a context that is left came to recorded calls."""
     scope = configuration.scope
-    calls.note_end_of_context()
+    alive.note_end_of_context()
     if scope is None or scope.latest is None or not configuration.exts:
         return
     if not configuration.passes.own:

@@ -21,8 +21,9 @@ from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import Loaded, Name, OfProducts, Statistics, of_value
 from backpack.core.record import shards
+from backpack.core.record.alive import Users, all_live_calls
 from backpack.core.record.averaging import Averaging, Processes, is_wrapped
-from backpack.core.record.calls import Call, Users, all_live_calls
+from backpack.core.record.calls import Call
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import home, shard_of
 from backpack.core.record.tape import calls_above

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.context import Configuration, disable
 from backpack.core import fast
-from backpack.core.record import calls, shards
+from backpack.core.record import alive, shards
 from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.origins import RESHAPES, Origin, is_output
@@ -63,7 +63,7 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
     if exts and not configuration.gradients:  # no product is too cheap to be left out
         wanted.add("gradient")
     found: dict[Call, list[Parameter]] = {}
-    for call in calls.all_live_calls() if wanted else ():
+    for call in alive.all_live_calls() if wanted else ():
         if call.params and call.derivatives is not None:
             names = call.derivatives.costly_gradients(call, wanted)
             parameters = [p for name, p in call.params.items() if name in names]
@@ -75,7 +75,7 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
         return {}
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return {}
-    users = calls.Users()
+    users = alive.Users()
     known = {
         call: parameters
         for call, parameters in found.items()
@@ -311,7 +311,7 @@ def left_alone(nodes: Iterable[Any]) -> Iterator[None]:
     It starts at some nodes of the graph: what is not above belongs to others.
     """
     leaves = {id(node.variable) for node in nodes_above(nodes) if hasattr(node, "variable")}
-    own = (p for call in calls.all_live_calls() for p in call.params.values())
+    own = (p for call in alive.all_live_calls() for p in call.params.values())
     params = [shards.home(p) for p in dict.fromkeys(own) if id(p) in leaves]
     before = [(p, p.grad) for p in params]
     copies: list[Tensor | None] = [None] * len(before)

@@ -41,7 +41,8 @@ from backpack.core.engine.paths import (
 from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of, spread
 from backpack.core.record import data_flow
-from backpack.core.record.calls import Call, is_used
+from backpack.core.record.alive import is_used
+from backpack.core.record.calls import Call
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import (

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from backpack.core.features import is_exporting
+from backpack.core.features import EXPORTING
 
 # Sets what compiles the functions that this thread calls, None for nothing, and returns what did.
 set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
 
 
+_COMPILER = vars(torch.compiler)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 
@@ -21,7 +22,7 @@ def is_traced() -> bool:
 
     By ``torch.jit.trace``, ``torch.export`` or ``make_fx``.
     """
-    if torch._C._get_tracing_state() is not None or is_exporting():
+    if torch._C._get_tracing_state() is not None or _COMPILER[EXPORTING]:
         return True
     has_modes = torch._C._len_torch_dispatch_stack() > 0
     return has_modes and torch._C._get_dispatch_mode(_PROXY) is not None

@@ -13,7 +13,8 @@ from torch.nn import Module
 
 from backpack.core import fast
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, live_calls
+from backpack.core.record.alive import live_calls
+from backpack.core.record.calls import Call
 from backpack.core.record.module_state import describe, put
 from backpack.core.record.shards import need
 from backpack.core.record.weights import VERSION

@@ -16,7 +16,8 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
-from backpack.core.record.calls import Call, all_live_calls, positional
+from backpack.core.record.alive import all_live_calls
+from backpack.core.record.calls import Call, positional
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_notes import (
     Inputs,

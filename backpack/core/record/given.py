@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.context import disable
+from backpack.context import STATE
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import take_mixing
 from backpack.core.record.origins import flatten_outputs
@@ -135,7 +135,7 @@ def note_given(
 
     ``entered`` is called when one has the gradient of an output, with that.
     """
-    if not (torch.is_grad_enabled() and disable.should_store_io()):
+    if STATE.get().disabled or not torch.is_grad_enabled():
         return
     in_transform = torch._C._functorch.peek_interpreter_stack() is not None
     if in_transform or is_traced():
@@ -145,7 +145,8 @@ def note_given(
         for x in value.values() if isinstance(value, Mapping) else (value,):
             if type(x) is Tensor and x.dim() and x.layout is torch.strided and not x.is_nested:
                 tensors.append(Strided(x))
-    outputs = list(filter(GRAD_FN, flatten_outputs(output)))
+    is_one = isinstance(output, Tensor) and output.is_floating_point()
+    outputs = list(filter(GRAD_FN, (output,) if is_one else flatten_outputs(output)))
     if tensors and outputs:
         listener = partial(entered, Given(module, tensors, take_mixing(module.modules())))
         for y in outputs:

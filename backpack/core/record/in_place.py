@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from backpack.context import STATE
 from backpack.core.features import hooks_of_saved_tensors
-from backpack.core.record.calls import preserve
+from backpack.core.record.alive import preserve
 from backpack.core.record.compiler import is_traced
 from backpack.core.record.data_flow import DENSE, FORM, tensors_in
 from backpack.core.record.data_notes import layout_of, note

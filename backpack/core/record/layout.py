@@ -292,8 +292,10 @@ class Layout:
             one._merged_into = two
 
     def place(self, shape: Sequence[int]) -> Place | None:
-        """Find the batch axis in a tensor of this shape; None if no axis fits."""
+        """Find the batch axis in a tensor of this shape; None if no axis fits, or has samples."""
         before, samples, *_ = self._root._facts
+        if not samples:
+            return None
         if self.owners is not None:
             return _place_of_owners(before, self.owners, tuple(shape))
         if shape and shape[0] == samples and 1 in (before, samples):

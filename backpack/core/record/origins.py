@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -54,7 +53,6 @@ class BackpackOutput(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-@dataclass(eq=False, slots=True)
 class Origin:
     """Identity of a tensor: the place in the autograd graph where its entries were computed.
 
@@ -66,6 +64,7 @@ class Origin:
         producer: The call that computes the tensor again, if it is not kept.
     """
 
+    # of the class, until a call sets its own: there is nothing to run when an identity is made
     is_output: bool = False
     by_container: bool = False
     layout: Layout | None = None

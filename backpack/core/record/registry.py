@@ -166,7 +166,10 @@ def fallback(module: Module, outputs: Sequence[Tensor]) -> Rule | None:
 
 def is_leaf(module: Module) -> bool:
     """Return whether a module has no children that are called: lists of parameters are not."""
-    return all(child is None or isinstance(child, LISTS) for child in module._modules.values())
+    for child in module._modules.values():
+        if child is not None and not isinstance(child, LISTS):
+            return False
+    return True
 
 
 def own_parameters(module: Module) -> dict[str, Parameter | None]:

@@ -1,0 +1,444 @@
+"""A module call as its rule sees it: tensors, and where the samples are in them.
+
+That is found out again when a later module has corrected a layout (see :class:`Layout`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.utils._pytree import tree_unflatten
+
+from backpack.context import STATE
+from backpack.core.record.data_notes import UNFILLED, noted
+from backpack.core.record.layout import Layout, Place, unbatched
+from backpack.core.record.module_state import ModuleState, describe, works_in_place
+from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
+from backpack.core.types import Rule
+
+_LAYOUT = operator.attrgetter("layout")
+
+
+class PlacedCall(ModuleState):
+    """One call of a module, with the place of the samples in its inputs and outputs.
+
+    Attributes:
+        derivatives: The rule of the module; None for a container.
+        inputs: Arguments in the order of the signature, nested ones flattened; tensors attached to
+            their graph.
+        outputs: Output tensors, flattened and detached.
+        shape_in: Shapes of the inputs; None for what is no tensor.
+        shape_out: Shapes of the outputs.
+        structure: How the arguments were nested; None if they were not.
+        is_container: Whether the module has children, and no rule.
+        is_transparent: Whether the output has the entries of the input: nothing to differentiate.
+        origins_in: Identity of each input; None where nothing can travel further back.
+        origins_out: Identity of each output.
+        computed: Which inputs a function has computed from what recorded calls returned.
+
+        layouts_in: Where the samples are in each input; None for data and for what is no tensor.
+        layouts_out: Where the samples are in each output; None for a loss, and if it is not known.
+        relied_on: What was known of the inputs when the rule found the layouts of the outputs.
+        misplaced: What is wrong with the place of the batch axis, if anything.
+        mixed_data: What has mixed the samples of an input that no gradient flows through.
+        couples_samples: Whether the rule says that the output of a sample depends on others.
+        rows_are_samples: Whether it is known that the rows of all tensors are the samples.
+        samples_come_first: Whether all tensors have their samples first, and the rule sees them so.
+        moves_no_columns: Whether the rule expects the samples of columns there, too.
+        is_unbatched: Whether the output has no samples: it depends on parameters alone.
+        unbatched_inputs: Indices of the inputs that have no samples, in a call that has.
+        copies: How many samples share this call, if it depends on parameters alone; else 1.
+    """
+
+    derivatives: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[Tensor, ...]
+    shape_in: tuple[Size | None, ...]
+    shape_out: tuple[Size, ...]
+    structure: Any
+    origins_in: tuple[Origin | None, ...]
+    origins_out: tuple[Origin | None, ...]
+    is_container: bool
+    is_transparent: bool
+    __slots__ = (
+        *("computed", "copies", "couples_samples", "derivatives", "inputs", "is_container"),
+        *("is_transparent", "is_unbatched", "layouts_in", "layouts_out", "misplaced"),
+        *("mixed_data", "moves_no_columns", "origins_in", "origins_out", "outputs", "relied_on"),
+        *("rows_are_samples", "samples_come_first", "shape_in", "shape_out", "structure"),
+        *("unbatched_inputs",),
+    )
+
+    # ------------------------------------------------------------------ finding the samples
+
+    def _note_samples(self, leaves: Sequence[Any], layouts_in: list[Layout | None]) -> None:
+        """Find where the samples are; ``layouts_in``: known of what recorded calls returned."""
+        rule = self.derivatives
+        may_couple = rule is not None and rule.may_couple_samples
+        self.couples_samples = may_couple and rule.couples_samples(self.module)
+        self.copies = 1
+        self.mixed_data: str | None = None
+        self.misplaced: str | None = None
+        self.relied_on: tuple[Any, ...] = ()
+        self.computed = [False] * len(leaves)
+        for i, layout in enumerate(layouts_in):
+            if layout is None and isinstance(leaves[i], Tensor):
+                layouts_in[i] = self._layout_in(i, leaves[i], self.origins_in[i])
+        self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
+        self._find_layouts_out()
+
+    def _layout_in(self, i: int, x: Tensor, mark: Origin | None) -> Layout | None:
+        """Find the samples in an input of no recorded call; None if that is for this one to say."""
+        if mark is None:
+            known = noted(x)
+            if known is not None:
+                if known.lost and x.is_floating_point():  # indices may be what they are
+                    self.misplaced = f"{self!r} reads {known.lost}"
+                return known
+            if not x.requires_grad or parameter_behind(x) is None:
+                return None
+            return unbatched()
+        is_foreign = is_foreign_function(x.grad_fn)
+        known = noted(x) if is_foreign else None
+        if known is not None and (known.is_batched or known.lost not in (None, UNFILLED)):
+            # a recorded model has followed what its forward does; kernels are not seen
+            if known.lost:
+                self.misplaced = f"{self!r} reads {known.lost}"
+            mark.layout = known
+            return known
+        above, _ = upstream(x, lambda m: m.layout is not None or m.lost is not None)
+        lost = next((m.lost for m in above if m.lost is not None), None)
+        if lost is not None:
+            self.misplaced = lost
+            return None
+        self.computed[i] = bool(above)
+        counts = {m.layout.samples for m in above if m.layout is not None and m.layout.is_batched}
+        is_recorded = bool(STATE.get().recorders)
+        if is_foreign and is_recorded and counts and x.dim() and counts != {len(x)}:
+            function = x.grad_fn.name()  # type: ignore[union-attr]
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a torch.autograd.Function "
+                f"({function}) has computed from one of {min(counts)} samples in a way that cannot "
+                "be followed. Write its forward with functions of torch, or make it a module and "
+                "register derivatives for that (backpack.core.derivatives.register)."
+            )
+        if any(m.layout is not None and not m.layout.samples_come_first for m in above):
+            self.misplaced = (
+                f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
+                "from one whose batch axis is not the first (or that has none). Make the function "
+                "a module, or use extend(model, use_converter=True)."
+            )
+        return None
+
+    def _find_layouts_out(self) -> None:
+        """Find where the samples are in the outputs, and note that at the places in the graph."""
+        rule, shapes = self.derivatives, self.shape_out
+        self.rows_are_samples = False
+        self.unbatched_inputs: tuple[int, ...] = ()
+        self.layouts_out: tuple[Layout | None, ...] = (None,) * len(shapes)
+        if self.is_transparent:  # such as the choice of one tensor of several
+            self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
+        elif self.misplaced is not None:
+            pass  # nor can anybody say it of what is computed of the outputs
+        elif not any(shapes) and self._combines_losses():
+            self.relied_on = tuple(map(_facts, self.layouts_in))
+        elif rule is None:
+            known = next((layout for layout in self.layouts_in if layout is not None), None)
+            made = [getattr(mark, "layout", None) or known for mark in self.origins_out]
+            self.layouts_out = tuple(
+                [
+                    (layout or Layout.of_axis(s, 0, assumed=True)) if s else None
+                    for layout, s in zip(made, shapes, strict=True)
+                ]
+            )
+        elif (usual := rule.usual_layout(self)) is not None:
+            self.rows_are_samples = self.samples_come_first = self.moves_no_columns = True
+            self.is_unbatched = False
+            self.layouts_out = (usual,) if shapes[0] else (None,)
+        else:
+            self._ask_for_layouts_out(rule)
+        if not self.rows_are_samples:
+            self.find_places()
+        for mark, layout in zip(self.origins_out, self.layouts_out, strict=True):
+            if mark is not None and not self.is_transparent:
+                if not mark.is_output:
+                    mark.is_output, mark.by_container = True, self.is_container
+                mark.layout = mark.layout or layout
+                mark.lost = mark.lost or self.misplaced
+
+    def _ask_for_layouts_out(self, rule: Rule) -> None:
+        """Let the rule find where the samples are in the outputs, from what is known so far."""
+        self.find_places()
+        try:
+            self.layouts_out = tuple(rule.layouts(self))
+        except ValueError as error:
+            self.misplaced = self.misplaced or str(error)
+            return
+        if rule.depends_on_layouts:
+            # what a rule has found out from layouts that are corrected later is void
+            self.relied_on = tuple(map(_facts, self.layouts_in))
+
+    def _combines_losses(self) -> bool:
+        """Whether the inputs are losses, and numbers that no gradient flows through."""
+        followed = False
+        for x, shape, mark in zip(self.inputs, self.shape_in, self.origins_in, strict=True):
+            if shape or (isinstance(x, Tensor) and x.requires_grad and mark is None):
+                return False
+            if mark is not None:
+                followed = mark.is_output and mark.layout is None
+                if not followed:
+                    return False
+        return followed
+
+    def layouts_of_data(self) -> Sequence[Layout | None]:
+        """Find where the samples are in the outputs of a call that no gradient flows through.
+
+        Raises:
+            ValueError: If they cannot be followed.
+        """
+        if self.derivatives is None:
+            raise ValueError("it is no leaf of the network")
+        usual = self.derivatives.usual_layout(self)
+        return (usual,) if usual is not None else self.derivatives.layouts(self)
+
+    def find_places(self) -> None:
+        """Find out where the samples are, from the layouts as they are now."""
+        rule, layouts_in, layouts_out = self.derivatives, self.layouts_in, self.layouts_out
+        self.rows_are_samples = self.is_transparent and self._only_reshapes_rows()
+        if self.rows_are_samples:
+            self.samples_come_first = self.moves_no_columns = True
+            self.is_unbatched, self.unbatched_inputs = False, ()
+            return
+        self.samples_come_first = (
+            (rule is None or rule.sees_samples_first(self.module))
+            and all(map(_is_first, layouts_in, self.shape_in))
+            and all(map(_is_first, layouts_out, self.shape_out))
+        )
+        self.moves_no_columns = (
+            self.samples_come_first and rule is not None and rule.has_samples_first
+        )
+        self.is_unbatched = 0 in _numbers_of_samples(layouts_out)
+        self.unbatched_inputs = ()
+        if not self.is_unbatched and 0 in (counts := _numbers_of_samples(layouts_in)):
+            self.unbatched_inputs = tuple([i for i, count in enumerate(counts) if count == 0])
+
+    def _only_reshapes_rows(self) -> bool:
+        """Whether the entries of the only input stay where they are in its rows, the samples."""
+        if len(self.shape_in) > 1 or len(self.shape_out) > 1:
+            return False
+        (layout,), (shape_in,), (shape,) = self.layouts_in, self.shape_in, self.shape_out
+        if layout is None or layout is not self.layouts_out[0] or not (shape_in and shape):
+            return False
+        if shape[0] != shape_in[0] or not layout.has_rows(shape_in):
+            return False
+        rule = self.derivatives
+        return rule is not None and rule.has_samples_first and rule.sees_samples_first(self.module)
+
+    def set_layouts_in(self, layouts: Iterable[Layout | None]) -> None:
+        """Note where the samples are in the inputs."""
+        self.layouts_in = tuple(layouts)
+        self.find_places()
+
+    def note_correction(self) -> None:
+        """Find out where the samples are, now that a later module has corrected it."""
+        self.find_places()
+        rule = self.derivatives
+        if self.misplaced is None and rule is not None and not rule.fits_layouts(self):
+            self.misplaced = self._says_corrected()
+
+    def _says_corrected(self) -> str:
+        return (
+            f"{self!r}: the samples of the batch were assumed to be along the first axis of the "
+            "network's data, but a later module needs them elsewhere. Give the network data with "
+            "the batch axis first, and recurrent layers and attention batch_first=True; if the "
+            "samples are along another axis, let a recurrent module come before functions."
+        )
+
+    def _layouts_hold(self) -> bool:
+        """Whether what the rule has found out still holds, if a later module corrected it."""
+        if self.is_transparent:
+            return True
+        facts = tuple(map(_facts, self.layouts_in))
+        if facts == self.relied_on:
+            return True
+        expected = tuple(map(_facts, self.layouts_out))
+        self.relied_on = facts
+        try:
+            return tuple(map(_facts, self.derivatives.layouts(self))) == expected
+        except ValueError:
+            return False
+        finally:
+            self.find_places()  # the rule may have changed the layouts of the inputs
+
+    # ------------------------------------------------------------------ what others ask
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether there are no samples, and the rule works on one tensor in the place of all."""
+        rule = self.derivatives
+        return self.is_unbatched and rule is not None and not rule.folds_rows(self.module)
+
+    def place_in(self, i: int) -> Place | None:
+        """Find the batch axis of an input; None if it has none."""
+        return self._place(self.layouts_in[i], self.shape_in[i])
+
+    def place_out(self, i: int) -> Place | None:
+        """Find the batch axis of an output; None if it has none."""
+        return self._place(self.layouts_out[i], self.shape_out[i])
+
+    def _place(self, layout: Layout | None, shape: Size | None) -> Place | None:
+        if shape is None or layout is None:
+            return None
+        place = layout.place(shape)
+        if place is None and layout.is_batched:
+            raise ValueError(
+                f"{self!r}: a tensor of shape {list(shape)} has no axis for the {layout.samples} "
+                "samples of the batch. Keep the batch axis as it is."
+            )
+        return place
+
+    def scattered_rows(self) -> tuple[Place, int] | None:
+        """Find the samples along an axis that inputs share; None if they are in order.
+
+        Where they are, with that axis as the first one, and the number of its entries.
+        """
+        for i, shape in enumerate(self.shape_in):
+            place = self.place_in(i)
+            if place is not None and shape is not None:
+                first = place._replace(axis=0)
+                return (first, shape[place.axis]) if first.is_scattered else None
+        return None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the output, 0 if it has none."""
+        shape = self.shape_out[0]
+        if self.rows_are_samples:
+            return shape[0]
+        place = self.place_out(0) if shape else None
+        return 0 if place is None else place.rows(shape)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of rows that each sample has: more than 1 where a reshape has merged axes."""
+        if self.rows_are_samples or not self.shape_out[0]:
+            return 1
+        place = self.place_out(0)
+        return 1 if place is None else place.rows_per_sample(self.shape_out[0])
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether rows of a sample may meet in the call, or are others at its inputs."""
+        if self.rows_are_samples:
+            return False
+        layouts, rule = self.layouts_in + self.layouts_out, self.derivatives
+        is_scattered = any(one is not None and one.owners is not None for one in layouts)
+        return is_scattered or (rule is not None and not rule.keeps_rows(self))
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether a sample has several rows, which the rule may see along an axis of their own."""
+        if self.rows_are_samples or self.derivatives is None:
+            return False
+        return self.rows_per_sample > 1 and self.derivatives.folds_rows(self.module)
+
+    def fold(self, x: Any) -> Any:
+        """Give the rows of each sample an axis of their own, ``[R, *] -> [N, R/N, *]``."""
+        if isinstance(x, Tensor) and x.dim() and len(x) == self.num_rows:
+            return x.unflatten(0, (-1, self.rows_per_sample))
+        return x
+
+    def check(self, trained_only: bool) -> None:
+        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
+
+        Raises:
+            RuntimeError: If its tensors are gone.
+            ValueError: If its input has no batch axis.
+            NotImplementedError: If a parameter is sparse, quantised or complex.
+        """
+        if not self.outputs:
+            self.check_released()
+        self._check_batched()
+        if self.module._parameters:
+            self._check_parameters(trained_only)
+
+    def _check_batched(self) -> None:
+        """Refuse input without a batch axis, or whose samples are not known."""
+        shape, rule = self.shape_out[0], self.derivatives
+        if shape and not shape[0] and not self.num_rows:
+            raise ValueError(f"{self!r} was called with an empty batch.")
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
+        if rule is None:
+            return
+        if rule.depends_on_layouts and not self._layouts_hold():
+            raise ValueError(self._says_corrected())
+        if len(shape) < rule.min_dims(self.module) and (self.is_of_copies or not self.is_unbatched):
+            raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
+
+    def _check_parameters(self, trained_only: bool) -> None:
+        """Refuse parameters that are not dense tensors of real floating-point numbers."""
+        for name, p in self.read[0].items():
+            if p is None or (trained_only and name not in self.params):
+                continue
+            if p.is_quantized or p.layout is not torch.strided:
+                kind = "quantised" if p.is_quantized else f"sparse ({p.layout})"
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
+                    "dense floating-point parameters: convert it (to_dense(), dequantize())."
+                )
+            if p.is_complex():
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is complex. Extensions "
+                    "need real ones: let the parameter be torch.view_as_real(…) of it, and use "
+                    "torch.view_as_complex in forward."
+                )
+
+    def check_released(self) -> None:
+        """Refuse to work with tensors that are gone.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
+        if not self.outputs:
+            raise RuntimeError(
+                f"What the forward pass stored for {describe(self.module)} is gone: a backward "
+                "pass released it, or memory_cleanup did. To run several backward passes through "
+                "one forward pass, use backward(retain_graph=True) for all but the last, also for "
+                "those without extensions (if they have create_graph=True, backpack(..., "
+                "retain_graph=True) as well), and memory_cleanup behind them."
+            )
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with other values for the leaves: some to overwrite."""
+        if works_in_place(self.module):
+            leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        if self.structure is None:
+            return tuple(leaves), {}
+        args, keywords = tree_unflatten(list(leaves), self.structure)
+        return args, keywords
+
+    def __repr__(self) -> str:
+        """Name the module, its type and the shapes of the call."""
+        shapes = [list(s) for s in self.shape_in if s is not None]
+        outs = [list(s) for s in self.shape_out]
+        return f"{describe(self.module)} (inputs {shapes}, outputs {outs})"
+
+
+def _numbers_of_samples(layouts: Sequence[Layout | None]) -> list[int | None]:
+    numbers: list[int | None] = []
+    for one in layouts:
+        known = one if one is None or one._merged_into is None else one._root
+        numbers.append(None if known is None else known._facts[1])
+    return numbers
+
+
+def _is_first(layout: Layout | None, shape: Size | None) -> bool:
+    return layout is None or shape is None or layout.is_first(shape)
+
+
+def _facts(layout: Layout | None) -> tuple[Any, ...] | None:
+    return None if layout is None else layout.facts
