@@ -176,12 +176,24 @@ def compile_whole(model: nn.Module, x: Tensor) -> Any:
 TRACERS = [jit_trace, symbolic_trace, export, export_strict, compile_whole]
 
 
+def skip_if_hooks_fail(trace: Callable[[nn.Module, Tensor], Any], make: Any, x: Tensor) -> None:
+    """Skip the test where this PyTorch cannot trace a plain module that has a hook."""
+    model = make()
+    model.register_forward_hook(lambda module, args, output: None)
+    try:
+        trace(model, x)
+    except (AssertionError, AttributeError, torch._dynamo.exc.UserError) as error:
+        pytest.skip(f"PyTorch {torch.__version__}, plain module with a hook: {error!r}"[:200])
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("converter", CONVERTERS)
 @pytest.mark.parametrize("trace", TRACERS, ids=lambda f: f.__name__)
 def test_traced(trace: Callable[[nn.Module, Tensor], Any], converter: Any) -> None:
     plain, extended = both(converter)
     x = data()
+    if trace in (export, export_strict):
+        skip_if_hooks_fail(trace, lambda: both(False)[0], x)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lru_cache")
         traced = trace(extended, x)
@@ -241,6 +253,10 @@ WITHOUT_VALUES = [export, draft_export, proxies, fakes, without_values]
 def test_run_without_values(trace: Any, make: Callable[[], nn.Module], converter: Any) -> None:
     """Whoever lets a plain model run without values may let an extended one."""
     x = torch.rand(5, 3)
+    if trace is export and torch.__version__ < (2, 7):
+        pytest.skip("PyTorch 2.6 exports no nn.Sequential twice in a process")
+    if trace in (export, draft_export):
+        skip_if_hooks_fail(trace, make, x)
     trace(make(), x)
     trace(extend(make(), use_converter=converter), x)
 
@@ -372,7 +388,7 @@ def test_layouts(name: str) -> None:
         backpack(extensions.DiagGGNExact()),
         pytest.raises(NotImplementedError, match=advice),
     ):
-        extend(nn.MSELoss(reduction="sum"))(loss(extended), torch.zeros(())).backward()
+        extend(nn.MSELoss(reduction="sum"))(loss(extended), torch.zeros(()).double()).backward()
 
 
 # --- Parametrisations -----------------------------------------------------------------------------
@@ -789,7 +805,9 @@ def test_compiled_step() -> None:
         expected = step(x[:n], y[:n])
         for result, value in zip(run(x[:n], y[:n]), expected, strict=True):
             torch.testing.assert_close(result, value)
-    assert compiled and not any("backward_pass.py" in place for place in compiled)
+    if torch.__version__ >= (2, 14):  # older ones compile nothing of this function
+        assert compiled
+    assert not any("backward_pass.py" in place for place in compiled)
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
 
 

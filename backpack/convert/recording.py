@@ -798,13 +798,16 @@ class Guard:
 
 
 def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
-    state = STATE.get()
-    recorder = state.recorders[-1] if state.recorders else None
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return None
+    recorder = _recorder()
     if recorder is None:
         return None
     is_outermost, read = not recorder.silent, None
     recorder.pause()
-    if is_outermost and torch.is_grad_enabled() and not state.disabled:
+    if is_outermost and torch.is_grad_enabled() and not STATE.get().disabled:
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
         if recorder.has_changes:
             recorder.note_views(tensors)
@@ -835,6 +838,10 @@ def _is_recorded_output(x: Any) -> bool:
 
 
 def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        if may_leave_graph():
+            torch._dynamo.skip_frame()
+        return None
     recorder = _recorder()
     if recorder is None:
         return None

@@ -36,7 +36,10 @@ def may_leave_graph() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer: Any = InstructionTranslator.current_tx()
-    return not (tracer.one_graph or tracer.error_on_graph_break)
+    stays = tracer.one_graph or tracer.export or getattr(tracer, "error_on_graph_break", False)
+    if not stays and not hasattr(torch._dynamo, "skip_frame"):  # in older versions of torch
+        raise torch._dynamo.exc.SkipFrame("extended modules are recorded")
+    return not stays
 
 
 # as torch.compiler.assume_constant_result does, without its import of the compiler: the function is
