@@ -602,6 +602,21 @@ def test_log_softmax_and_nll_are_cross_entropy(options: dict[str, Any]) -> None:
     same(*values)
 
 
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_all_targets_are_ignored(weight: Tensor | None, smoothing: float) -> None:
+    """The mean is 0 / 0, but its derivatives are zero, as those of autograd."""
+    setting = Setting(nn.CrossEntropyLoss, label)
+    model, y = network(setting), torch.full((N,), -100)
+    loss = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
+    exts = *GGN, *HESSIAN, extensions.DiagGGNMC, extensions.KFRA
+    for p in run(model, loss, (y,), *(ext() for ext in exts)):
+        assert loss(model(data()), y).isnan() and not p.grad.any()
+        for value in (p.diag_ggn_exact, p.diag_ggn_exact_batch, p.diag_ggn_mc, p.diag_h, p.kfra[0]):
+            assert not value.any()
+        assert not as_matrix(p.ggnmp, p).any() and not as_matrix(p.hmp, p).any()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_nll_of_raw_scores(weighted: bool) -> None:
     """They are no log-probabilities: there is no distribution, but a Hessian."""

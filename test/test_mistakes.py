@@ -24,7 +24,15 @@ from backpack import backpack, disable, extend, extensions
 from backpack.core.derivatives import register
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.engine import sample_flow
-from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, SqrtGGNMC, Variance
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    SqrtGGNMC,
+    Variance,
+)
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
@@ -180,6 +188,16 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: BatchGrad(subsampling=3),  # type: ignore[arg-type]
         TypeError,
         r"subsampling is a list of sample indices.*got 3.*\[3\]",
+    ),
+    "samples in the place of the savefield": (
+        lambda: HMP([0, 1]),  # type: ignore[arg-type]
+        TypeError,
+        r"savefield is the name of an attribute, got \[0, 1\]",
+    ),
+    "the savefield of the gradient": (
+        lambda: GGNMP(savefield="grad"),
+        ValueError,
+        "savefield: 'grad' is an attribute of all tensors",
     ),
     "two extensions with one savefield": (
         lambda: backpack(SqrtGGNMC(1), SqrtGGNMC(5)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from types import GetSetDescriptorType
 from typing import Any, ClassVar
 
 import torch
@@ -108,9 +109,15 @@ class BackpropExtension(ShowsOptions):
             subsampling: Indices of the samples to look at. Default: all.
 
         Raises:
-            ValueError: If ``fail_mode`` or ``subsampling`` is none of these.
-            TypeError: If ``subsampling`` is no list of indices, such as a mask.
+            ValueError: If ``fail_mode`` or ``subsampling`` is none of these, or ``savefield``
+                is what tensors have anyway, such as ``"grad"``.
+            TypeError: If ``savefield`` is no text, or ``subsampling`` no list of indices, such as
+                a mask.
         """
+        if not isinstance(savefield, str):
+            raise TypeError(f"savefield is the name of an attribute, got {savefield!r}.")
+        if isinstance(getattr(Parameter, savefield, None), GetSetDescriptorType):
+            raise ValueError(f"savefield: {savefield!r} is an attribute of all tensors.")
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise ValueError(
                 f"fail_mode is {FAIL_ERROR!r}, {FAIL_WARN!r} or {FAIL_SILENT!r}, got {fail_mode!r}."

@@ -60,11 +60,12 @@ class CrossEntropyLossDerivatives(BaseLossDerivatives):
             )
             total: Any = scale.numel()
         else:
-            scale = own = y != c.module.ignore_index
+            scale = own = kept = y != c.module.ignore_index
             if weight is not None:
-                kept, own = own, torch.where(own, weight[y.where(own, y.new_zeros(()))], 0.0)
+                own = torch.where(kept, weight[y.where(kept, y.new_zeros(()))], 0.0)
                 scale = (1 - smooth) * own + smooth / num_classes * weight.sum() * kept
-            total = own.sum(dtype=x.dtype)
+            # without a target left, the derivatives are zero, though the loss is 0 / 0
+            total = own.sum(dtype=x.dtype) + ~kept.any()
         scale = scale / total if c.module.reduction == "mean" else scale.to(x.dtype)
         return c.select(scale).unsqueeze(1)
 
