@@ -288,10 +288,6 @@ def test_ekfac_refuses() -> None:
     for ext in (extensions.KFRA(), extensions.KFAC(fisher="inputs")):
         with pytest.raises(ValueError, match="second moments"):
             KFAC(network().parameters(), ekfac=True, extension=ext)
-    model = extend(nn.Sequential(nn.ConvTranspose1d(2, 2, 1), nn.Flatten()).double())
-    optimiser = KFAC(model.parameters(), ekfac=True)
-    with pytest.raises(NotImplementedError, match="transposed convolutions"):
-        optimiser.step(make_closure(model, optimiser, torch.rand(3, 2, 1).double(), Y[:3]))
 
 
 def test_kfac_averages_each_factor() -> None:
@@ -1380,6 +1376,56 @@ def test_kfac_of_a_transposed_convolution() -> None:
     expected = before - step.reshape(3, 3, 2).transpose(0, 1)
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), expected)
+
+
+def test_ekfac_of_a_transposed_convolution() -> None:
+    """Squares along the eigenvectors have the axes of ``weight.transpose(0, 1)``, too."""
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(3, 3, 2).double()
+    model, lossfunc = extend(nn.Sequential(layer, nn.Flatten())), extend(nn.MSELoss())
+    options: dict[str, Any] = {"lr": 1.0, "damping": 0.1, "betas": (0.0, 0.0), "kl_clip": None}
+    optimizer = KFAC(layer.parameters(), **options, ekfac=True, extension=extensions.KFLR())
+    x, y = torch.rand(5, 3, 4, dtype=torch.float64), torch.rand(5, 15, dtype=torch.float64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = layer.weight.detach().clone()
+        with backpack(*optimizer.extensions, extensions.EKFAC(fisher="exact")):
+            lossfunc(model(x), y).backward()
+        matrix = layer.weight.ekfac.dense() + 0.1 * torch.eye(18, dtype=torch.float64)
+        step = torch.linalg.solve(matrix, layer.weight.grad.flatten())
+        optimizer.step()
+        assert_close(layer.weight.detach(), before - step.reshape(3, 3, 2))
+
+
+class Painted(nn.Module):
+    """A picture that is made of a parameter, with colours that are made of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.rand(1, 3, 4))
+        self.up, self.colour = nn.ConvTranspose1d(3, 3, 3, bias=False), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.colour(x).unsqueeze(2) * self.up(self.seed)).flatten(1)
+
+
+@pytest.mark.parametrize("ekfac", [False, True])
+def test_kfac_of_a_transposed_convolution_without_samples(ekfac: bool) -> None:
+    """The factor is the whole block, in the order of the axes."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Painted().double(), use_converter=True), extend(nn.MSELoss())
+    p: Any = model.up.weight  # type: ignore[union-attr]
+    options: dict[str, Any] = {"lr": 1.0, "damping": 0.1, "betas": (0.0, 0.0), "kl_clip": None}
+    optimizer = KFAC([p], **options, ekfac=ekfac, extension=extensions.KFLR())
+    before = p.detach().clone()
+    X, y = torch.rand(5, 2, dtype=torch.float64), torch.rand(5, 18, dtype=torch.float64)
+    with backpack(*optimizer.extensions, extensions.GGNMP()):
+        lossfunc(model(X), y).backward()
+    eye = torch.eye(27, dtype=torch.float64)
+    block = p.ggnmp(eye.reshape(27, *p.shape)).reshape(27, 27)
+    step = torch.linalg.solve(block + 0.1 * eye, p.grad.flatten())
+    optimizer.step()
+    assert_close(p.detach(), before - step.reshape(p.shape))
 
 
 @pytest.mark.filterwarnings("ignore")

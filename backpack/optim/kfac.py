@@ -78,11 +78,6 @@ class AveragedEKFAC(SecondOrderBackpropExtension):
 
     def extract(self, products: Products) -> list[Tensor]:
         """Return the factors, and the sums of squares; nothing of a bias that is joined."""
-        if products.swaps_axes:
-            raise NotImplementedError(
-                f"KFAC with ekfac=True has no transposed convolutions (a weight "
-                f"{list(products.parameter.shape)}). Leave them out, for another optimiser."
-            )
         squares = products[self.needs[1]]
         factors = products.kronecker_factors(self.approximation, joint=self.joint_bias)
         return [*factors, squares] if factors else []
@@ -391,7 +386,7 @@ class System:
         # if the first factor is the input's, the bias is a row
         self._axis = int(len(state["curvature"][0]) == len(p)) if bias is not None else 0
         if bias is None and "swaps_axes" not in state:
-            state["swaps_axes"] = _swaps_axes(p)
+            state["swaps_axes"] = _swaps_axes(p, state["curvature"])
 
     def gradient(self) -> Tensor:
         """Return the average of the gradient, with its axes in the order of the factors."""
@@ -427,11 +422,14 @@ def _share(spread: Spread, p: Tensor, state: dict[str, Any]) -> None:
     state["eigenvalues"], state["eigenvectors"] = found[: len(factors)], found[len(factors) :]
 
 
-def _swaps_axes(p: Tensor) -> bool:
+def _swaps_axes(p: Tensor, factors: Sequence[Tensor]) -> bool:
     """Whether the Kronecker factors are those of ``p.transpose(0, 1)``: of transposed layers alone.
 
-    A weight that they share with others has its block, or its marginals, in the order of its axes.
+    A weight that they share with others, or that is used where there are no samples, has its block,
+    or its marginals, in the order of its axes.
     """
+    if p.dim() < 2 or [*map(len, factors[:2])] != [p.shape[1], p.numel() // p.shape[1]]:
+        return False
     owners = [m for m in CTX.extended() if any(p is own for own in m._parameters.values())]
     swap = [getattr(derivatives_of(m), "kronecker_swaps_axes", False) for m in owners]
-    return p.dim() > 1 and bool(swap) and all(swap)
+    return bool(swap) and all(swap)
