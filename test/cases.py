@@ -434,7 +434,9 @@ def _batchnorm_cases() -> list[Case]:
 
 
 def _pool_cases() -> list[Case]:
-    case = partial(module_case, tags="pool")
+    case, random = (partial(module_case, tags=tags) for tags in ("pool", "pool random"))
+    where = {"_random_samples": torch.tensor([[[0.2, 0.6, 0.9]], [[0.5] * 3], [[0.8, 0.1, 0.4]]])}
+    in_2d = {"_random_samples": where["_random_samples"][..., :2]}
     return [
         case(nn.MaxPool1d, (2, 6), 2),
         case(nn.MaxPool1d, (2, 6), 3, stride=1),
@@ -490,6 +492,11 @@ def _pool_cases() -> list[Case]:
         case(nn.AdaptiveMaxPool2d, (2, 3, 4), (None, 2)),
         case(nn.AdaptiveMaxPool3d, (1, 2, 4, 2), (1, 2, 2)),
         case(nn.AdaptiveMaxPool3d, (1, 3, 2, 2), (2, None, 1)),
+        case(nn.FractionalMaxPool2d, (1, 4, 3), 2, output_size=2, **in_2d),
+        case(nn.FractionalMaxPool3d, (1, 4, 2, 2), (2, 1, 1), output_size=(2, 1, 1), **where),
+        random(nn.FractionalMaxPool2d, (2, 5, 4), 2, output_size=2),
+        random(nn.FractionalMaxPool2d, (2, 5, 4), (2, 1), output_ratio=0.6),
+        random(nn.FractionalMaxPool3d, (1, 5, 4, 2), (2, 2, 1), output_size=(2, 2, 1)),
     ]
 
 
@@ -631,11 +638,7 @@ def _other_linear_cases() -> list[Case]:
 
 def _automatic_cases() -> list[Case]:
     case = partial(module_case, tags="automatic function")
-    where = {"_random_samples": torch.tensor([[[0.2, 0.6, 0.9]], [[0.5] * 3], [[0.8, 0.1, 0.4]]])}
-    in_2d = {"_random_samples": where["_random_samples"][..., :2]}
     return [
-        case(nn.FractionalMaxPool2d, (1, 4, 3), 2, output_size=2, **in_2d),
-        case(nn.FractionalMaxPool3d, (1, 4, 2, 2), (2, 1, 1), output_size=(2, 1, 1), **where),
         case(nn.GLU, (4, 2), 1),
         case(nn.LPPool1d, (2, 4), 2, 2),
         case(nn.LPPool2d, (1, 2, 4), 2, 2),

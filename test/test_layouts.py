@@ -245,6 +245,45 @@ def test_dropout_of_a_tensor_without_samples() -> None:
     torch.testing.assert_close(model.bias.grad_batch.sum(0), model.bias.grad)
 
 
+@pytest.mark.parametrize("pool", [nn.FractionalMaxPool2d(2, 2), nn.MaxPool2d(2)], ids=repr)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.pool(x.transpose(0, 1)).transpose(0, 1),
+        lambda m, x: m.pool(torch.stack([x, x**2], 1).flatten(0, 1)).unflatten(0, (-1, 2)).sum(1),
+        lambda m, x: x[:, :, :2, :2] * m.pool(m.table),
+    ],
+    ids=["second axis", "merged axes", "no samples"],
+)
+def test_poolings_find_their_maxima_where_samples_are(function: Any, pool: nn.Module) -> None:
+    """Windows that are drawn are those of the forward pass."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.rand(1, 2, 5, 5))
+            self.first, self.pool, self.head = nn.Conv2d(1, 2, 2), pool, nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(function(self, self.first(x)).flatten(1))
+
+    torch.manual_seed(0)
+    model = Pooled().double()
+    X, y = torch.rand(4, 1, 6, 6, dtype=torch.float64), torch.randint(3, (4,))
+    plain, lossfunc = copy.deepcopy(model), extend(nn.CrossEntropyLoss())
+    if "table" not in function.__code__.co_names:
+        del plain.table
+        del model.table
+    torch.manual_seed(1)
+    truth = oracle.ggn_diag(plain, nn.CrossEntropyLoss(), X, y)
+    torch.manual_seed(1)
+    loss = lossfunc(extend(model, use_converter=True)(X), y)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    for p, expected in zip(model.parameters(), truth, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact, expected, **TOLERANCE)
+
+
 def test_prediction_without_an_axis_for_outputs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)).double()

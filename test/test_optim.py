@@ -1193,6 +1193,9 @@ def test_limits_of_the_divergence() -> None:
         assert renyi_divergence(order, 0, 0.1) == inf
     assert privacy_spent(0, 0.0, 0.5, 1e-5) == 0
     assert privacy_spent(10, 0.0, 0.5, 1e-5) == inf
+    assert privacy_spent(10, 1e300, 0.5, 1e-5) == privacy_spent(10, inf, 0.5, 1e-5)
+    with pytest.raises(ValueError, match="orders has to have"):
+        privacy_spent(10, 1.0, 0.5, 1e-5, orders=[])
 
 
 @pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0])

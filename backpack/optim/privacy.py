@@ -49,16 +49,17 @@ def renyi_divergence(order: int, noise_multiplier: float, sampling_rate: float =
         )
     if sampling_rate == 0:
         return 0.0
-    if noise_multiplier**2 == 0:
+    variance = noise_multiplier * noise_multiplier  # infinity, where a power would be an error
+    if variance == 0:
         return inf
     if sampling_rate == 1:
-        return order / (2 * noise_multiplier**2)
+        return order / (2 * variance)
     k = torch.arange(order + 1, dtype=torch.float64)
     logs = (
         _log_binomials(int(order))
         + (order - k) * log1p(-sampling_rate)
         + k * log(sampling_rate)
-        + (k * k - k) / (2 * noise_multiplier**2)
+        + (k * k - k) / (2 * variance)
     )
     return logs.logsumexp(0).item() / (order - 1)
 
@@ -98,11 +99,14 @@ def privacy_spent(
         )
     if steps == 0:
         return 0.0
+    tried = tuple(orders)
+    if not tried:
+        raise ValueError("orders has to have at least one integer of at least 2, got none.")
     epsilons = [
         steps * renyi_divergence(order, noise_multiplier, sampling_rate)
         + log1p(-1 / order)
         - log(delta * order) / (order - 1)
-        for order in orders
+        for order in tried
     ]
     return max(0.0, min(epsilons))
 

@@ -560,8 +560,8 @@ def refuse_totals(call: Call) -> None:
 
 
 register(
-    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d),
-    *(nn.LocalResponseNorm, nn.CosineSimilarity, nn.PairwiseDistance),
+    *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, nn.LocalResponseNorm),
+    *(nn.CosineSimilarity, nn.PairwiseDistance),
 )(FunctionDerivatives)
 
 

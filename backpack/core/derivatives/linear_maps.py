@@ -27,7 +27,7 @@ AXES = {
         *("AvgPool", "AdaptiveAvgPool", "MaxPool", "AdaptiveMaxPool", "MaxUnpool"),
         *("CircularPad", "ReflectionPad", "ReplicationPad"),
     )
-}
+} | {nn.FractionalMaxPool2d: 2, nn.FractionalMaxPool3d: 3}
 
 
 def spatial_axes(module: nn.Module) -> int:

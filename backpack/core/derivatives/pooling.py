@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor, nn
@@ -33,6 +33,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
 
     hessian_is_zero = always
     autograd_stores = always  # where the maxima are
+    is_repeatable: ClassVar[bool] = True
 
     def indices(self, c: Context) -> Tensor:
         """Return which spatial entry of its channel each output is: ``[N, C, *out]``."""
@@ -48,7 +49,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         Where hooks decide what autograd keeps (checkpoints, tensors saved elsewhere), to look at
         them is to call those hooks: a checkpoint would run the forward pass a second time.
         """
-        if hooks_of_saved_tensors(True) is not None:
+        if self.is_repeatable and hooks_of_saved_tensors(True) is not None:
             return {}
         node: Any = outputs[0].grad_fn
         if "Squeeze" in type(node).__name__:  # one dimension is a special case of two
@@ -60,8 +61,11 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         """Return the indices of the call at hand: ``[N, C, T]``."""
         saved, call = c.saved, c.call
         if "indices" not in saved:
-            known = "selected" in saved and call.samples_come_first and not call.is_unbatched
-            found = saved["selected"] if known else self.indices(c)
+            if "selected" in saved:
+                own = saved["selected"].reshape(call.shape_out[0])
+                _, (found, *_) = self.seen(call, call.inputs, [own, *call.outputs[1:]])
+            else:
+                found = self.indices(c)
             saved["indices"] = found.reshape(c.output.shape).flatten(-spatial_axes(c.module))
         return c.select(saved["indices"])
 
@@ -89,6 +93,13 @@ class SelectionDerivatives(ChannelwiseDerivatives):
         for i in (index + offsets).flatten(1):
             total.index_add_(0, (i.unsqueeze(1) * dim + i).flatten(), mat.flatten())
         return total.reshape(dim, dim) / len(index)
+
+
+@register(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+class RandomSelectionDerivatives(SelectionDerivatives):
+    """The same with windows that are drawn in the forward pass, or given."""
+
+    is_repeatable = False
 
 
 def _of_each(vectors: Tensor, index: Tensor) -> Tensor:
