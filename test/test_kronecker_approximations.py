@@ -381,6 +381,64 @@ def test_positions_in_the_axis_of_samples(
     close(found, expected if found.dim() > 1 else expected.diagonal())
 
 
+class ChosenFrames(Frames):
+    """The same for some of the positions of each sample."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        z = self.layer(x[chosen])
+        z = (z.flatten(2).mean(2) if z.dim() > 2 else z).tanh()
+        return self.last(z.new_zeros(len(x), 4).index_add(0, chosen.nonzero()[:, 0], z))
+
+
+@pytest.mark.parametrize(("layer", "shape", "joint_bias"), JOINT_FRAMES, ids=str)
+@pytest.mark.parametrize("subsampling", [None, [2, 0]], ids=str)
+@pytest.mark.parametrize("counts", [(4, 2, 1), (2, 0, 1), (1, 1, 0)], ids=str)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_samples_with_different_numbers_of_positions(
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    approximation: Any,
+    counts: tuple[int, ...],
+    subsampling: list[int] | None,
+    joint_bias: bool,
+) -> None:
+    """Positions that a sample does not have are none, and not zeros (or the first token)."""
+    X = data_for(layer, shape)
+    chosen = torch.arange(5) < torch.tensor(counts).unsqueeze(1)
+    model, lossfunc = ChosenFrames(layer).double(), extend(nn.MSELoss())
+    model = extend(model, use_converter="record")
+    ext = KFLR(approximation=approximation, subsampling=subsampling, joint_bias=joint_bias)
+    with backpack(ext):
+        lossfunc(model(X, chosen), torch.zeros(N, 2, dtype=torch.float64)).backward()
+    found = layer.weight.kflr[0 if isinstance(layer, nn.Embedding) else 1]
+    samples = subsampling or range(N)
+    each = [inputs_at_positions(layer, X[n][chosen[n]]) for n in samples if counts[n]]
+    each = [x.transpose(0, 1).flatten(1, 2) for x in each]  # [G, T_n, I]
+    if joint_bias:
+        each = [torch.cat([x, x.new_ones(*x.shape[:2], 1)], 2) for x in each]
+    if approximation == "reduce":
+        each = [x.mean(1, keepdim=True) for x in each]
+    rows, groups = torch.cat(each, 1).flatten(0, 1), len(each[0])
+    count = len(rows) if approximation == "expand" else len(samples) * groups
+    expected = rows.T @ rows / count
+    close(found, expected if found.dim() > 1 else expected.diagonal())
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.PReLU(4)], ids=str)
+def test_blocks_of_positions_in_the_axis_of_samples(layer: nn.Module) -> None:
+    """A parameter that has no factor of its inputs has the block for "reduce", too."""
+    shape = N, 5, 4
+    found = []
+    for approximation in (None, "reduce"):
+        X = data_for(layer, shape)
+        model = extend(Frames(layer).double(), use_converter=True)
+        with backpack(KFLR(approximation=approximation)):
+            extend(nn.MSELoss())(model(X), torch.zeros(N, 2, dtype=torch.float64)).backward()
+        found.append([p.kflr[0] for p in layer.parameters()])
+        assert all(len(p.kflr) == 1 for p in layer.parameters())
+    torch.testing.assert_close(*found)
+
+
 class Pair(nn.Module):
     """A layer that is used at several positions of one input, and fewer of another."""
 
@@ -397,14 +455,17 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "shape"), [(nn.Embedding(6, 4), (N, 5)), (nn.Conv1d(2, 4, 2), (N, 2, 5))], ids=str
 )
-def test_uses_at_different_numbers_of_positions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_uses_at_different_numbers_of_positions(
+    layer: nn.Module, shape: tuple[int, ...], approximation: Any
+) -> None:
     """The average is over all positions, not over the averages of the uses."""
     X = data_for(layer, shape)
     model, lossfunc = extend(Pair(layer).double(), use_converter=True), extend(nn.MSELoss())
-    with backpack(KFLR(approximation="expand")):
+    with backpack(KFLR(approximation=approximation)):
         lossfunc(model(X), torch.zeros(N, 2, dtype=torch.float64)).backward()
-    each = [inputs_at_positions(layer, part) for part in (X, X[..., :2])]
-    rows = torch.cat([x.flatten(0, 2) for x in each])
+    x = torch.cat([inputs_at_positions(layer, part) for part in (X, X[..., :2])], 2)
+    rows = (x if approximation == "expand" else x.mean(2)).flatten(0, -2)
     close(layer.weight.kflr[0 if isinstance(layer, nn.Embedding) else 1], rows.T @ rows / len(rows))
 
 

@@ -604,9 +604,10 @@ class BaseDerivatives(SampleAxes):
         inputs = self.affine_inputs(c, name)
         if inputs is None or len(inputs) > 1:
             raise NotImplementedError(
-                f"approximation='reduce': '{name}' of {describe(c.module)} is used at positions "
-                "that are part of the axis of samples, and its rule does not say what it is "
-                "multiplied with there. Use approximation='expand' or None."
+                f"approximation='reduce': '{name}' of {describe(c.module)} is used in several rows "
+                f"of a sample, or several times, and the rule {type(self).__name__} does not say "
+                "what it is multiplied with there: write its affine (or kron_means), or use "
+                "approximation='expand' or None."
             )
         (x,) = inputs
         return None if x is None else x.reshape(num_n, -1, x.shape[-1]).mean(1, keepdim=True)

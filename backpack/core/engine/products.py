@@ -85,6 +85,30 @@ class Use:
         """What the rule sees of the call."""
         return context_of(self.call, self.rows)
 
+    @lazy
+    def there(self) -> Tensor | None:
+        """Which rows there are, ``[N, R/N]``; None for all, as where samples have equally many."""
+        place = self.call.place_out(0)
+        owners = None if place is None else place.owners
+        if owners is None or owners.is_even or not owners.numbers:
+            return None
+        found = torch.zeros(owners.rows, dtype=torch.bool)
+        found[owners.places] = True
+        found = self.c.select(found).reshape(-1, owners.rows // owners.samples)
+        return found.to(self.factor.mat.device) if found.any() else None
+
+    def there_in(self, num_n: int) -> Tensor | None:
+        """Return :attr:`there`, but of a network whose rows are N samples."""
+        return None if self.there is None or len(self.there) != num_n else self.there
+
+    @lazy
+    def of_rows_there(self) -> Context:
+        """What the rule sees of the rows that there are: none that was added to some samples."""
+        if self.there is None:
+            return self.c
+        numbers = self.c.numbers(len(self.c.output))
+        return self.c.at([numbers[i] for i in self.there.flatten().nonzero()[:, 0].tolist()])
+
     @property
     def has_kronecker_factors(self) -> bool:
         """Whether the derivatives know Kronecker factors, not just the block."""
@@ -119,27 +143,44 @@ class Use:
         call, rule = self.call, self.call.derivatives
         if call.is_unbatched and call.is_of_copies:  # the block stands for them
             return []
-        rows_per_sample = self.factor.mat.shape[1] / max(num_n, 1)
-        if approximation == "reduce" and rows_per_sample > 1:
-            means = rule.kron_means(self.c, self.name, num_n)
-            if means is None:
-                return []
-            means = (with_one(means) if joint else means).flatten(0, 1)
-            return [input_factor(means, None, max_size)]
+        there = None if call.samples_come_first else self.there_in(num_n)
+        c = self.c if there is None else self.of_rows_there
         if joint:
-            factors = [rule.kron_joint_input(self.c, approximation, max_size)]
+            factors = [rule.kron_joint_input(c, approximation, max_size)]
         else:
-            factors = rule.kron_inputs_up_to(self.c, self.name, approximation, max_size)
-        if approximation is None and rows_per_sample != 1:
-            return [f * rows_per_sample for f in factors]
+            factors = rule.kron_inputs_up_to(c, self.name, approximation, max_size)
+        count = self.factor.mat.shape[1] if there is None else int(there.sum())
+        if approximation is None and count != num_n:
+            return [f * (count / max(num_n, 1)) for f in factors]
         return factors
+
+    def sums_of_inputs(self, num_n: int, joint: bool) -> tuple[Tensor, Tensor] | None:
+        """Sum over its positions what a parameter is multiplied with in each of N samples.
+
+        Returns:
+            ``[N, G, I]`` for G groups that share the factor ``[I, I]``, and the number of positions
+            of each sample, ``[N, 1, 1]``; None for a bias.
+        """
+        there = self.there_in(num_n)
+        c, count = (self.c, num_n) if there is None else (self.of_rows_there, int(there.sum()))
+        means = self.derivatives.kron_means(c, self.name, count)
+        if means is None:
+            return None
+        sums = (with_one(means) if joint else means) * (self.num_positions() / count)
+        numbers = sums.new_full((count, 1, 1), self.num_positions() / count)
+        if there is None:
+            return sums, numbers
+        samples, zeros = there.nonzero()[:, 0], sums.new_zeros(num_n, 1, 1)
+        of_all = zeros.expand(num_n, *sums.shape[1:]).index_add(0, samples, sums)
+        return of_all, zeros.index_add(0, samples, numbers)
 
     def num_positions(self) -> int:
         """Return at how many positions of all samples the parameter is used."""
         call, num_rows = self.call, self.factor.mat.shape[1]
+        num_rows = num_rows if self.there is None else int(self.there.sum())
         if not self.has_kronecker_factors:
             return num_rows
-        inputs = self.derivatives.affine_inputs(self.c, self.name)
+        inputs = self.derivatives.affine_inputs(self.of_rows_there, self.name)
         if inputs:  # of one part, since there are Kronecker factors
             return num_rows if inputs[0] is None else inputs[0].shape[:-1].numel()
         shapes = [call_products.shape_out(call, i, num_rows) for i in range(len(call.outputs))]
@@ -645,7 +686,8 @@ class Products:
         rows = []
         for use in self.uses:
             rule: Any = use.call.derivatives
-            (x,) = rule.affine_inputs(use.c, use.name)
+            c = use.of_rows_there if self.counted is None else use.c
+            (x,) = rule.affine_inputs(c, use.name)
             if x is not None:
                 rows.append(x.reshape(-1, x.shape[-1]))
         if rows and self.counted is not None:
@@ -685,7 +727,10 @@ class Products:
                 "some of them, and nothing arrives at some of the positions: whether they are "
                 "those that it ignores is not known. Use approximation=None or 'reduce'."
             )
-        return found.flatten()
+        found = found.flatten()
+        if use.there is None:
+            return found
+        return found & use.there.flatten().repeat_interleave(len(found) // use.there.numel())
 
     def _arrived(self) -> Tensor:
         """Tell where something arrives, position by position of each sample and use."""
@@ -713,21 +758,23 @@ class Products:
             return []
         first, *others = self.uses
         num_n = self.num_samples if self.terms is None else first.factor.mat.shape[1]
-        each = [
-            use.input_factors(num_n, approximation, joint, self.max_factor_size)
-            for use in self.uses
-        ]
+        size = self.max_factor_size
+        if approximation == "reduce" and first.has_kronecker_factors:
+            is_several = bool(others) or first.factor.mat.shape[1] > num_n
+            if is_several or first.there_in(num_n) is not None:
+                found = [use.sums_of_inputs(num_n, joint) for use in self.uses]
+                known = [of_use for of_use in found if of_use is not None]
+                if not known:
+                    return []
+                sums, numbers = (reduce(add, parts) for parts in zip(*known, strict=True))
+                return [input_factor((sums / numbers.clamp(min=1)).flatten(0, 1), None, size)]
+        each = [use.input_factors(num_n, approximation, joint, size) for use in self.uses]
         if not others:
             return each[0]
         if approximation == "expand":
             counts = [use.num_positions() for use in self.uses]
             parts = [count / sum(counts) for count in counts]
             each = [[f * part for f in one] for one, part in zip(each, parts, strict=True)]
-        elif approximation == "reduce" and each[0]:
-            raise NotImplementedError(
-                f"The reduce approximation of a parameter that is used {len(each)} times. Use "
-                "approximation='expand'."
-            )
         return [reduce(add, factors) for factors in zip(*each, strict=True)]
 
 

@@ -113,7 +113,8 @@ class HBP(SecondOrderBackpropExtension):
     - ``"reduce"``: ``B = sum_n (sum_t b_nt) (sum_t b_nt)ᵀ``,
       ``A = 1/(N T²) sum_n (sum_t a_nt) (sum_t a_nt)ᵀ``. Exact for linear networks that sum or
       average over the positions before the loss, such as an image classifier with global average
-      pooling.
+      pooling. Of a weight that is used several times, positions of all uses count together; where
+      samples have different numbers of positions, T is that of the sample.
 
     With ``joint_bias=True``, a weight of a linear layer or a convolution and its bias have one pair
     of factors, saved at the weight: A is that of ``[a; 1]``, ``[I + 1, I + 1]``, so that the
