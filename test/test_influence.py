@@ -1111,3 +1111,22 @@ def test_wrong_arguments() -> None:
     model.append(nn.Dropout(0.5))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"model\.eval"):
         Influence(model, loss, data)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batches_without_samples_are_left_out(reduction: str) -> None:
+    model, loss, X, y = problem("mlp", reduction)
+    none, queries = (X[:0], y[:0]), (X[N:], y[N:])
+    makers: list[Callable[[Any], Any]] = [
+        lambda data: Influence(model, loss, data, KroneckerGGN, damping=0.1),
+        lambda data: ProjectedInfluence(model, loss, data, ProjectedGrad(4), damping=0.1),
+        lambda data: TracIn(model, loss, data, [model.state_dict()], [0.1]),
+    ]
+    for made in makers:
+        found, expected = made([none, *batches(X, y), none]), made(batches(X, y))
+        assert_close(found.scores([none, queries]), expected.scores(queries))
+        assert_close(found.top(2, queries), expected.top(2, queries))
+        if not isinstance(found, TracIn):
+            assert_close(found.self_scores(), expected.self_scores())
+        with pytest.raises(ValueError, match="no samples"):
+            found.scores(none)

@@ -667,6 +667,16 @@ def test_jacobian_gives_ggn_and_kernel() -> None:
     assert_close((J @ J.T).to_dense(), kernel)
 
 
+def test_jacobian_and_kernel_of_batches_without_samples() -> None:
+    problem = PROBLEMS["mlp"]()
+    X, *_ = problem.whole
+    whole, parts = Jacobian(problem.model, [X]), Jacobian(problem.model, [X[:0], X])
+    assert_close(parts.to_dense(), whole.to_dense())
+    assert_close(parts.T.to_dense(), whole.T.to_dense())
+    assert NTK(problem.model, X[:0], X).to_dense().shape == (0, whole.shape[0])
+    assert NTK(problem.model, X[:0]).traced().shape == (0, 0)
+
+
 def test_jacobian_notices_changes() -> None:
     problem = PROBLEMS["mlp"]()
     data = problem.data

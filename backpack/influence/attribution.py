@@ -22,6 +22,7 @@ from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter, extended
 from backpack.linalg.objective import Objective, call, check_read_again, output_of
 from backpack.linalg.order import SameInEachPass, check_not_shuffled
+from backpack.utils.batches import tensors_of
 
 By = Literal["model", "module", "parameter"]
 # Of the loss of a query, in the place of the loss function: a sum over the queries.
@@ -231,7 +232,7 @@ class Attribution:
         self, shards: Shards, products: Callable[[Any, Sequence[Any]], tuple[float, list[Any]]]
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         """Yield what is found of each batch, by parameter: from files, where it is there."""
-        for X, targets in self._objective:
+        for X, targets in with_samples(self._objective):
             found = shards.read(X, targets)
             if found is None:
                 weight, each = products(X, targets)
@@ -261,7 +262,24 @@ class Attribution:
         batches = [queries] if is_one else queries
         check_not_shuffled(f"{type(self).__name__} numbers queries", batches)
         own = self._objective
-        yield from Objective(own.model, own.loss_function, batches, own.params, False, None)
+        read = Objective(own.model, own.loss_function, batches, own.params, False, None)
+        yield from with_samples(read)
+
+
+def with_samples(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Leave out batches without samples: none of the tensors of X has a row.
+
+    Raises:
+        ValueError: If there are no others.
+    """
+    is_empty = True
+    for X, targets in batches:
+        sizes = [len(x) for x in tensors_of(X) if x.dim()]
+        if any(sizes) or not sizes:
+            is_empty = False
+            yield X, targets
+    if is_empty:
+        raise ValueError("The data has no samples: all batches are empty.")
 
 
 class Directions:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.distributed.data_group import ProcessGroupChoice
-from backpack.influence.attribution import Attribution, By, Directions, Measure
+from backpack.influence.attribution import Attribution, By, Directions, Measure, with_samples
 from backpack.influence.positions import PositionProducts
 from backpack.linalg.approximations import KroneckerGGN
 from backpack.linalg.extended import UseConverter, built
@@ -199,7 +199,7 @@ class Influence(Attribution):
         found, weights = [], 0.0
         step = max(1, BLOCK_ENTRIES // sum(p.numel() for p in self._objective.params))
         with self._objective.telling():
-            for X, targets in self._objective:
+            for X, targets in with_samples(self._objective):
                 weight, gradients = self._gradients(X, targets)
                 weights += weight
                 for start in range(0, len(gradients[0]), step):

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from backpack.distributed.data_group import ProcessGroupChoice
 from backpack.extensions import ProjectedGrad
-from backpack.influence.attribution import Attribution, By, Directions, Measure
+from backpack.influence.attribution import Attribution, By, Directions, Measure, with_samples
 from backpack.linalg.extended import UseConverter
 from backpack.linalg.objective import flattened
 from backpack.linalg.order import check_not_shuffled
@@ -186,7 +186,7 @@ class ProjectedInfluence(Attribution):
         self.damping = damping
         rows, self._weight = [], 0.0
         with self._objective.telling():
-            for X, targets in self._objective:
+            for X, targets in with_samples(self._objective):
                 weight, found = self._values(self._projection, X, targets, False)
                 self._weight += weight
                 rows.append(torch.stack(found).sum(0))

@@ -139,6 +139,7 @@ class Jacobian(LinearOperator):
             product = matrix.new_zeros(matrix.shape[1], self.shape[1])  # [V, P]
         for rows, output in self._outputs():
             for some in self._spans(matrix.shape[1]):
-                w = matrix[rows, some].T.reshape(-1, *output.shape)
+                w = matrix[rows, some].T
+                w = w.reshape(len(w), *output.shape)
                 product[some] += flattened(vjp((output,), params, (w,), several=True))
         return product.T

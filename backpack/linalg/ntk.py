@@ -138,12 +138,14 @@ def factored_jacobian(
     found, ext = [], BatchGrad(factored=True)
     with torch.inference_mode(False), torch.enable_grad():
         output = output_of("The Jacobian", model, X)
-        outputs = output.reshape(len(output), -1).unbind(1)
+        outputs = output.unsqueeze(-1).flatten(1).unbind(1)
     if count is not None and len(output) != count:
         raise ValueError(
             f"The model has {len(output)} outputs for the {count} samples that fit at once: tensors"
             " of the input need the samples along their first axis. Give at most so many samples."
         )
+    if not len(output):
+        return [[FactoredGrad.of(p.new_zeros(0, *p.shape)) for p in params] for _ in outputs]
     for output in outputs:
         with (
             torch.inference_mode(False),
