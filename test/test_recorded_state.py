@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from cases import CASES, Case, Problem
@@ -243,6 +244,39 @@ def test_two_functional_calls_in_one_loss() -> None:
             lossfunc(model(x), y).backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(given[name].diag_ggn_exact, p.diag_ggn_exact)
+
+
+class Scaled(nn.Module):
+    """Functions read a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = (
+            nn.Linear(4, 5),
+            nn.Parameter(torch.rand(5)),
+            nn.Linear(5, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() * self.scale)
+
+
+@pytest.mark.parametrize("route", [True, "record"])
+def test_leaves_are_parameters(route: Any) -> None:
+    """A plain tensor that requires a gradient has results where a function reads it, too."""
+    torch.manual_seed(0)
+    plain, lossfunc = Scaled().double(), extend(nn.CrossEntropyLoss())
+    model = extend(copy.deepcopy(plain), use_converter=route)
+    given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    x, y = torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    x.requires_grad_()  # no parameter
+    with backpack(BatchGrad(), DiagGGNExact()):
+        lossfunc(functional_call(model, given, (x,)), y).backward()
+    expected = oracle.ggn_diag(plain, nn.CrossEntropyLoss(), x.detach(), y)
+    for t, diagonal in zip(given.values(), expected, strict=True):
+        torch.testing.assert_close(t.grad_batch.sum(0), t.grad)
+        torch.testing.assert_close(t.diag_ggn_exact, diagonal)
+    assert not hasattr(x, "grad_batch")
 
 
 @pytest.mark.parametrize("route", [False, True, "record"])

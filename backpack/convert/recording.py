@@ -17,13 +17,13 @@ from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import (
     TorchFunctionMode,
@@ -127,7 +127,7 @@ class Functions:
             if len(self.applications) > MAX_APPLICATIONS:
                 self.applications.popitem(last=False)
 
-    def reader(self, p: Parameter, owner: Module, name: str, prefix: str) -> ParameterModule:
+    def reader(self, p: Tensor, owner: Module, name: str, prefix: str) -> ParameterModule:
         """Return the module that reads ``owner.name``, which is ``p`` now: one for each place."""
         with self.lock:
             for key, reader in self.readers.items():
@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
             layer = self._layer(function, args, kwargs)
             if layer is not None:
                 return self._note(*layer, func(*args, **kwargs))
-        if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
+        if any(map(REQUIRES_GRAD, filter(IS_LEAF, tensors))):
             args, kwargs = self.read_parameters(args, kwargs)
         may_change = bool(kwargs) or _position_of_inplace(func) is not None
         if function.in_place or (may_change and _changes_input(func, args, kwargs)):
@@ -376,19 +376,17 @@ class Recorder(TorchFunctionMode):
 
     def _read(self, x: Any) -> Any:
         """Read a parameter through a module, once in each run."""
-        if not _is_trained(x):
+        if not (isinstance(x, Tensor) and x.is_leaf and x.requires_grad):
             return x
         if id(x) not in self.views:
             reader = self.functions.readers.get(id(x))
             # the attribute may be gone: what prunes a weight gives it back under its own name
             if reader is None or getattr(reader.owner, reader.name, None) is not x:
                 reader = self._new_reader(x)
-            if reader is None:  # of another model
-                return x
-            self.views[id(x)] = reader()
+            self.views[id(x)] = x if reader is None else reader()  # x is of another model, or data
         return self.views[id(x)]
 
-    def _new_reader(self, x: Parameter) -> ParameterModule | None:
+    def _new_reader(self, x: Tensor) -> ParameterModule | None:
         for prefix, owner in self.root.named_modules():
             for name, p in owner._parameters.items():
                 if p is x:
@@ -480,12 +478,7 @@ class Recorder(TorchFunctionMode):
 
 # --- What is called -------------------------------------------------------------------------------
 
-ONLY_TENSORS = frozenset({Tensor})
-REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-
-def _is_trained(x: Any) -> TypeGuard[Parameter]:
-    return type(x) is not Tensor and isinstance(x, Parameter) and x.requires_grad
+REQUIRES_GRAD, IS_LEAF = map(operator.attrgetter, ("requires_grad", "is_leaf"))
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
@@ -811,7 +804,7 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
         if recorder.has_changes:
             recorder.note_views(tensors)
-        if not ONLY_TENSORS.issuperset(map(type, tensors)) and any(map(_is_trained, tensors)):
+        if any(map(REQUIRES_GRAD, filter(IS_LEAF, tensors))):
             args, kwargs = read = recorder.read_parameters(args, kwargs)
         # the samples of packed sequences have no axis: what is computed of them is followed
         is_packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)

@@ -158,9 +158,10 @@ class ParameterModuleDerivatives(BaseDerivatives):
     folds_rows = always  # the value is the same wherever the rows are
 
     def own(self, module: Any) -> Mapping[str, Parameter | None]:
-        """Return the parameter; nothing for a buffer."""
+        """Return the parameter, as which a leaf that requires a gradient counts; not a buffer."""
         p = module.parameter
-        return {"parameter": p if isinstance(p, Parameter) else None}
+        is_one = isinstance(p, Parameter) or (p.requires_grad and p.is_leaf)
+        return {"parameter": p if is_one else None}
 
     def parameter(self, c: Context, name: str) -> Tensor:
         """Return the parameter, which belongs to another module."""
