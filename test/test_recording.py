@@ -1972,3 +1972,33 @@ def test_samples_counted_from_the_end() -> None:
             loss(model(X), y).backward()
         found.append([(p.grad_batch, p.diag_ggn_exact_batch) for p in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+class Hidden(nn.Module):
+    """A function that is not recorded reads a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = (
+            nn.Linear(3, 4),
+            nn.Parameter(torch.rand(4)),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() * torch.func.vmap(torch.sin)(self.scale))
+
+
+@pytest.mark.parametrize("route", [True, "record"])
+@pytest.mark.parametrize(
+    ("ext", "told"),
+    [(extensions.BatchGrad, "That use is"), (extensions.DiagGGNExact, "has no result")],
+)
+def test_parameters_of_the_model_that_hidden_functions_read_are_told(
+    ext: Any, told: str, route: Any
+) -> None:
+    model, lossfunc = extend(Hidden(), use_converter=route), extend(nn.CrossEntropyLoss())
+    match = rf"a parameter of shape \[4\].* {told}"
+    with pytest.warns(UserWarning, match=match), backpack(ext()):
+        lossfunc(model(torch.rand(5, 3)), torch.randint(2, (5,))).backward()
+    assert not hasattr(model.scale, ext().savefield)

@@ -754,7 +754,8 @@ class BackwardPass:
         plan = Plan(self.calls)
         self._check_losses(plan)
         self._check_support(plan)
-        self._tell_uncalled_layers(plan)
+        if self.has_parameters:  # else all of them are told
+            self._tell_uncalled_layers(plan)
         separate_samples(plan)
         groups = _grouped(
             self.second_order,
@@ -793,14 +794,14 @@ class BackwardPass:
                 ext.fail(gap, ValueError)
 
     def _tell_uncalled_layers(self, plan: Plan) -> None:
-        """Warn of parameters of layers that functions read, and no call: nothing is computed."""
+        """Warn of parameters that functions have read, and no call: nothing is computed."""
         names = ", ".join(type(ext).__name__ for ext in self.second_order)
         for p, call in plan.read_by_functions.items():
             if p.grad is not None and self.sample_flow.is_of_layer(p):
                 warn(
-                    f"{names}: a parameter of shape {list(p.shape)} has no result. It belongs to a "
-                    f"layer that was not called, and a function has read it whose result {call!r} "
-                    f"reads. {plan.advice(call)}"
+                    f"{names}: a parameter of shape {list(p.shape)} has no result. No module that "
+                    f"was called has it, and a function has read it whose result {call!r} reads. "
+                    f"{plan.advice(call)}"
                 )
 
     def _check_losses(self, plan: Plan) -> None:

@@ -9,7 +9,7 @@ The nodes are called for that one by one. The engine would run hooks, and reach 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -206,13 +206,16 @@ class SampleFlow:
             if is_certain or not is_told:
                 self.foreign_uses.append((call, leaf, is_certain))
 
-    def is_of_layer(self, parameter: Tensor, others: Iterable[Module] = ()) -> bool:
-        """Whether a layer of the models, or of others, has a parameter, be it called or not."""
+    def is_of_layer(self, parameter: Tensor) -> bool:
+        """Whether a layer of a model has a parameter, be it called or not.
+
+        A container that was converted has no rule, and its parameters have quantities all the same.
+        """
         models = (given.module.modules() for given in self.given)
         return any(
             parameter is p
-            for module in chain(others, *models)
-            if derivatives_of(module) is not None
+            for module in chain(CTX.extended(), *models)
+            if derivatives_of(module) is not None or "_backpack_converted" in vars(module)
             for p in module._parameters.values()
         )
 
@@ -227,8 +230,7 @@ class SampleFlow:
     def _tell_foreign_uses(self) -> None:
         """Refuse parameters of extended models that functions use as well."""
         for call, leaf, is_certain in self.foreign_uses:
-            # the model is entered between the loss and its first call
-            for ext in self.exts if is_certain or self.is_of_layer(leaf, CTX.extended()) else ():
+            for ext in self.exts if is_certain or self.is_of_layer(leaf) else ():
                 ext.fail(
                     f"a parameter of shape {list(leaf.shape)} that belongs to an extended module "
                     "is also used by a function (or a module that was not extended) whose result "
