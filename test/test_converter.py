@@ -1317,6 +1317,20 @@ def test_forward_of_the_instance_is_an_error() -> None:
         convert_module_to_backpack(net, False)
 
 
+def test_what_is_computed_of_foreign_parameters_is_no_constant() -> None:
+    scale = nn.Parameter(torch.zeros(()))
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * scale.exp()
+
+    with pytest.raises(ConversionError, match="parameters that are not its own"):
+        extend(Net(), use_converter="trace")
+    model, x = extend(Net(), use_converter=True), torch.rand(2, 3)
+    nn.init.ones_(scale)
+    torch.testing.assert_close(model(x), x * torch.e)
+
+
 def stored(m: Any, x: Tensor, y: Tensor) -> Tensor:
     m.last = x.relu()
     return m.last

@@ -158,6 +158,12 @@ def _record_with(module: Module, constants: dict[str, Any] | None) -> _Recording
             graph = tracer.trace(module, constants)
     finally:
         tensors = {name: vars(module).pop(name) for name in set(vars(module)) - before}
+    if any(x.grad_fn is not None for x in tensors.values()):
+        raise ConversionError(
+            f"The forward pass of {type(module).__name__} computes something of parameters that "
+            "are not its own, which would be the same in each forward pass. Make them parameters "
+            "of the model, or record the functions: extend(model, use_converter='record')."
+        )
     for node in graph.nodes:
         original = str(node.target).removesuffix("_1")
         if node.op == "placeholder" and original in (constants or {}):
