@@ -1490,7 +1490,12 @@ MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "root of the mean": lambda z: F.mse_loss(z, TARGET).sqrt(),
     "dice": lambda z: (z.sigmoid() * TARGET).sum() / z.sigmoid().sum(),
     "weights of the batch": lambda z: (z[:, 0].softmax(0) * z[:, 1]).sum(),
+    "norm": lambda z: (z - TARGET).norm(),
+    "logarithm of a sum": lambda z: -z.exp().sum().log() / N,
+    "product": lambda z: F.mse_loss(z, TARGET) * z.square().mean(),
 }
+# of these, functions before the last numbers keep the samples apart
+MIXING_NUMBERS = ["root of the mean", "dice", "norm", "logarithm of a sum", "product"]
 UNDECIDED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda z: F.cross_entropy(z, LABELS, reduction="none").topk(2)[0].mean(),
     "flooding": lambda z: (F.cross_entropy(z, LABELS) - 0.1).abs(),
@@ -1525,6 +1530,73 @@ def test_terms_that_mix_samples(name: str) -> None:
     for _ in range(2):
         (message,) = messages_of_loss(MIXED_TERMS[name], BatchGrad())
         assert "mixes the samples" in message and "in a loss that is not extended (" in message
+
+
+class EndsInLoss(nn.Module):
+    """A model that computes its loss."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.function = Between(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.net(x))
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("name", [*MIXING_NUMBERS, "squared norm", "several", "flooding"])
+def test_terms_inside_of_a_converted_model(name: str, converter: str) -> None:
+    terms = TERMS | MIXED_TERMS | UNDECIDED_TERMS
+    model, x = extend(EndsInLoss(terms[name]), use_converter=converter), torch.rand(N, 3)
+
+    def program() -> None:
+        with backpack(BatchGrad()):
+            model(x).backward()
+
+    messages = warnings_of(program)
+    assert len(messages) == (name in MIXED_TERMS)
+    assert all("mixes the samples" in message for message in messages)
+    if name in TERMS:
+        return
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    with backpack(*optimiser.extensions), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x).backward()
+    with pytest.raises(ValueError, match="depend on other samples"):
+        optimiser.step()
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_number_without_samples_beside_a_loss(converter: str) -> None:
+    plain = EndsInLoss(lambda z: z.square().mean() * plain.net.second.bias.exp().sum())
+    loss = extend(plain, use_converter=converter)(torch.rand(N, 3))
+    with backpack(BatchGrad()), pytest.raises(ValueError, match="the loss of each sample"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda z: -z.log_softmax(1)[WEIGHT > 0.3].mean(),
+        lambda z: z.masked_select(TARGET > 0.5).square().sum() / 2 + z.mean(),
+        lambda z: 2 * TERMS["ctc"](z),
+    ],
+    ids=["chosen", "selected", "ctc"],
+)
+def test_factor_of_a_loss_of_rows(function: Callable[[Tensor], Tensor], converter: str) -> None:
+    """One number of samples in another order, or along another axis, is one of all of them."""
+    plain, x = EndsInLoss(function), torch.rand(N, 3)
+    model = extend(copy.deepcopy(plain), use_converter=converter)
+    loss = model(x)
+    with backpack(BatchGrad()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    outputs, parameters = plain.net(x), [*plain.parameters()]
+    (cotangents,) = torch.autograd.grad(function(outputs), outputs, retain_graph=True)
+    for n in range(N):
+        truth = torch.autograd.grad(outputs[n], parameters, cotangents[n], retain_graph=True)
+        torch.testing.assert_close(tuple(p.grad_batch[n] for p in model.parameters()), truth)
 
 
 def test_numbers_that_a_loss_has_stored() -> None:

@@ -75,6 +75,7 @@ class Rule(Protocol):
     depends_on_layouts: ClassVar[bool]
     includes_children: ClassVar[bool]
     may_couple_samples: ClassVar[bool]
+    is_loss: ClassVar[bool]
 
     @property
     def params(self) -> tuple[str, ...]: ...

@@ -95,6 +95,7 @@ class BaseDerivatives(SampleAxes):
     params: ClassVar[tuple[str, ...]] = ()  #: Names of the parameters.
     #: Whether what children of the module compute belongs to its call.
     includes_children: ClassVar[bool] = False
+    is_loss: ClassVar[bool] = False  #: Whether the module is a loss.
     #: Whether what the rule found out about a call holds for its layouts only.
     depends_on_layouts: ClassVar[bool] = False
     #: Whether a formula reads ``module.output`` (beyond its shape), and has a derivative by it.

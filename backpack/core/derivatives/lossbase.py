@@ -46,6 +46,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
     the loss need not be convex, also ``need_convex`` and ``signed_hessian_root``.
     """
 
+    is_loss = True
     includes_children = True  # no rule knows parameters of a loss: trained ones are an error
 
     hessian_is_zero = never  # a loss is no affine function of its prediction, as a rule

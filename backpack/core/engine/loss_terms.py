@@ -175,9 +175,12 @@ class LossTerms:
         if most is not None and most > 1 and name in KINKED:
             is_total = math.prod(shape_of(node, slot).shape) == 1
             most = None if is_total else most
-        if most is None or not any(map(samples_in, path.sources.values())):
-            self.unknown[text] = None  # of the value of an extended loss: its own business
-        elif most > 1:
+        sources = path.sources.values()
+        if not any(map(samples_in, sources)):  # of values of losses
+            sources = path_above(node, slot, opens_losses=True).sources.values()
+        if most is None or not any(map(samples_in, sources)):
+            self.unknown[text] = None
+        elif most > 1 and max(map(samples_in, sources)) > 1:
             self.mixing[text] = None
         return False
 

@@ -33,17 +33,22 @@ class Path(NamedTuple):
     leaves: list[Tensor]
 
 
-def path_above(node: Any, slot: int) -> Path:
+def path_above(node: Any, slot: int, opens_losses: bool = False) -> Path:
     """Search the graph above output ``slot`` of a node, up to the outputs of recorded calls.
 
-    Where a container with parameters has returned something, up to the layers inside.
+    Where a container with parameters has returned something, up to the layers inside; where a
+    function (or a loss, if losses are opened) has made one number of all samples, up to what it was
+    made of.
     """
     path = Path((node, slot), [], {}, [])
 
     def is_source(node: Any) -> bool:
         before = len(path.sources)
         for key, mark in node.metadata.items():
-            if isinstance(mark, Origin) and mark.is_output and not mark.by_container:
+            if not isinstance(mark, Origin) or not mark.is_output or mark.by_container:
+                continue
+            is_number = mark.layout is None and not shape_of(node, key[1]).shape
+            if not is_number or (mark.of_loss and not opens_losses):
                 path.sources[node, key[1]] = mark
         return len(path.sources) > before
 

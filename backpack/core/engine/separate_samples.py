@@ -15,6 +15,13 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import Origin
 
+COMBINE = f"Combine it with data in a module, such as SumModule. {checks.CONVERT}"
+NUMBERS = (
+    "Multiply learned weights with the loss of each sample (reduction='none'), before the mean; "
+    "leave a penalty to the optimiser (weight_decay), or add it outside of the model; add losses "
+    "by + rather than torch.stack."
+)
+
 
 def separate_samples(plan: Plan) -> None:
     """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
@@ -46,8 +53,7 @@ def separate_samples(plan: Plan) -> None:
                     raise ValueError(
                         f"{call!r} has no samples, and reaches the loss on a way on which those of "
                         "the loss cannot be told apart (not through a module that combines it with "
-                        "data). Combine it with data in a module, such as SumModule. "
-                        f"{checks.CONVERT}"
+                        f"data). {COMBINE if any(call.shape_out) else NUMBERS}"
                     )
         grads = call.gradients()
         if apart.isdisjoint(call.origins_in) or all(g is None for g in grads):

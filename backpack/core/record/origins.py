@@ -59,6 +59,7 @@ class Origin:
     Attributes:
         is_output: Whether a recorded call returned the tensor.
         by_container: Whether that is a container, whose functions have computed it.
+        of_loss: Whether that is a loss, whose rule knows whether it mixes samples.
         layout: Where the samples are in it, if that is known.
         lost: Why that is not known.
         producer: The call that computes the tensor again, if it is not kept.
@@ -67,6 +68,7 @@ class Origin:
     # of the class, until a call sets its own: there is nothing to run when an identity is made
     is_output: bool = False
     by_container: bool = False
+    of_loss: bool = False
     layout: Layout | None = None
     lost: str | None = None
     producer: ref[Any] | None = None  # of a call

@@ -125,7 +125,8 @@ class PlacedCall(ModuleState):
                 "be followed. Write its forward with functions of torch, or make it a module and "
                 "register derivatives for that (backpack.core.derivatives.register)."
             )
-        if any(m.layout is not None and not m.layout.samples_come_first for m in above):
+        elsewhere = [m for m in above if m.layout is not None and not m.layout.samples_come_first]
+        if elsewhere and not mark.is_output:  # else it is one number of all samples
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
                 "from one whose batch axis is not the first (or that has none). Make the function "
@@ -166,6 +167,7 @@ class PlacedCall(ModuleState):
             if mark is not None and not self.is_transparent:
                 if not mark.is_output:
                     mark.is_output, mark.by_container = True, self.is_container
+                    mark.of_loss = rule is not None and rule.is_loss
                 mark.layout = mark.layout or layout
                 mark.lost = mark.lost or self.misplaced
 
