@@ -1413,6 +1413,39 @@ def test_dp_sgd_refuses_samples_mixed_where_no_gradient_passes(name: str) -> Non
         assert private_step(model.eval(), converter=converter) == []
 
 
+class ScaledData(nn.Module):
+    """A model that multiplies with a number of the data."""
+
+    def __init__(self, number: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(3, 4), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * self.number(x)
+
+
+NUMBERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "mean": (lambda x: x.mean(), True),
+    "inverse root": (lambda x: 1 / (x.var() + 1).sqrt(), True),
+    "entry": (lambda x: x[0, 0], True),
+    "number": (lambda x: x.new_tensor(2.0), False),
+    "moved": (lambda x: torch.tensor(2).to(x), False),
+    "constant": (lambda x: torch.ones_like(x).sum(), False),
+}
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_dp_sgd_refuses_one_number_of_all_samples(name: str, converter: str) -> None:
+    number, mixes = NUMBERS[name]
+    for _ in range(2):  # what was found out is used
+        if mixes:
+            with pytest.raises(ValueError, match="mixes them in a function of the data"):
+                private_step(ScaledData(number), converter=converter)
+        else:
+            assert private_step(ScaledData(number), converter=converter) == []
+
+
 def test_dp_sgd_refuses_a_frozen_model_that_mixes_samples() -> None:
     backbone = extend(frozen(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
     with pytest.raises(ValueError, match=r"mixes them in '1' \(BatchNorm1d\)"):

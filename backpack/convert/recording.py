@@ -52,7 +52,14 @@ from backpack.core.record.data_flow import (
     pass_by,
     tensors_in,
 )
-from backpack.core.record.data_notes import UNFILLED, layout_of, note
+from backpack.core.record.data_notes import (
+    MIXED_DATA,
+    UNFILLED,
+    layout_of,
+    mixed_by,
+    note,
+    note_mixed,
+)
 from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
 from backpack.core.record.generators import (
     evaluated_apart,
@@ -284,6 +291,9 @@ class Recorder(TorchFunctionMode):
         known = [layout_of(x) for x in tensors]
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
+            if MIXED_DATA and (by := mixed_by(tensors)) is not None:
+                for y in tensors_in(result):
+                    note_mixed(y, by)
             if None not in known:
                 note_unbatched(tensors_in(result), known, func)
             return result

@@ -221,8 +221,9 @@ class Following:
         """Find the layout of each output, as :attr:`Layout.facts`.
 
         Returns:
-            ``None`` for an output of no dimension; ``None`` as a whole if samples are combined.
-            Data that is the same for all samples has a fourth entry.
+            ``None`` for an output of no dimension (unless it is data that depends on no sample);
+            ``None`` as a whole if samples are combined. Data that is the same for all samples has a
+            fourth entry.
         """
         reshaped = self._reshaped() if self.treatment == RESHAPES else None
         if reshaped is not None:
@@ -245,7 +246,8 @@ class Following:
         found: list[tuple[Any, ...] | None] = []
         for each in numbers:
             if not each.dim():
-                found.append(None)
+                of_none = self.call.index < 0 and int(each) == NONE
+                found.append((1, 0, None) if of_none else None)
                 continue
             if _contain([each], SEVERAL):
                 return None

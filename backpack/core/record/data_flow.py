@@ -234,6 +234,13 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
+        if layout is None and y.is_floating_point() and _differ(known):
+            note_mixed(y, f"a function of the data ({describe(module)})")
+
+
+def _differ(layouts: Iterable[Layout | None]) -> bool:
+    """Whether some tensor has several samples, which are not all the same."""
+    return any(one is not None and one.samples > 1 and not one.is_constant for one in layouts)
 
 
 def note_unbatched(
