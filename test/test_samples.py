@@ -887,6 +887,30 @@ def test_all_rows_of_one_sample(converter: Any, time: int) -> None:
     assert "batch_first=True" in message
 
 
+class LossOfEach(nn.Module):
+    """A model that adds up the losses of some samples, one by one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(3, 2), count
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.layer(x)
+        return sum(F.mse_loss(z[n : n + 1], y[n : n + 1]) for n in range(self.count)) / self.count
+
+
+@CONVERTERS
+@pytest.mark.parametrize("count", [4, 3])
+def test_losses_of_one_sample_each(converter: Any, count: int) -> None:
+    model, X, y = LossOfEach(count), torch.randn(4, 3), torch.randn(4, 2)
+    loss = extend(copy.deepcopy(model), use_converter=converter)(X, y)
+    with warnings.catch_warnings(record=True) as caught, backpack(extensions.BatchGrad()):
+        warnings.simplefilter("always")
+        loss.backward()
+    messages = [str(w.message) for w in caught if "of sample number" in str(w.message)]
+    assert len(messages) == (count < 4)
+
+
 class Steps(nn.Module):
     """The features of a layer become a sequence."""
 

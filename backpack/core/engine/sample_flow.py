@@ -96,7 +96,7 @@ class SampleFlow:
         losses: Losses that do.
         functions: Functions that mix samples, or move them from the first axis.
         data: What mixes samples where no gradient passes.
-        single: Losses that read rows of one sample alone.
+        single: Losses that read rows of one sample alone: its number, and that of all samples.
         unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
@@ -118,7 +118,7 @@ class SampleFlow:
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.split: dict[str, None] = {}
-        self.single: dict[str, None] = {}
+        self.single: dict[str, tuple[int, int]] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         # those not told yet, and whether they are some in any case, not those of layers alone
         self.foreign_uses: list[tuple[Call, Tensor, bool]] = []
@@ -315,11 +315,9 @@ class SampleFlow:
         layout = call.layouts_in[0]
         owners = None if layout is None else layout.owners
         if owners is not None and owners.samples > 1 and len(set(owners.numbers)) == 1:
-            number = f"number {owners.numbers[0]} of {owners.samples}"
-            shape = list(call.shape_in[0] or ())
-            self.single[f"{describe(call.module)} reads {shape}, all of it of sample {number}"] = (
-                None
-            )
+            number, shape = owners.numbers[0], list(call.shape_in[0] or ())
+            what = f"{shape}, all of it of sample number {number} of {owners.samples}"
+            self.single[f"{describe(call.module)} reads {what}"] = number, owners.samples
 
     def _check_split(self, call: Call) -> None:
         """Notice an axis of samples that a reshape has split: its parts are taken for samples."""
@@ -418,7 +416,8 @@ class SampleFlow:
         in_loss = [*self.losses, *(() if terms is None else terms.mixing)]
         # in the order of the calls
         mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
-        if self.single and results:
+        read = self.single.values()
+        if results and read and any(len({n for n, _ in read}) < samples for _, samples in read):
             warn(
                 f"{checks.listed(self.single)}: the individual gradients of all others "
                 "are zero. If these are rows of different samples, the batch axis is not the first "
