@@ -259,15 +259,6 @@ def mixed_samples() -> None:
 # ------------------------------------------------------------------ losses, and what uses results
 
 
-@mistake("Another reduction since the forward pass", RuntimeError, "'mean'", "a module for each")
-def changed_reduction() -> None:
-    model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss())
-    loss = loss_function(model(X), y)
-    loss_function.reduction = "sum"
-    with backpack(DiagGGNExact()):
-        loss.backward()
-
-
 @mistake("The loss of each sample", ValueError, "CrossEntropyLoss", "reduction='mean' or 'sum'")
 def no_reduction() -> None:
     model, loss_function = extend(mlp()), extend(nn.CrossEntropyLoss(reduction="none"))

@@ -1,8 +1,9 @@
-"""Quantities are those of the weights of the forward pass, whatever hooks do to them since."""
+"""Quantities are those of the forward pass, whatever happens to weights and options since."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,6 +159,76 @@ def test_optimiser_steps_between_the_layers(
     except NotImplementedError:
         pytest.skip("not supported by this extension")
     torch.testing.assert_close(run(new, after_accumulation(change), kind()), expected)
+
+
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "negative_slope": (nn.LeakyReLU, 3.0),
+    "alpha": (nn.ELU, 3.0),
+    "eps": (lambda: nn.LayerNorm(4), 2.0),
+    "num_groups": (lambda: nn.GroupNorm(2, 4), 4),
+    "padding_mode": (lambda: around(nn.Conv1d(1, 1, 3, padding=1)), "circular"),
+    "stride": (lambda: around(nn.ConvTranspose1d(1, 1, 1)), (2,)),
+    "count_include_pad": (lambda: around(nn.AvgPool1d(3, 1, 1)), False),
+}
+
+
+def around(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), layer, nn.Flatten())
+
+
+@pytest.mark.parametrize("kind", EXTENSIONS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_between_the_passes(option: str, kind: type[BackpropExtension]) -> None:
+    """Every quantity is that of the options that a module had in the forward pass."""
+    new, value = OPTIONS[option]
+
+    def change(model: nn.Module) -> None:
+        for module in model.modules():
+            if hasattr(module, option):
+                module.register_forward_hook(lambda m, *_: setattr(m, option, value))
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), new(), nn.Linear(4, 2))
+
+    torch.testing.assert_close(run(network, change, kind()), run(network, nothing, kind()))
+
+
+def test_options_of_a_loss_between_the_passes() -> None:
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    loss = lossfunc(model(torch.rand(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
+    values = []
+    for _ in range(2):
+        with backpack(extensions.DiagGGNExact(), extensions.GGNMP()):
+            loss.backward(retain_graph=True)
+        values.append(model.bias.diag_ggn_exact)
+        lossfunc.reduction, lossfunc.ignore_index = "sum", 1
+        values.append(model.bias.ggnmp(torch.eye(3)).diag())
+    for value in values[1:]:
+        torch.testing.assert_close(value, values[0])
+
+
+class Dilated(nn.Module):
+    """One convolution, with another dilation in each of its calls; or one for each."""
+
+    def __init__(self, shares: bool) -> None:
+        super().__init__()
+        self.first, other, self.last = nn.Conv1d(1, 2, 2), nn.Conv1d(1, 2, 2), nn.Linear(6, 2)
+        self.second = self.first if shares else other
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = []
+        for layer, dilation in ((self.first, 1), (self.second, 2)):
+            layer.dilation = (dilation,)
+            both.append(layer(x.unsqueeze(1)).flatten(1))
+        return self.last(torch.cat(both, 1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EXTENSIONS if kind is not extensions.KFRA])
+def test_options_that_each_call_has_for_itself(kind: type[BackpropExtension]) -> None:
+    values = [run(partial(Dilated, shares), nothing, kind(), "record") for shares in (True, False)]
+    torch.testing.assert_close(*values)
 
 
 @pytest.mark.parametrize("change", CHANGES)

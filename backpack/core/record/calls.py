@@ -360,7 +360,7 @@ class Call(PlacedCall):
         They read what our derivatives read or, with ``create_graph``, everything, with its graph.
         """
         clone = self._copy()
-        clone.producers = {}
+        clone.module, clone.producers = clone.with_options(), {}
         if create_graph:
             clone.inputs = self.whole_inputs()
         else:

@@ -42,7 +42,8 @@ class ModuleState:
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
-        reduction: What a loss did with its terms.
+        options: Names and values of what its class calls constants, such as a stride, and of
+            ``reduction``.
         addresses: Where its parameters were in memory.
         kept_values: What parameters were that have changed since the backward pass began.
         precision: What derivatives are computed in, if the network is of several precisions.
@@ -53,14 +54,15 @@ class ModuleState:
 
     addresses: tuple[int, ...]
     __slots__ = (
-        *("__weakref__", "addresses", "has_unknown_shards", "kept_values", "module", "params"),
-        *("precision", "read", "reduction", "shards", "training", "views"),
+        *("__weakref__", "addresses", "has_unknown_shards", "kept_values", "module", "options"),
+        *("params", "precision", "read", "shards", "training", "views"),
     )
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
         self.module, self.training = module, module.training
-        self.reduction = vars(module).get("reduction")
+        names = (*getattr(type(module), "__constants__", ()), "reduction")
+        self.options = names, tuple(map(vars(module).get, names))
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
@@ -86,6 +88,13 @@ class ModuleState:
             self.views = shards.shards_in(tensors)
             read = shards.shards_in(self.own())
             self.shards = (*self.views, *(shard for shard in read if shard not in self.views))
+
+    def with_options(self) -> Module:
+        """Return a module with the options of the call, in the place of one that has others now."""
+        made, own = object.__new__(type(self.module)), dict(vars(self.module))
+        own.update((name, was) for name, was in zip(*self.options, strict=True) if name in own)
+        vars(made).update(own)
+        return made
 
     @property
     def state(self) -> list[State]:

@@ -363,6 +363,9 @@ class PlacedCall(ModuleState):
         """
         if not self.outputs:
             self.check_released()
+        names, values = self.options
+        if tuple(map(vars(self.module).get, names)) != values:
+            self.module = self.with_options()
         self._check_batched()
         if self.module._parameters:
             self._check_parameters(trained_only)
