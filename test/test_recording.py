@@ -2002,3 +2002,53 @@ def test_parameters_of_the_model_that_hidden_functions_read_are_told(
     with pytest.warns(UserWarning, match=match), backpack(ext()):
         lossfunc(model(torch.rand(5, 3)), torch.randint(2, (5,))).backward()
     assert not hasattr(model.scale, ext().savefield)
+
+
+class Lists(nn.Module):
+    """Has layers and parameters in Python lists, where torch does not find them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.hidden = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+        self.scales = [nn.Parameter(torch.rand(4, dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for layer in self.hidden:
+            x = layer(x).tanh()
+        return self.last(x * self.scales[0])
+
+
+@pytest.mark.parametrize("route", [True, "record"])
+def test_parameters_in_python_lists(route: Any) -> None:
+    torch.manual_seed(0)
+    model, loss = Lists().double(), nn.CrossEntropyLoss()
+    X, y = torch.rand(5, 3, dtype=torch.float64), torch.randint(2, (5,))
+    params = [*model.hidden[0].parameters(), *model.hidden[1].parameters(), *model.scales]
+    output = model(X)
+    J = [torch.autograd.grad(e, params, retain_graph=True) for e in output.flatten()]
+    H = torch.func.hessian(lambda f: loss(f, y))(output.detach()).reshape(10, 10)
+    gradients = [
+        torch.autograd.grad(loss(model(X[n:][:1]), y[n:][:1]) / 5, params) for n in range(5)
+    ]
+    extended = extend(model, use_converter=route)
+    for _ in range(2):
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            extend(loss)(extended(X), y).backward()
+    for i, p in enumerate(params):
+        rows = torch.stack([row[i] for row in J]).flatten(1)
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), (rows * (H @ rows)).sum(0))
+        torch.testing.assert_close(p.grad_batch, torch.stack([each[i] for each in gradients]))
+
+
+def test_data_that_are_a_parameter() -> None:
+    """What the error advises works."""
+    model, lossfunc = extend(nn.Linear(3, 2), use_converter=True), extend(nn.CrossEntropyLoss())
+    x, y = nn.Parameter(torch.rand(5, 3)), torch.randint(2, (5,))
+    match = r"parameter as its input.*If it is data, give x.detach\(\).requires_grad_\(\)"
+    with pytest.raises(ValueError, match=match), backpack(extensions.DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(model(x.detach().requires_grad_()), y).backward()
+    assert model.weight.diag_ggn_exact.shape == (2, 3)

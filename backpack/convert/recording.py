@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import (
     TorchFunctionMode,
@@ -393,7 +393,7 @@ class Recorder(TorchFunctionMode):
             # the attribute may be gone: what prunes a weight gives it back under its own name
             if reader is None or getattr(reader.owner, reader.name, None) is not x:
                 reader = self._new_reader(x)
-            self.views[id(x)] = x if reader is None else reader()  # x is of another model, or data
+            self.views[id(x)] = x if reader is None else reader()  # it may be data
         return self.views[id(x)]
 
     def _new_reader(self, x: Tensor) -> ParameterModule | None:
@@ -401,7 +401,13 @@ class Recorder(TorchFunctionMode):
             for name, p in owner._parameters.items():
                 if p is x:
                     return self.functions.reader(x, owner, name, prefix)
-        return None
+        if not isinstance(x, Parameter):
+            return None
+        holder = Module()  # such as in a list, or of another model
+        holder.value = x
+        reader = ParameterModule(holder, "value")
+        extend_one(reader, f"parameter {list(x.shape)}")
+        return reader
 
     # ------------------------------------------------------------------ functions as modules
 

@@ -379,7 +379,9 @@ class Plan:
                 if x.requires_grad and parameter_behind(x) is not None:
                     return (
                         f"{consumer!r} has a parameter as its input. Only parameters that belong "
-                        "to a module with derivatives of its own are supported."
+                        "to a module with derivatives of its own are supported. If it is data, "
+                        "give x.detach().requires_grad_(); if a function of the model reads it, "
+                        "use extend(model, use_converter=True)."
                     )
                 if origin is not None and (not origin.is_output or origin.by_container):
                     read.append(x)  # else of a call that no gradient has reached
