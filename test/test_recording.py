@@ -10,6 +10,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from backpack.core.engine import hooks
 from backpack.core.record import alive
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.optim import DPSGD
 
 N, WIDTH, CLASSES = 3, 6, 3
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
@@ -2052,3 +2054,35 @@ def test_data_that_are_a_parameter() -> None:
     with backpack(extensions.DiagGGNExact()):
         lossfunc(model(x.detach().requires_grad_()), y).backward()
     assert model.weight.diag_ggn_exact.shape == (2, 3)
+
+
+class Checkpointed(nn.Module):
+    """A layer is computed again in the backward pass."""
+
+    def __init__(self, use_reentrant: bool, is_function: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.use_reentrant = use_reentrant
+        self.function: Any = torch.sin if is_function else self.middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(checkpoint(self.function, x, use_reentrant=self.use_reentrant))
+
+
+def test_checkpoints_that_are_reentrant() -> None:
+    """What the errors advise works."""
+    lossfunc, y = extend(nn.CrossEntropyLoss()), torch.randint(2, (5,))
+    options = {"lr": 0.1, "max_grad_norm": 1.0, "noise_multiplier": 0.0, "expected_batch_size": 5}
+    for use_reentrant in (True, False):
+        told = partial(pytest.raises, ValueError, match="use_reentrant=False")
+        expected: Any = told if use_reentrant else nullcontext
+        for is_function in (True, False):
+            model = extend(Checkpointed(use_reentrant, is_function), use_converter="record")
+            with expected(), backpack(extensions.DiagGGNExact()):
+                lossfunc(model(torch.rand(5, 3)), y).backward()
+        optimizer = DPSGD([*model.first.parameters(), *model.last.parameters()], **options)
+        with backpack(*optimizer.extensions):
+            lossfunc(model(torch.rand(5, 3)), y).backward()
+        with expected():
+            optimizer.step()

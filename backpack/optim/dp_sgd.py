@@ -328,7 +328,8 @@ class DPOptimizer(ExtensionOptimizer):
                 f"{name}: whether the individual gradients of {self._describe(p)} depend on "
                 f"other samples cannot be told, because of {undecided}: the steps might not be "
                 "private. For a loss, use a module and extend(lossfunc); make functions in the "
-                "network modules, or use extend(model, use_converter=True)."
+                "network modules, or use extend(model, use_converter=True); checkpoint with "
+                "use_reentrant=False."
             )
 
         self._refuse_other_reduction(p, getattr(clipped, "_backpack_reduction", None))
