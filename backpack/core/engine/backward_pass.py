@@ -828,7 +828,8 @@ class BackwardPass:
                 warn(
                     f"backward() was called on a loss that was modified after {names} ({change}): "
                     "second-order quantities are those of the extended losses alone, multiplied "
-                    "with the derivative of the modified loss. Add the curvature of a penalty by "
+                    "with the derivative of the modified loss (where gradients enter a Hessian, "
+                    "they are those of the modified loss). Add the curvature of a penalty by "
                     "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
                     "change a part of the loss module.",
                 )
