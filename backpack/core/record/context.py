@@ -15,7 +15,7 @@ from backpack.core import fast
 from backpack.core.lazy import lazy
 from backpack.core.record.alive import live_calls
 from backpack.core.record.calls import Call
-from backpack.core.record.module_state import describe, put
+from backpack.core.record.module_state import copied, describe, put
 from backpack.core.record.shards import need
 from backpack.core.record.weights import VERSION
 from backpack.core.rows import Rows, row_numbers
@@ -162,7 +162,7 @@ class Context:
         # who shows a call is noted where it is shown: at the module, in one step for all threads
         is_first = "_backpack_thread" not in own
         if own.setdefault("_backpack_thread", thread) != thread:
-            is_first, module = False, _copied(module)
+            is_first, module = False, copied(module)
             own = vars(module)
         output: Any = outputs[0] if len(outputs) == 1 else outputs
         attributes: dict[str, Any] = {"output": output, SHOWN: self}
@@ -250,14 +250,6 @@ def context_of(
     if shares and SHARED.is_on and len(call.trained) > 1:
         c.memo = {}
     return c
-
-
-def _copied(module: Module) -> Module:
-    """Copy a module, but not its tensors and children."""
-    copy = object.__new__(type(module))
-    tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
-    vars(copy).update({**vars(module), **tensors})
-    return copy
 
 
 def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -> Context:

@@ -91,10 +91,9 @@ class ModuleState:
 
     def with_options(self) -> Module:
         """Return a module with the options of the call, in the place of one that has others now."""
-        made, own = object.__new__(type(self.module)), dict(vars(self.module))
-        own.update((name, was) for name, was in zip(*self.options, strict=True) if name in own)
-        vars(made).update(own)
-        return made
+        own = vars(self.module)
+        options = {name: was for name, was in zip(*self.options, strict=True) if name in own}
+        return copied(self.module, **options) if options else self.module
 
     @property
     def state(self) -> list[State]:
@@ -256,6 +255,14 @@ def parameters_of(states: Iterable[T]) -> dict[T, list[Tensor]]:
 def moved(states: Iterable[T]) -> Iterator[T]:
     """List those of which a parameter has other memory now than at the call (``p.data = …``)."""
     return (one for one in states if one.addresses and one.addresses != addresses_of(one.read))
+
+
+def copied(module: Module, **options: Any) -> Module:
+    """Copy a module, but not its tensors and children, with other attributes."""
+    copy = object.__new__(type(module))
+    tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
+    vars(copy).update({**vars(module), **tensors, **options})
+    return copy
 
 
 def tensors_of_modules(module: Module) -> list[dict[str, Any]]:
