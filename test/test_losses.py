@@ -916,6 +916,48 @@ def test_convex_loss_of_a_user() -> None:
         close(part.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact_batch[2])
 
 
+class Several(nn.Module):
+    """A loss that returns its parts, too."""
+
+    def __init__(self, batch: bool = False) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def forward(self, f: Tensor, t: Tensor) -> dict[str, Tensor]:
+        square, size = F.mse_loss(f, t), f.mean(0).square().sum() if self.batch else f.exp().mean()
+        return {
+            "loss": square + (0 if self.batch else 0.1) * size,
+            "square": square.detach(),
+            "size": size,
+        }
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 2.0), (3.0, 0.5)])
+def test_loss_with_several_outputs(weights: tuple[float, float]) -> None:
+    model, (target,) = network(SETTING), real(torch.zeros(N, D))
+    extended = extend(copy.deepcopy(model))
+
+    def value(loss: nn.Module, f: Tensor) -> Tensor:
+        outputs = loss(f, target)
+        parts = zip(weights, (outputs["loss"], outputs["size"]), strict=True)
+        return torch.stack([w * part for w, part in parts if w]).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = value(extend(Several()), extended(data()))
+        with backpack(*(ext() for ext in (*GGN, *HESSIAN))):
+            loss.backward()
+    problem = model, lambda f, _: value(Several(), f), data(), None
+    check_ggn(list(extended.parameters()), *problem)
+    check_hessian(list(extended.parameters()), *problem)
+
+
+def test_any_output_of_a_loss_that_mixes_samples_is_told() -> None:
+    loss = extend(Several(batch=True))(extend(network(SETTING))(data()), *real(torch.zeros(N, D)))
+    with backpack(extensions.BatchGrad()), pytest.warns(UserWarning, match="mixes the samples"):
+        loss["size"].backward()
+
+
 @pytest.mark.parametrize(
     ("loss", "target"),
     [(Focal(), label), (Dice(whole=False), binary)],

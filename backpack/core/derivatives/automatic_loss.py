@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -96,7 +96,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         evaluation = self.evaluation(c)
 
         def twice() -> list[Tensor]:
-            return [evaluation.outputs({}, evaluation.inputs)[0] for _ in range(2)]
+            return [reduce(torch.add, evaluation.outputs({}, evaluation.inputs)) for _ in range(2)]
 
         with torch.no_grad():
             # the stored value may be of low precision (autocast): two new ones agree to more
@@ -110,7 +110,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 "loss (loss + 0.1 * penalty), and freeze what is not trained "
                 "(requires_grad_(False))."
             )
-        if close(again, once_more) and close(again, c.output, c.call.rounding):
+        if close(again, once_more) and close(again, reduce(torch.add, c.outputs), c.call.rounding):
             return None
         return (
             f"{describe(c.module)} returns something else when it is evaluated again (is it "
@@ -173,7 +173,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
                 leaves[i] = leaves[i].detach().requires_grad_()
             with torch.enable_grad():  # copies: it may write on them
                 copies = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-                total = evaluation.outputs({}, copies)[0].sum()
+                total = reduce(torch.add, evaluation.outputs({}, copies)).sum()
             xs = [leaves[i] for i in given]
             found = torch.autograd.grad(total, xs, materialize_grads=True)
             return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
@@ -197,12 +197,17 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             i: m if p is None else p.from_canonical(m, p.rows_per_sample(call.shape_in[i] or ()))
             for m, (i, p) in zip(mats, places.items(), strict=True)
         }
-        evaluation, ones = self.evaluation(c), list(map(torch.ones_like, c.outputs))
-        found, _ = evaluated_apart(lambda: second_of_samples(evaluation, ones, tangents, None))
+        evaluation, weights = self.evaluation(c), self._weights(c)
+        found, _ = evaluated_apart(lambda: second_of_samples(evaluation, weights, tangents, None))
         return [
             found[i] if place is None else place.to_canonical(found[i], skip=1)
             for i, place in places.items()
         ]
+
+    @staticmethod
+    def _weights(c: Context) -> Sequence[Tensor | None]:
+        """Return what each output is multiplied with; 1 if there is one: see ``loss_scale``."""
+        return [torch.ones_like(c.output)] if len(c.outputs) == 1 else c.call.g_out
 
     def _shapes(self, c: Context) -> list[torch.Size]:
         """Return the shape ``[N, *d]`` of each prediction: all have the same number of samples."""
@@ -222,6 +227,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     def _blocks(self, c: Context) -> tuple[Tensor, float]:
         """Return ``H_n`` ``[N, D, D]``, and the largest term between different samples."""
         key = f"loss blocks, differentiable: {torch.is_grad_enabled()}"
+        if len(c.outputs) > 1:
+            key += f", weights: {[None if w is None else float(w) for w in self._weights(c)]}"
         if key not in c.saved:
             shapes = self._shapes(c)
             count = shapes[0][0]

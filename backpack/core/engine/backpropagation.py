@@ -349,7 +349,12 @@ _RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
 
 
 def loss_scale(call: Call) -> Tensor:
-    """Return the constant that the loss was multiplied with before ``backward()``: ``[]``."""
+    """Return the constant that the loss was multiplied with before ``backward()``: ``[]``.
+
+    The rule of a loss with several outputs multiplies each with its own.
+    """
+    if len(call.g_out) > 1:
+        return torch.ones_like(call.outputs[0])
     (scale,) = call.g_out
     assert scale is not None
     return scale.reshape(())

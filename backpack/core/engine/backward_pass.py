@@ -59,7 +59,7 @@ from backpack.utils.warning import warn
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = words(
     "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
-    "Select Unbind Alias Permute T"
+    "Select Unbind Alias Permute T BackpackOutputBackward"
 )
 
 # A parameter, its uses (calls, and its names there), and the extensions that want something of it.
