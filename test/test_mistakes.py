@@ -434,6 +434,28 @@ def test_factor_of_the_loss_outside_of_the_model(scale: Tensor) -> None:
     torch.testing.assert_close(results[2], results[0])
 
 
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda losses, w: torch.dot(w, losses),
+        lambda losses, w: w.unsqueeze(0) @ losses,
+        lambda losses, w: torch.einsum("i,ji->", losses, w.unsqueeze(0)),
+        lambda losses, w: torch.where(w > 1, 3 * losses, losses / 2),
+    ],
+)
+def test_sums_of_multiples_that_are_written_in_other_ways(total: Callable[..., Tensor]) -> None:
+    """They are no modified losses."""
+    model, (X, y) = extend(mlp()), data()
+    lossfunc, weights, results = extend(nn.CrossEntropyLoss()), torch.tensor([0.5, 3.0]), []
+    for change in (torch.mul, total):
+        losses = torch.stack([lossfunc(model(X), y), lossfunc(model(2 * X), y)])
+        with backpack(DiagGGNExact(), BatchGrad()), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            change(losses, weights).sum().backward()
+        results.append([(p.grad_batch, p.diag_ggn_exact) for p in model.parameters()])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("converter", [True, "record"])
 def test_loss_that_a_model_modifies_warns(converter: Any) -> None:
     model, (X, y) = (

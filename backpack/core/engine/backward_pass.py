@@ -36,6 +36,7 @@ from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.intercept import Entry
+from backpack.core.engine.loss_terms import BILINEAR
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
@@ -59,7 +60,7 @@ from backpack.utils.warning import warn
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
 LINEAR_NODES = words(
     "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
-    "Select Unbind Alias Permute T BackpackOutputBackward"
+    "Select Unbind Alias Permute T Where BackpackOutputBackward"
 )
 
 # A parameter, its uses (calls, and its names there), and the extensions that want something of it.
@@ -975,7 +976,7 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
         seen.add(node)
         parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
         name = node.name().removesuffix("Backward0").removesuffix("Backward1")
-        product = name in ("Mul", "Div") and len(parents) == 1
+        product = name in BILINEAR and len(parents) == 1
         if name == "Div":  # a constant divided by the loss is no multiple of it
             product = product and node.next_functions[0][0] is not None
         if not (product or name in LINEAR_NODES or name.startswith("View")):

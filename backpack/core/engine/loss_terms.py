@@ -30,7 +30,7 @@ from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})
 # Linear in one input for fixed others.
-BILINEAR = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Mm", "Mul", "Mv"})
+BILINEAR = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Mm", "Mul", "Mv"})
 # Linear, though they store their input.
 LINEAR = frozenset({"Nansum", "NllLoss", "NllLoss2D"})
 # Sums of functions of rows.
