@@ -2148,3 +2148,44 @@ def test_output_with_three_axes_that_changes_in_place() -> None:
         F.cross_entropy(model(X), y).backward()
     for mine, truth in zip(values(model, "grad_batch"), expected, strict=True):
         torch.testing.assert_close(mine, truth, **TOLERANCE)
+
+
+class Bent(nn.Module):
+    """A parameter that enters nonlinearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight.exp()).tanh()
+
+
+@pytest.mark.parametrize("slices", [2**24, 1])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.BatchNorm1d(4), Bent])
+@pytest.mark.filterwarnings("ignore:No rule")
+def test_hessian_of_reused_parameters_in_a_network_that_mixes_samples(
+    make: Callable[[], nn.Module], slices: int
+) -> None:
+    torch.manual_seed(0)
+    twice, norm = make(), nn.BatchNorm1d(4)
+    layers = nn.Linear(3, 4), twice, norm, nn.Tanh(), twice, nn.BatchNorm1d(4), nn.Linear(4, 2)
+    model, lossfunc = nn.Sequential(*layers).double(), nn.CrossEntropyLoss()
+    X, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    blocks = oracle.hessian_blocks(copy.deepcopy(model), lossfunc, X, y)
+    with slice_bytes(slices), backpack(extensions.HMP(), extensions.DiagHessian()):
+        extend(lossfunc)(extend(model)(X), y).backward()
+    for p, block in zip(model.parameters(), blocks, strict=True):
+        eye = torch.eye(len(block), dtype=block.dtype).reshape(-1, *p.shape)
+        torch.testing.assert_close(p.hmp(eye).flatten(1), block)
+        torch.testing.assert_close(p.diag_h.flatten(), block.diagonal())
+
+
+def test_hessian_of_some_samples_of_a_network_that_mixes_them_is_refused() -> None:
+    """The gradients that second derivatives are multiplied with are those of the whole batch."""
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.CrossEntropyLoss())
+    X, y = torch.rand(6, 3), torch.randint(2, (6,))
+    expected = pytest.raises(NotImplementedError, match="Use DiagHessian without subsampling")
+    with expected, backpack(extensions.DiagHessian(subsampling=[0, 2])):
+        lossfunc(model(X), y).backward()

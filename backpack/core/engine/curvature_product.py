@@ -27,7 +27,6 @@ from backpack.core.engine.plan import Feed, Plan
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import Call, reading_parameters
 from backpack.core.record.context import Context, context_of
-from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
 from backpack.core.record.shards import shard_of
 from backpack.core.record.weights import storage_of, tensors_of
@@ -247,12 +246,6 @@ class CurvatureBlock:
         if self.modify is not identity:
             return self._modified(c, inputs, diagonal) if at.fed and curved else none, {}
         if names and ((at.fed and len(self.plan.uses[self.parameter]) > 1) or is_bent):
-            if self.plan.mixing:
-                raise NotImplementedError(
-                    f"Hessian products for the parameter '{names[0]}' of {describe(call.module)}, "
-                    "which is reused or enters nonlinearly, in a network that mixes samples (batch "
-                    "normalisation in training mode)."
-                )
             return call_products.second(c, inputs, dict.fromkeys(names, mat), not per_sample)
         return call_products.second(c, inputs, {}) if at.fed and curved else (none, {})
 

@@ -371,12 +371,13 @@ class HessianFactors(Propagation):
                 per_sample = "batch_square" in ext.needs
                 if per_sample or subsampling is not None:
                     refuse_coupled(plan, ext)
-                if per_sample and plan.mixing:
-                    ext.fail(
-                        "a sample has no Hessian of its own in a network that mixes samples (batch "
-                        "normalisation in training mode). Use DiagHessian, or eval()."
-                    )
-                    continue
+                    if plan.mixing:
+                        ext.fail(
+                            "a sample has no Hessian of its own in a network that mixes samples "
+                            "(batch normalisation in training mode). Use DiagHessian without "
+                            "subsampling, or eval()."
+                        )
+                        continue
                 products = Products(p, uses_without_columns(plan, p, subsampling), ext.needs)
                 products.set_values(
                     {name: block.diagonal(name == "batch_square") for name in ext.needs}
