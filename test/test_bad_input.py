@@ -806,9 +806,32 @@ def test_complex_parameters(ext: Any) -> None:
     loss = forward(model, data())
     with backpack(ext()), pytest.raises(NotImplementedError) as caught:
         loss.backward()
-    for part in ("encoder.1.0", "weight", "complex", "view_as_real"):
+    for part in ("encoder.1.0", "weight", "complex", "view_as_real", "module that takes"):
         assert part in str(caught.value)
     assert_clean(model)
+
+
+class RealWeight(nn.Module):
+    """The same with a real parameter, as the error advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ torch.view_as_complex(self.weight)).abs()
+
+
+@pytest.mark.parametrize("route", [False, "record"])
+@pytest.mark.filterwarnings("ignore:No rule")
+def test_complex_parameters_as_real_ones(route: Any) -> None:
+    model, lossfunc = nn.Sequential(RealWeight(), nn.Linear(4, 2).double()), nn.CrossEntropyLoss()
+    X, y = torch.rand(N, 4, dtype=torch.float64), torch.randint(2, (N,))
+    expected = oracle.ggn_diag(copy.deepcopy(model), lossfunc, X, y)
+    with backpack(extensions.DiagGGNExact()):
+        extend(lossfunc)(extend(model, use_converter=route)(X), y).backward()
+    found = [p.diag_ggn_exact for p in model.parameters()]
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("with_real", [False, True])

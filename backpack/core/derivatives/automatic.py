@@ -388,7 +388,8 @@ class FunctionDerivatives(AutomaticDerivatives):
             if any(isinstance(x, Tensor) and x.is_complex() for x in call.inputs):
                 raise ValueError(
                     f"{call!r} reads complex numbers, which are not followed. Let one module do "
-                    "all that is complex, between real tensors."
+                    "all that is complex, between real tensors, with use_converter='record' or "
+                    "none."
                 )
             raise ValueError(
                 f"{call!r} combines different samples of the batch, or changes the batch axis in "

@@ -96,7 +96,8 @@ class EmbeddingDerivatives(BaseDerivatives):
             raise NotImplementedError(
                 f"{describe(module)}: max_norm changes the weight during the forward pass, and "
                 "scale_grad_by_freq the gradient, so that it is no longer the sum over the "
-                "samples. Extensions support neither."
+                "samples. Extensions support neither: leave them out, and bound the norms between "
+                "steps, weight.copy_(weight.renorm(2, 0, max_norm)) in torch.no_grad()."
             )
         return self._all_lookups(c).without(module.padding_idx)
 

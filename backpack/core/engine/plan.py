@@ -417,9 +417,9 @@ class Plan:
             )
         if not is_converted(consumer.module):
             return (
-                "It is outside of the model whose functions use_converter=True has found, or "
-                "hidden in torch.func or torch.jit: move it into the forward of that model, as "
-                f"functions of torch, or {as_module}."
+                "It is outside of the model whose functions use_converter=True has found, or not "
+                "followed there (torch.func, torch.jit, complex numbers): move it into the forward "
+                f"of that model, as functions of torch, or {as_module}."
             )
         return (
             "The converter has not seen it: call the model that extend() has returned, or "

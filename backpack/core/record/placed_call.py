@@ -399,7 +399,8 @@ class PlacedCall(ModuleState):
                 raise NotImplementedError(
                     f"The parameter '{name}' of {describe(self.module)} is complex. Extensions "
                     "need real ones: let the parameter be torch.view_as_real(…) of it, and use "
-                    "torch.view_as_complex in forward."
+                    "torch.view_as_complex in a module that takes and returns real tensors, with "
+                    "use_converter='record' or none."
                 )
 
     def check_released(self) -> None:
