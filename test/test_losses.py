@@ -1421,6 +1421,13 @@ def test_variance_from_the_network() -> None:
         value.backward()
 
 
+def test_swapped_prediction_and_target() -> None:
+    loss = extend(nn.MSELoss())(torch.randn(N, D), extend(network(SETTING))(data()))
+    told = pytest.raises(ValueError, match="Let the prediction come first")
+    with backpack(extensions.DiagGGNExact()), told:
+        loss.backward()
+
+
 # --------------------------------------------------------------------------------------
 # Weights of the samples
 # --------------------------------------------------------------------------------------

@@ -366,9 +366,10 @@ class Plan:
                     return (
                         f"input {i} of {loss!r}, no prediction but a target (or a variance), "
                         "depends on the output of a module, but the curvature is that with "
-                        "respect to the prediction alone. Use detach() if it is meant to be "
-                        "constant, else a loss module of your own: all that the network computes "
-                        "of its inputs are predictions."
+                        "respect to the prediction alone. Let the prediction come first, and use "
+                        "detach() if the target is meant to be constant. If both are predictions, "
+                        "call the function in the forward of a loss module of your own: all that "
+                        "the network computes of its inputs are predictions."
                     )
         consumers = [c for c in self.calls if c in self.losses or c not in self.after_loss]
         for consumer in reversed(consumers):
