@@ -1468,6 +1468,32 @@ def test_dp_sgd_refuses_one_number_of_all_samples(name: str, converter: str) -> 
             assert private_step(ScaledData(number), converter=converter) == []
 
 
+class Broadcast(nn.Module):
+    """A loss of a prediction ``[N, 1]`` and a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("offset", torch.ones(N))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.layer(x) - target - self.offset).square().mean()
+
+
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_dp_sgd_refuses_targets_that_broadcast_inside_of_a_model(converter: str) -> None:
+    model = extend(Broadcast(), use_converter=converter)
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    for target in (torch.rand(N, 1), torch.rand(N), torch.rand(N), torch.rand(1, N)):
+        with backpack(*optimiser.extensions):
+            model(torch.rand(N, 3), target).backward()
+        if target.shape == (N,):
+            with pytest.raises(ValueError, match=r"the same rows for all samples"):
+                optimiser.step()
+        else:
+            optimiser.step()
+
+
 def test_dp_sgd_refuses_a_frozen_model_that_mixes_samples() -> None:
     backbone = extend(frozen(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
     with pytest.raises(ValueError, match=r"mixes them in '1' \(BatchNorm1d\)"):

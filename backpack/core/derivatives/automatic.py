@@ -32,7 +32,12 @@ from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.data_flow import assumption_behind, is_all_data, tensors_in
+from backpack.core.record.data_flow import (
+    assumption_behind,
+    is_all_data,
+    is_of_inputs,
+    tensors_in,
+)
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
@@ -370,7 +375,10 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     @staticmethod
     def _mark_one_unbatched(call: Call) -> None:
-        """Take back one assumption: of what has fewer axes, or a single entry along the first."""
+        """Take back one assumption: of what has fewer axes, or a single entry along the first.
+
+        Of what is alike, arguments of the model are the last.
+        """
         batched = [
             (len(shape or ()), layout.dims, layout.samples > 1, layout)
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
@@ -382,7 +390,7 @@ class FunctionDerivatives(AutomaticDerivatives):
                 return
         doubtful = [x for x in batched if x[-1].assumed and not is_all_data(x[-1])]
         others = len({id(layout._root) for *_, layout in batched}) > 1
-        doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1]))
+        doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1], is_of_inputs(entry[-1])))
         ranks = [entry[:3] for entry in batched]
         if not doubtful or not others or (len(set(ranks)) == 1 and len(doubtful) == len(batched)):
             if any(isinstance(x, Tensor) and x.is_complex() for x in call.inputs):
@@ -396,7 +404,13 @@ class FunctionDerivatives(AutomaticDerivatives):
                 "a way that cannot be followed. Extensions need functions that act on each sample "
                 f"alone.{assumption_behind(layout for *_, layout in batched)}{_advice(call)}"
             )
-        doubtful[0][-1].mark_unbatched()
+        taken_back = doubtful[0][-1]
+        if taken_back.samples > 1 and is_of_inputs(taken_back):  # perhaps a target that broadcasts
+            call.mixed_data = (
+                f"{call!r}, where an argument of the model has the same rows for all samples (if "
+                "it is a table, let it have an axis of one entry in front, x[None])"
+            )
+        taken_back.mark_unbatched()
 
     def _tried(self, call: Call) -> tuple[bool, list[Layout | None]] | None:
         """Return whether the function is affine, and the layouts of the outputs if it has them."""

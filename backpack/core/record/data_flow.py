@@ -143,6 +143,11 @@ def is_all_data(layout: Layout) -> bool:
     return bool(batched) and all(one._root in layout.ancestors for one in batched)
 
 
+def is_of_inputs(layout: Layout) -> bool:
+    """Whether this says where the samples are in what a model that runs was called with."""
+    return any(one._root is layout._root for i in running() for one in _layouts_of(i))
+
+
 def assumption_behind(layouts: Iterable[Layout]) -> str:
     """Tell which assumption says where samples are, for an error that might be due to it."""
     known: set[Layout] = set().union(*(layout.ancestors for layout in layouts))

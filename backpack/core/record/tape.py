@@ -302,7 +302,7 @@ def record(
         args, kwargs = positional(module, args, kwargs)
     call = Call(module, args, kwargs, outputs, rule, was_first)
     if MIXED_DATA:
-        call.mixed_data = mixed_by(tensors)
+        call.mixed_data = mixed_by(tensors) or call.mixed_data
     if rule is not None:
         has_own = module._parameters or "parametrizations" in module._modules
         names = rule.params or (has_own and rule.param_names(module))
