@@ -1489,3 +1489,15 @@ def test_structured_operator_plus_a_diagonal() -> None:
     diagonal[0] = 3
     with pytest.raises(ValueError, match=r"A block of 6 rows .* of different value"):
         operator.plus_diagonal(diagonal)
+
+
+def test_pooling_that_draws_its_windows_is_no_function_of_samples() -> None:
+    X, y = torch.rand(3, 1, 4, 4), torch.randint(2, (3,))
+    for samples in (None, torch.rand(3, 1, 2)):
+        pool = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=samples)
+        model = nn.Sequential(nn.Conv2d(1, 1, 1), pool, nn.Flatten(), nn.Linear(4, 2)).eval()
+        if samples is None:
+            with pytest.raises(ValueError, match=r"'1' .FractionalMaxPool2d.*_random_samples"):
+                GGN(model, nn.CrossEntropyLoss(), [(X, y)])
+        else:
+            GGN(model, nn.CrossEntropyLoss(), [(X, y)]) @ torch.ones(12)

@@ -332,7 +332,7 @@ def _of_last_layer(model: Module, data: Iterable[Any]) -> list[Parameter]:
 
 
 def check_is_function_of_samples(model: Module) -> None:
-    """Refuse modules in training mode that are random, or mix the samples of a batch.
+    """Refuse modules that are random, or mix the samples of a batch.
 
     The matrix would be another one at each product, or with other batches: conjugate gradients and
     eigensolvers return nonsense then, without an error.
@@ -350,6 +350,11 @@ def check_is_function_of_samples(model: Module) -> None:
                 f"The curvature over a data set is not defined in training mode: '{name}' "
                 f"({type(module).__name__}) {'mixes the samples' if mixing else 'is random'}. Call "
                 "model.eval() first."
+            )
+        if getattr(module, "_random_samples", module) is None:  # fractional pooling
+            raise ValueError(
+                f"The curvature over a data set is not defined: '{name}' ({type(module).__name__}) "
+                "is random, after model.eval() as well. Give it _random_samples."
             )
         if mixing and module.running_mean is None:
             raise ValueError(
