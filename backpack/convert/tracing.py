@@ -93,7 +93,7 @@ def _users_frame() -> FrameType | None:
 
 def _users_place() -> Branch | None:
     frame = _users_frame()
-    return None if frame is None else Branch(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else Branch(frame.f_code.co_filename, frame.f_lineno or 0)
 
 
 def _users_line(trace: TracebackType | None) -> str:
@@ -101,7 +101,7 @@ def _users_line(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         if _is_users(trace.tb_frame):
-            code, line = trace.tb_frame.f_code, trace.tb_lineno
+            code, line = trace.tb_frame.f_code, trace.tb_lineno or 0
             text = linecache.getline(code.co_filename, line).strip()
             found = f'  File "{code.co_filename}", line {line}, in {code.co_name}\n    {text}\n'
         trace = trace.tb_next
@@ -431,7 +431,8 @@ class BackpackTracer(Tracer):
     def to_bool(self, obj: Proxy) -> bool:
         """Record an ``assert`` of the user; any other control flow is an error."""
         frame = _users_frame()
-        line = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        place = _users_place()
+        line = "" if place is None else linecache.getline(place.file, place.line)
         if frame is None or not (_is_plain_assert(line) and _is_branching(frame)):
             return super().to_bool(obj)
         self.create_proxy("call_function", torch._assert, (obj, line.strip()), {})
