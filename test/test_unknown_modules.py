@@ -298,6 +298,33 @@ class Lending(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")
+class Centred(nn.Module):
+    """A layer or a loss that mixes the samples as long as an attribute says so."""
+
+    def __init__(self, then: Any = None) -> None:
+        super().__init__()
+        self.then, self.centres = then, False
+
+    def forward(self, x: Tensor, *targets: Tensor) -> Tensor:
+        x = x - x.mean(0) if self.centres else 2 * x
+        return self.then(x, *targets) if targets else x
+
+
+@pytest.mark.parametrize("is_loss", [False, True])
+def test_mixing_that_depends_on_an_attribute(is_loss: bool) -> None:
+    """What was found out holds as long as the attributes are the same."""
+    centred = Centred(F.cross_entropy) if is_loss else Centred()
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh() if is_loss else centred))
+    lossfunc, y = extend(centred if is_loss else nn.CrossEntropyLoss()), torch.tensor([0, 1, 2])
+    for centred.centres in (False, True, False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with backpack(extensions.BatchGrad()):
+                lossfunc(model(torch.rand(3, 4)), y).backward()
+        told = any("mixes the samples of a batch" in str(w.message) for w in caught)
+        assert told == centred.centres
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_parameter_as_an_argument(form: str) -> None:
     """It is noticed; where functions are recorded, it is right."""

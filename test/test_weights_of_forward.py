@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend, extensions, memory_cleanup
+from backpack.core.record.alive import all_live_calls
+from backpack.custom_module.pad import Pad
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
@@ -169,7 +171,24 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "padding_mode": (lambda: around(nn.Conv1d(1, 1, 3, padding=1)), "circular"),
     "stride": (lambda: around(nn.ConvTranspose1d(1, 1, 1)), (2,)),
     "count_include_pad": (lambda: around(nn.AvgPool1d(3, 1, 1)), False),
+    "pad": (lambda: Pad((1, -1)), (-1, 1)),
+    "factors": (lambda: Factors(), torch.full((4,), 3.0, dtype=torch.float64)),
+    "power": (lambda: Factors(), 3.0),
 }
+
+
+class Factors(nn.Module):
+    """Has a tensor among its constants, and one that its class has until it gets its own."""
+
+    __constants__ = ("factors", "power")
+    power = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factors * x.abs() ** self.power
 
 
 def around(layer: nn.Module) -> nn.Module:
@@ -206,6 +225,28 @@ def test_options_of_a_loss_between_the_passes() -> None:
         values.append(model.bias.ggnmp(torch.eye(3)).diag())
     for value in values[1:]:
         torch.testing.assert_close(value, values[0])
+
+
+def test_an_extension_hook_gets_the_module_that_was_called() -> None:
+    """With the options of its call; and its copy leaves nothing behind."""
+    layers = [nn.Linear(4, 3), nn.LeakyReLU(0.5), nn.Linear(3, 3), nn.CrossEntropyLoss()]
+    *inner, lossfunc = [extend(layer) for layer in layers]
+    loss = lossfunc(nn.Sequential(*inner)(torch.rand(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
+    inner[1].negative_slope, lossfunc.reduction = 0.1, "sum"
+    shown = []
+
+    def hook(module: nn.Module) -> None:
+        shown.append(module)
+        assert getattr(module, "negative_slope", 0.5) == 0.5
+        assert getattr(module, "reduction", "mean") == "mean"
+
+    with backpack(extensions.DiagGGNExact(), extension_hook=hook):
+        loss.backward(retain_graph=True)
+    assert {*map(id, shown)} == {*map(id, layers)}
+    assert inner[1].negative_slope == 0.1 and lossfunc.reduction == "sum"
+    for layer in layers:
+        memory_cleanup(layer)
+    assert not all_live_calls()
 
 
 class Dilated(nn.Module):

@@ -12,6 +12,8 @@ from torch.nn.functional import pad as pad_function
 class Pad(Module):
     """Pad a tensor, like :func:`torch.nn.functional.pad`."""
 
+    __constants__ = ("pad", "mode", "value")
+
     def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0):
         """Store the arguments of the padding.
 

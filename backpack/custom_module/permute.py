@@ -9,6 +9,8 @@ from torch.nn import Module
 class Permute(Module):
     """Reorder the axes of a tensor, like :meth:`torch.Tensor.permute` or ``transpose``."""
 
+    __constants__ = ("dims", "init_transpose")
+
     def __init__(self, *dims: int, init_transpose: bool = False):
         """Store the order of the axes.
 

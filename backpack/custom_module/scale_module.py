@@ -9,6 +9,8 @@ from torch.nn import Module
 class ScaleModule(Module):
     """Multiplication by a constant number, which is not a parameter."""
 
+    __constants__ = ("weight",)
+
     def __init__(self, weight: float = 1.0):
         """Store the factor.
 

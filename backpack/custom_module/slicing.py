@@ -11,6 +11,8 @@ from torch.nn import Module
 class Slicing(Module):
     """Index a tensor with slices, integers, ``Ellipsis`` and ``None``."""
 
+    __constants__ = ("slice_info",)
+
     def __init__(self, slice_info: tuple[slice | int | EllipsisType | None, ...]):
         """Store the index.
 

@@ -13,6 +13,8 @@ class StochasticDepth(Module):
     ``torchvision.ops.stochastic_depth``.
     """
 
+    __constants__ = ("p", "mode")
+
     def __init__(self, p: float, mode: str):
         """Store the arguments.
 

@@ -23,6 +23,7 @@ from backpack.core.derivatives.by_autograd import (
     second_of_samples,
     with_other_samples,
 )
+from backpack.core.derivatives.following import Known, once
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of
@@ -52,7 +53,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     batch_axis = BatchAxis.LEADING
     trailing_axes = constant(0)
-    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
+    _mixing: ClassVar[Known] = WeakKeyDictionary()
 
     def hessian_is_psd(self) -> bool:
         """Return False: nothing is known."""
@@ -122,13 +123,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
     # ------------------------------------------------------------------ samples that meet
 
     def couples_samples_unseen(self, call: Call) -> bool | None:
-        """Return whether it mixes samples; found out once for each loss and shape."""
-        known = self._mixing.setdefault(call.module, {})
+        """Return whether it mixes samples; found out once for each state of a loss and shape."""
         options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
         key = (call.shape_in, call.training, options)
-        if key not in known:
-            known[key] = self._meet(call, at_predictions=True)
-        return known[key]
+        return once(self._mixing, call, key, partial(self._meet, call, at_predictions=True))
 
     def divides_by_targets(self, call: Call) -> bool | None:
         """Return whether a sample's gradient depends on the targets of others, in this call."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Size, Tensor
@@ -42,6 +42,8 @@ MOST_VALUES = 2**14
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _OF_EACH = frozenset(vars(Module())) - {"training"}
 
+# What was found out of modules: by what it depends on, their states and what it is.
+Known = WeakKeyDictionary[Module, dict[Any, tuple[list[Any] | None, bool | None]]]
 # Evaluates the function with other arguments; all tensors that it returns.
 Evaluate = Callable[[Sequence[Any]], list[Tensor]]
 
@@ -127,6 +129,14 @@ def state_of(module: Module) -> list[Any] | None:
     except _CannotTell:
         return None
     return found
+
+
+def once(known: Known, call: Call, key: Any, find: Callable[[], bool | None]) -> bool | None:
+    """Find something out once for a module, as long as it is in the same state, and a key."""
+    found, state = known.setdefault(call.module, {}), state_of(call.module)
+    if state is None or key not in found or found[key][0] != state:
+        found[key] = state, find()
+    return found[key][1]
 
 
 def _is_code(x: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +18,7 @@ from backpack.core.derivatives.automatic import (
 )
 from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.by_autograd import Evaluation, alone
+from backpack.core.derivatives.following import Known, once
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
@@ -36,7 +38,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     is_curved = always  # whether the function is affine may depend on the state of the module
     _warned: ClassVar[WeakSet[type[Module]]] = WeakSet()
-    _mixing: ClassVar[WeakKeyDictionary[Module, dict[Any, bool | None]]] = WeakKeyDictionary()
+    _mixing: ClassVar[Known] = WeakKeyDictionary()
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the output for other inputs and parameters; neither they nor buffers change."""
@@ -82,18 +84,17 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
     def couples_samples_unseen(self, call: Call) -> bool | None:
-        """Return whether samples are mixed; found out once for each module and shape."""
-        known = self._mixing.setdefault(call.module, {})
+        """Return whether samples are mixed; found out once for each state of a module and shape."""
         key = (call.shape_in, call.training)
-        if key not in known:
-            evaluation = self._evaluation(context_of(call, check=False))
-            try:
-                with alone():
-                    again = is_repeatable(evaluation)
-                    known[key] = again and not evaluation.is_independent()
-            except Exception:  # nobody asks for its derivatives
-                known[key] = None
-        return known[key]
+        return once(self._mixing, call, key, partial(self._meet, call))
+
+    def _meet(self, call: Call) -> bool | None:
+        evaluation = self._evaluation(context_of(call, check=False))
+        try:
+            with alone():
+                return is_repeatable(evaluation) and not evaluation.is_independent()
+        except Exception:  # nobody asks for its derivatives
+            return None
 
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""

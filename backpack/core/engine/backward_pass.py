@@ -391,7 +391,7 @@ class BackwardPass:
         call.check(trained_only=not self.second_order)
         if call in self.moved:
             call.refuse_moved()
-        if self.sharded and call.module in self.sharded:
+        if self.sharded and call.called in self.sharded:
             raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
         if call.has_unknown_shards:
             raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))

@@ -441,8 +441,8 @@ class Plan:
     def _rule_around(self, call: Call) -> Call | None:
         """Find the call of a module with a rule that has made a call of one of its children."""
         for outer in self.calls:
-            is_later = outer.index > call.index and outer.module is not call.module
-            if is_later and any(call.module is part for part in outer.module.modules()):
+            is_later = outer.index > call.index and outer.called is not call.called
+            if is_later and any(call.called is part for part in outer.called.modules()):
                 return outer
         return None
 

@@ -259,7 +259,7 @@ class SampleFlow:
         if call.trained and not is_loss and not call.is_unbatched:
             own = _samples_of(call)
             self.axes.add(_axis(call, 0, out=True))
-            self.layers.setdefault(own, []).append(call.module)
+            self.layers.setdefault(own, []).append(call.called)
             if after is not None and after[1] != own and not _are_tied(call, after[0]):
                 self._note_size(call, own, *after)
             after = call, own

@@ -47,7 +47,7 @@ def is_used(tensor: Tensor) -> bool:
 def latest() -> Module | None:
     """Return the module of the latest call, if that waits for its first context."""
     call = last_call() if calls.newest != _newest_before else None
-    return None if call is None else call.module
+    return None if call is None else call.called
 
 
 def note_end_of_context() -> None:
@@ -77,7 +77,7 @@ Layout.on_correction = staticmethod(_find_places)
 
 def live_calls(module: Module) -> list[Call]:
     """Return the recorded calls of a module that still hold tensors, in the order of the calls."""
-    return [call for call in all_live_calls() if call.module is module]
+    return [call for call in all_live_calls() if call.called is module]
 
 
 def preserve(tensor: Tensor, copy: Tensor) -> None:

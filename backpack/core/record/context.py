@@ -153,11 +153,12 @@ class Context:
     def shown(self, for_users: bool = False) -> Iterator[Any]:
         """Show the call to code of users: the module has its ``input0, input1, …`` and ``output``.
 
-        It also has the parameters, the buffers and the mode of the call, if it has others by now.
+        It also has parameters, buffers, mode and options of the call, if it has others by now.
         While another thread works with the module, such as a loss that two models share, a copy
         gets them. ``for_users``: parameters that were changed during the backward pass stay so.
         """
-        call, module, thread = self.call, self.module, get_ident()
+        call, thread, is_own = self.call, get_ident(), self.module is self.call.module
+        module = call.called if is_own else self.module
         own, outputs, inputs = vars(module), self.outputs, self.inputs
         # who shows a call is noted where it is shown: at the module, in one step for all threads
         is_first = "_backpack_thread" not in own
@@ -168,6 +169,9 @@ class Context:
         attributes: dict[str, Any] = {"output": output, SHOWN: self}
         if own["training"] is not call.training:
             attributes["training"] = call.training
+        if is_own and call.module is not module:  # it has other options by now
+            was = vars(call.module)
+            attributes |= {name: was[name] for name in call.options[0] if name in was}
         for i, x in enumerate(inputs):
             attributes[f"input{i}"] = x
         for child in own["_modules"]:  # a child may be called "output"
@@ -175,7 +179,7 @@ class Context:
         tensors: Sequence[Any] = ()
         replaced = {name: own[name] for name in attributes.keys() & own.keys()}
         try:
-            if self.module is call.module:
+            if is_own:
                 tensors = call.swap_tensors(module, call.precision, for_users)
             own.update(attributes)
             yield module

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from backpack.core.record.weights import (
 
 # An entry of a dictionary: where, its name, and the value.
 Entry = tuple[dict[str, Any], str, Any]
-_NOTHING = object()
+NOTHING = object()
 T = TypeVar("T", bound="ModuleState")
 
 
@@ -38,7 +39,8 @@ class ModuleState:
     """Parameters, buffers and mode of a module at the time of a call.
 
     Attributes:
-        module: The module that was called.
+        called: The module that was called.
+        module: The same, or a copy if it has other options by now.
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
@@ -54,15 +56,16 @@ class ModuleState:
 
     addresses: tuple[int, ...]
     __slots__ = (
-        *("__weakref__", "addresses", "has_unknown_shards", "kept_values", "module", "options"),
-        *("params", "precision", "read", "shards", "training", "views"),
+        *("__weakref__", "addresses", "called", "has_unknown_shards", "kept_values", "module"),
+        *("options", "params", "precision", "read", "shards", "training", "views"),
     )
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
-        self.module, self.training = module, module.training
+        self.module = self.called = module
+        self.training = module.training
         names = (*getattr(type(module), "__constants__", ()), "reduction")
-        self.options = names, tuple(map(vars(module).get, names))
+        self.options = names, tuple(map(vars(module).get, names, repeat(NOTHING)))
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
@@ -92,8 +95,9 @@ class ModuleState:
     def with_options(self) -> Module:
         """Return a module with the options of the call, in the place of one that has others now."""
         own = vars(self.module)
-        options = {name: was for name, was in zip(*self.options, strict=True) if name in own}
-        return copied(self.module, **options) if options else self.module
+        each = zip(*self.options, strict=True)
+        options = {name: was for name, was in each if name in own or was is not NOTHING}
+        return copied(self.module, options) if options else self.module
 
     @property
     def state(self) -> list[State]:
@@ -220,10 +224,10 @@ class ModuleState:
             (tensors, name, t if precision is None else cast(t, precision))
             for tensors, read in zip(own, reads, strict=True)
             for name, t in (read if precision is None else tensors | read).items()
-            if precision is not None or tensors.get(name, _NOTHING) is not t
+            if precision is not None or tensors.get(name, NOTHING) is not t
         ]
-        replaced = [(tensors, name, tensors.get(name, _NOTHING)) for tensors, name, _ in entries]
-        self._check_hidden(module, [entry for entry in replaced if entry[2] is _NOTHING])
+        replaced = [(tensors, name, tensors.get(name, NOTHING)) for tensors, name, _ in entries]
+        self._check_hidden(module, [entry for entry in replaced if entry[2] is NOTHING])
         put(entries)
         return replaced
 
@@ -257,11 +261,12 @@ def moved(states: Iterable[T]) -> Iterator[T]:
     return (one for one in states if one.addresses and one.addresses != addresses_of(one.read))
 
 
-def copied(module: Module, **options: Any) -> Module:
+def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     """Copy a module, but not its tensors and children, with other attributes."""
     copy = object.__new__(type(module))
     tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
-    vars(copy).update({**vars(module), **tensors, **options})
+    own = {**vars(module), **tensors, **(options or {})}
+    vars(copy).update((name, value) for name, value in own.items() if value is not NOTHING)
     return copy
 
 
@@ -279,7 +284,7 @@ def _differ(tensors: dict[str, Any], read: dict[str, Any]) -> bool:
 def put(entries: Sequence[Entry]) -> None:
     """Set entries, or delete them."""
     for where, name, value in entries:
-        if value is _NOTHING:
+        if value is NOTHING:
             where.pop(name, None)
         else:
             where[name] = value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from backpack.context import STATE
 from backpack.core.record.data_notes import UNFILLED, noted
 from backpack.core.record.layout import Layout, Place, unbatched
-from backpack.core.record.module_state import ModuleState, describe, works_in_place
+from backpack.core.record.module_state import NOTHING, ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
 from backpack.core.types import Rule
 
@@ -364,7 +365,8 @@ class PlacedCall(ModuleState):
         if not self.outputs:
             self.check_released()
         names, values = self.options
-        if tuple(map(vars(self.module).get, names)) != values:
+        now = map(vars(self.module).get, names, repeat(NOTHING))
+        if any(map(operator.is_not, now, values)):
             self.module = self.with_options()
         self._check_batched()
         if self.module._parameters:
