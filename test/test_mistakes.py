@@ -1494,6 +1494,33 @@ def test_dp_sgd_refuses_targets_that_broadcast_inside_of_a_model(converter: str)
             optimiser.step()
 
 
+class WeightsThatBroadcast(nn.Module):
+    """Weights of samples, from data ``[N, 3]`` and what another argument is."""
+
+    def __init__(self, compare: Any) -> None:
+        super().__init__()
+        self.layer, self.compare = nn.Linear(3, 1), compare
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        weights = self.compare(x[:, :1], other).to(x.dtype).mean(1, keepdim=True)
+        return (self.layer(x) * weights).square().mean()
+
+
+@pytest.mark.parametrize("compare", [torch.sub, torch.gt])
+@pytest.mark.parametrize("converter", ["trace", "record"])
+def test_dp_sgd_refuses_data_that_broadcast_inside_of_a_model(converter: str, compare: Any) -> None:
+    model = extend(WeightsThatBroadcast(compare), use_converter=converter)
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    for other in (torch.rand(N, 1), torch.rand(N), torch.rand(1, N)):
+        with backpack(*optimiser.extensions):
+            model(torch.rand(N, 3), other).backward()
+        if other.shape == (N,):
+            with pytest.raises(ValueError, match=r"the same rows for all samples"):
+                optimiser.step()
+        else:
+            optimiser.step()
+
+
 def test_dp_sgd_refuses_a_frozen_model_that_mixes_samples() -> None:
     backbone = extend(frozen(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))))
     with pytest.raises(ValueError, match=r"mixes them in '1' \(BatchNorm1d\)"):

@@ -219,7 +219,7 @@ class Call(PlacedCall):
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         call.shape_out = tuple(y.shape for y in outputs)
         call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
-        call.computed, call.misplaced = [False] * len(leaves), None
+        call.computed, call.misplaced, call.mixed_data = [False] * len(leaves), None, None
         call.layouts_in = tuple(map(layout_of, leaves))
         call.layouts_out = (None,) * len(outputs)
         call.find_places()

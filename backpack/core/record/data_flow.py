@@ -239,8 +239,9 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
-        if layout is None and y.is_floating_point() and _differ(known):
-            note_mixed(y, f"a function of the data ({describe(module)})")
+        is_total = layout is None and y.is_floating_point() and _differ(known)
+        if is_total or call.mixed_data is not None:
+            note_mixed(y, call.mixed_data or f"a function of the data ({describe(module)})")
 
 
 def _differ(layouts: Iterable[Layout | None]) -> bool:
