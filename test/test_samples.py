@@ -887,6 +887,37 @@ def test_all_rows_of_one_sample(converter: Any, time: int) -> None:
     assert "batch_first=True" in message
 
 
+class PackedRows(nn.Module):
+    """A layer for rows of sequences of given lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor, **_: Any) -> Tensor:
+        rows = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        rows = rows._replace(data=self.layer(rows.data).tanh())
+        return pad_packed_sequence(rows, batch_first=True)[0].sum(1)
+
+
+@pytest.mark.parametrize("lengths", [[4, 3], [2, 4], [1, 1], [3, 3], [2, 4, 1]])
+def test_sizes_of_packed_sequences_are_not_drawn(lengths: list[int]) -> None:
+    """Other sizes of batches write anywhere in memory: torch does not check them."""
+    model, count = PackedRows().double(), len(lengths)
+    X, y = torch.rand(count, 4, 4, dtype=torch.float64), torch.randint(2, (count,))
+    expected = [
+        torch.autograd.grad(
+            F.cross_entropy(model.layer(X[n, :length]).tanh().sum(0), y[n]) / count,
+            model.layer.weight,
+        )[0]
+        for n, length in enumerate(lengths)
+    ]
+    model = extend(model, use_converter="record")
+    with backpack(extensions.BatchGrad()):
+        extend(nn.CrossEntropyLoss())(model(X, torch.tensor(lengths)), y).backward()
+    torch.testing.assert_close(model.layer.weight.grad_batch, torch.stack(expected))
+
+
 class LossOfEach(nn.Module):
     """A model that adds up the losses of some samples, one by one."""
 

@@ -411,12 +411,18 @@ class Following:
 
     @property
     def _varied(self) -> list[int]:
-        """Number the inputs that other values may replace: others may be indices."""
+        """Number the inputs that other values may replace: others may be indices.
+
+        Private functions of torch do not check those, and would write anywhere in memory.
+        """
+        function = getattr(self.call.module, "function", None)
+        checks = not getattr(function, "__name__", "").startswith("_")
         pairs = enumerate(zip(self.call.inputs, self.call.layouts_in, strict=True))
         return [
             i
             for i, (x, layout) in pairs
-            if layout is not None and (is_real(x) or (layout.is_batched and isinstance(x, Tensor)))
+            if layout is not None
+            and (is_real(x) or (checks and layout.is_batched and isinstance(x, Tensor)))
         ]
 
     def _tried(self) -> list[Tensor] | None:
@@ -465,7 +471,9 @@ class Following:
         return all(
             i in one and (not x.numel() or not torch.equal(one[i], other[i]))
             for i, x in enumerate(self.call.inputs)
-            if (layout := self.call.layouts_in[i]) is not None and layout.is_batched
+            if (layout := self.call.layouts_in[i]) is not None
+            and layout.is_batched
+            and not layout.is_constant
         )
 
     def _located(self, points: Sequence[Sequence[Mapping[int, Tensor]]]) -> list[Tensor] | None:
