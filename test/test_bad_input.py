@@ -422,12 +422,14 @@ def test_regularised_loss_warns() -> None:
         loss.backward()
 
 
-def test_modified_loss_does_not_warn_for_first_order() -> None:
+def test_modified_loss_mixes_samples_for_first_order() -> None:
+    """The gradients of samples have the value of the whole loss as a factor: that is told."""
     model, batch = mlp(), data()
     loss = forward(model, batch) ** 2
     with backpack(extensions.BatchGrad()), warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss.backward()
+        with pytest.warns(UserWarning, match=r"mixes the samples .* \(PowBackward0\)"):
+            loss.backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
 

@@ -265,7 +265,8 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     """Copy a module, but not its tensors and children, with other attributes."""
     copy = object.__new__(type(module))
     tensors = {"_parameters": module._parameters.copy(), "_buffers": module._buffers.copy()}
-    own = {**vars(module), **tensors, **(options or {})}
+    # its calls are not to make it one of the extended modules, which it is in the place of
+    own = {**vars(module), **tensors, **(options or {}), "_backpack_identity": id(copy)}
     vars(copy).update((name, value) for name, value in own.items() if value is not NOTHING)
     return copy
 
