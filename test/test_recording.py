@@ -2044,6 +2044,38 @@ def test_parameters_in_python_lists(route: Any) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack([each[i] for each in gradients]))
 
 
+class TwoArguments(nn.Module):
+    """Adds its arguments, one of which may be a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, d: Tensor) -> Tensor:
+        return self.layer((x + d).tanh())
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3,), (1, 3)], ids=str)
+def test_parameters_as_arguments(shape: tuple[int, ...]) -> None:
+    """With one row for each sample it is data, else a parameter."""
+    torch.manual_seed(0)
+    model, lossfunc = TwoArguments().double(), nn.CrossEntropyLoss()
+    X, y = torch.rand(5, 3, dtype=torch.float64), torch.randint(2, (5,))
+    d = nn.Parameter(torch.rand(shape, dtype=torch.float64))
+    params, rows = [*model.parameters(), d], d if len(shape) > 1 else d.unsqueeze(0)
+    each = [
+        torch.autograd.grad(lossfunc(model(X[[n]], rows[n % len(rows)][None]), y[[n]]) / 5, params)
+        for n in range(5)
+    ]
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(extend(model, use_converter="record")(X, d), y).backward()
+    for i, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.grad_batch, torch.stack([grads[i] for grads in each]))
+    assert hasattr(d, "grad_batch") == (shape != (5, 3))
+    if shape != (5, 3):
+        torch.testing.assert_close(d.grad_batch, torch.stack([grads[-1] for grads in each]))
+
+
 def test_data_that_are_a_parameter() -> None:
     """What the error advises works."""
     model, lossfunc = extend(nn.Linear(3, 2), use_converter=True), extend(nn.CrossEntropyLoss())

@@ -59,6 +59,7 @@ from backpack.core.record.data_notes import (
     mixed_by,
     note,
     note_mixed,
+    running,
 )
 from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
 from backpack.core.record.generators import (
@@ -401,7 +402,7 @@ class Recorder(TorchFunctionMode):
             for name, p in owner._parameters.items():
                 if p is x:
                     return self.functions.reader(x, owner, name, prefix)
-        if not isinstance(x, Parameter):
+        if not isinstance(x, Parameter) or any(id(x) in inputs.rows for inputs in running()):
             return None
         holder = Module()  # such as in a list, or of another model
         holder.value = x

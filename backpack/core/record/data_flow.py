@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
@@ -71,6 +71,7 @@ def note_inputs(
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
     count = _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
+    inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
     if inputs.others:
         inputs.choice = (
             f"{describe(module)} was called with tensors of shapes "

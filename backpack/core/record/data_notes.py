@@ -37,6 +37,7 @@ class Inputs:
         marks: Identities of tensors with a graph whose layout holds for this call alone.
         others: What else may be the number of samples: sizes of other first axes.
         choice: What was taken for the samples, in words.
+        rows: Ids of parameters that are arguments with one row for each sample: data.
     """
 
     def __init__(self, module: Module):
@@ -46,6 +47,7 @@ class Inputs:
         self.marks: list[Any] = []
         self.others: set[int] = set()
         self.choice = ""
+        self.rows: set[int] = set()
 
     def note(self, tensor: Tensor, layout: Layout) -> None:
         """Remember where the samples are, until the call ends."""
