@@ -132,7 +132,8 @@ DEFINED = [
     for case in FEWER
     if not case.tags & {"rows", "mixing"}
     and not any(
-        word in str(case).lower() for word in ("dropout", "depth", "rrelu", "rows", "hardsig")
+        word in str(case).lower()
+        for word in ("dropout", "depth", "rrelu", "fractional", "rows", "hardsig")
     )
     and str(case) != "tied-embedding"
 ]
