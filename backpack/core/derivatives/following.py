@@ -416,7 +416,8 @@ class Following:
         Private functions of torch do not check those, and would write anywhere in memory.
         """
         function = getattr(self.call.module, "function", None)
-        checks = not getattr(function, "__name__", "").startswith("_")
+        name = getattr(function, "__name__", "")
+        checks = not name.startswith("_") or name.startswith("__")  # an operator, such as __and__
         pairs = enumerate(zip(self.call.inputs, self.call.layouts_in, strict=True))
         return [
             i
