@@ -431,9 +431,10 @@ class BackpackTracer(Tracer):
     def to_bool(self, obj: Proxy) -> bool:
         """Record an ``assert`` of the user; any other control flow is an error."""
         frame = _users_frame()
-        place = _users_place()
-        line = "" if place is None else linecache.getline(place.file, place.line)
-        if frame is None or not (_is_plain_assert(line) and _is_branching(frame)):
+        if frame is None:
+            return super().to_bool(obj)
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
+        if not (_is_plain_assert(line) and _is_branching(frame)):
             return super().to_bool(obj)
         self.create_proxy("call_function", torch._assert, (obj, line.strip()), {})
         return True

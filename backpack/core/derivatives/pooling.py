@@ -33,6 +33,7 @@ class SelectionDerivatives(ChannelwiseDerivatives):
 
     hessian_is_zero = always
     autograd_stores = always  # where the maxima are
+    #: Whether the module chooses the same entries when it runs again.
     is_repeatable: ClassVar[bool] = True
 
     def indices(self, c: Context) -> Tensor:

@@ -25,18 +25,8 @@ from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
 from backpack.core.record.data_notes import layout_of
 from backpack.core.record.layout import Layout
-from backpack.core.record.module_state import (
-    ModuleState,
-    cast,
-    describe,
-    placeholder,
-)
-from backpack.core.record.origins import (
-    Origin,
-    flatten_outputs,
-    origin,
-    origin_at,
-)
+from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
+from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at
 from backpack.core.record.placed_call import PlacedCall
 from backpack.core.record.registry import (
     derivatives_of_call,
