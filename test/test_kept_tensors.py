@@ -17,6 +17,7 @@ from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record import alive, calls
+from backpack.core.record.visits import Visit
 from backpack.custom_module.branching import SumModule
 from backpack.extensions import BatchGrad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
@@ -113,7 +114,7 @@ def test_quantities_do_not_change(
     torch.testing.assert_close(thrifty, values(name, residual))
 
 
-def gradient_is_kept(call: calls.Call) -> bool:
+def gradient_is_kept(call: Visit) -> bool:
     return all(g is None or g.isfinite().all() for g in call.g_out)
 
 
@@ -137,7 +138,7 @@ def test_gradients_are_kept_for_second_derivatives(
     run = BackwardPass._run_second_order
 
     def look(self: BackwardPass) -> None:
-        found.update({call.module: gradient_is_kept(call) for call in self.reached_calls})
+        found.update({call.module: gradient_is_kept(call) for call in self.calls})
         run(self)
 
     monkeypatch.setattr(BackwardPass, "_run_second_order", look)

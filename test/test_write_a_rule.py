@@ -31,6 +31,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.record.alive import live_calls
 from backpack.core.record.context import context_of
 from backpack.core.record.registry import _CACHE, REGISTRY, derivatives_of
+from backpack.core.record.visits import Visit
 from backpack.utils.kroneckers import kfacs_to_mat
 from backpack.utils.subsampling import subsample
 
@@ -897,7 +898,7 @@ def test_names_on_the_page_exist() -> None:
     page = (test_docs.DOCS / "write_a_rule.rst").read_text(encoding="utf-8")
     layer = extend(nn.Linear(3, 2))
     output = layer(torch.rand(4, 3))
-    seen = {*dir(context_of(*live_calls(layer)))}
+    seen = {*dir(context_of(Visit(*live_calls(layer))))}
     assert output.requires_grad  # keeps the call alive
     assert {*re.findall(r"``c\.(\w+)", page)} <= seen
     named = {*re.findall(r"^   \* - (?:loss: )?``(\w+)\(", page, re.MULTILINE)}

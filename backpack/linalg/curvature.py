@@ -20,6 +20,7 @@ from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.alive import live_calls
 from backpack.core.record.functions import weight_of_norm
 from backpack.core.record.generators import OwnGenerators
+from backpack.core.record.visits import Visit
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
 from backpack.linalg.extended import extended
@@ -234,7 +235,7 @@ def loss_and_hessian(
             f"{type(loss_function).__name__} is no loss module: a module without children that "
             "returns a scalar."
         )
-    return loss, LossHessian(calls[-1])
+    return loss, LossHessian(Visit(calls[-1]))
 
 
 class GGN(JacobianOperator):

@@ -44,6 +44,7 @@ from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
+from backpack.core.record.visits import Visit
 from backpack.core.types import Changes, OfInputs, OfParams
 from backpack.custom_module.function_module import FunctionModule
 from backpack.hessianfree.graph import nodes_above
@@ -279,7 +280,7 @@ class FunctionDerivatives(AutomaticDerivatives):
 
     sees_samples_first = never  # the rule needs to know the axes
 
-    def is_curved(self, call: Call) -> bool:
+    def is_curved(self, call: Visit) -> bool:
         """Return whether the function is not affine, at random values or at those of the call.
 
         It may be piecewise so, or for other data: a loss of targets that are 1 or -1.
@@ -339,15 +340,15 @@ class FunctionDerivatives(AutomaticDerivatives):
             self._assume_rows(call, of_indices=False)
             if not any(layout is not None and layout.is_batched for layout in call.layouts_in):
                 self._assume_rows(call, of_indices=True)
-        call.saved["affine"] = False
-        call.kept |= {"affine"}
+        call.note("affine", False)
         found = self._tried(call)
         if found is None and self._give_rows(call):
             found = self._tried(call)
         while found is None:
             self._mark_one_unbatched(call)
             found = self._tried(call)
-        call.saved["affine"], layouts = found
+        affine, layouts = found
+        call.note("affine", affine)
         return layouts
 
     @staticmethod
@@ -483,7 +484,7 @@ class FunctionDerivatives(AutomaticDerivatives):
             if p is not None
         }
 
-        c = Context(call, call.inputs, call.outputs)
+        c = Context(Visit(call), call.inputs, call.outputs)
         collect = tensors_in if call.index < 0 else flatten_outputs  # data: of any precision
 
         def evaluate(leaves: Sequence[Any], dtype: Any = None) -> list[Tensor]:

@@ -33,6 +33,7 @@ from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, Place
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register, register_fallback
+from backpack.core.record.visits import Visit
 from backpack.core.values import at_least_single
 
 
@@ -122,17 +123,17 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     # ------------------------------------------------------------------ samples that meet
 
-    def couples_samples_unseen(self, call: Call) -> bool | None:
+    def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether it mixes samples; found out once for each state of a loss and shape."""
         options = tuple(x for x in call.inputs if isinstance(x, (int, float, str)))
         key = (call.shape_in, call.training, options)
         return once(self._mixing, call, key, partial(self._meet, call, at_predictions=True))
 
-    def divides_by_targets(self, call: Call) -> bool | None:
+    def divides_by_targets(self, call: Visit) -> bool | None:
         """Return whether a sample's gradient depends on the targets of others, in this call."""
         return self._meet(call, at_predictions=False)
 
-    def _meet(self, call: Call, at_predictions: bool) -> bool | None:
+    def _meet(self, call: Visit, at_predictions: bool) -> bool | None:
         """Return whether a sample's gradient depends on other samples; None if it is not known.
 
         On their predictions (then theirs on those of the sample as well), or on all other tensors

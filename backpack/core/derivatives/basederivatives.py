@@ -32,6 +32,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.module_state import describe
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, one_by_one, row_numbers, take_rows
 from backpack.core.types import Changes, OfInputs, OfParams, Pairs
 from backpack.utils.functional import functional_call
@@ -167,19 +168,19 @@ class BaseDerivatives(SampleAxes):
         """Return whether a sample's output depends on other samples."""
         return False
 
-    def is_curved(self, call: Call) -> bool:
+    def is_curved(self, call: Visit) -> bool:
         """Return whether the output of a call is no (piecewise) affine function of the input."""
         if self.tells_curvature:
             return not self.hessian_is_zero(call.module)
         return self._bends(call, "hessian_is_zero", of_params=False)
 
-    def bends_params(self, call: Call) -> bool:
+    def bends_params(self, call: Visit) -> bool:
         """Return whether the output of a call is no affine function of each of its parameters."""
         if self.tells_linearity or not call.trained:
             return bool(call.trained) and not self.is_linear_in_params(call.module)
         return self._bends(call, "is_linear_in_params", of_params=True)
 
-    def _bends(self, call: Call, fact: str, of_params: bool) -> bool:
+    def _bends(self, call: Visit, fact: str, of_params: bool) -> bool:
         """Find out whether a second derivative of a call is not zero; refuse if torch has none."""
         key = f"{fact} of {[g is not None for g in call.g_out]}"
         if key not in call.saved:
@@ -198,14 +199,14 @@ class BaseDerivatives(SampleAxes):
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         return None
 
-    def couples_samples_unseen(self, call: Call) -> bool | None:
+    def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether a call mixes samples though :meth:`couples_samples` does not say so.
 
         None if that cannot be found out.
         """
         return False
 
-    def divides_by_targets(self, call: Call) -> bool | None:
+    def divides_by_targets(self, call: Visit) -> bool | None:
         """Return whether a loss divides by a number that depends on the targets of all samples.
 
         None if that cannot be found out.
@@ -230,12 +231,12 @@ class BaseDerivatives(SampleAxes):
         return ()
 
     def kernel_overrides(
-        self, call: Call, nodes: Sequence[Any], elided: Set[Parameter]
+        self, visit: Visit, nodes: Sequence[Any], elided: Set[Parameter]
     ) -> Sequence[KernelOverride] | None:
         """Return what takes the place of kernels, so that they compute no parameter's gradient.
 
         Args:
-            call: The call.
+            visit: The call in the backward pass.
             nodes: Nodes of the graph, among them all between the call's outputs and its inputs.
             elided: Parameters whose gradients autograd need not compute, for all that is known.
 

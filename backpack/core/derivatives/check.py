@@ -23,6 +23,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import REGISTRY, derivatives_of
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows
 from backpack.utils.kroneckers import kfacs_to_mat
 
@@ -136,7 +137,7 @@ def check_rule(module: Module, *inputs: Any) -> None:
         outputs = flatten_outputs(module(*leaves))
         _check_children(rule, module, called)
         _check_names(rule, module)
-        call = Call(module, tuple(leaves), {}, outputs, rule, True)
+        call = Visit(Call(module, tuple(leaves), {}, outputs, rule, True))
         call.g_out = [randn_like(y) for y in outputs]
         c, given = context_of(call), Given((*leaves, *outputs))
         missing = OF_MODULE if _announces_output(rule) else OF_MODULE + OF_OUTPUT

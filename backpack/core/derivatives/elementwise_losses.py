@@ -27,6 +27,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
+from backpack.core.record.visits import Visit
 
 
 class ElementwiseLossDerivatives(BaseLossDerivatives):
@@ -39,7 +40,7 @@ class ElementwiseLossDerivatives(BaseLossDerivatives):
     batch_axis = BatchAxis.LEADING
     trailing_axes = constant(0)
 
-    def couples_samples_unseen(self, call: Call) -> bool:
+    def couples_samples_unseen(self, call: Visit) -> bool:
         """Return whether predictions meet targets of other samples, which broadcast."""
         x, y = call.shape_in[:2]
         if x is None or y is None or x == y:
@@ -189,7 +190,7 @@ class GaussianNLLLossDerivatives(ElementwiseLossDerivatives):
     """
 
     def seen(
-        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+        self, call: Visit, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
         """Broadcast the variance to the prediction as it was called with, before axes move."""
         xs, ys = super().seen(call, inputs, outputs)

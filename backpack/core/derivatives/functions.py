@@ -52,8 +52,7 @@ class SumModuleDerivatives(FunctionDerivatives):
             are_alike = all(s in (None, shape) for s in shapes)
             if not are_alike or len({one.facts for one in known}) != 1:
                 return super().layouts(call)
-        call.saved["affine"] = True
-        call.kept |= {"affine"}
+        call.note("affine", True)
         for layout in known[1:]:
             known[0].unify(layout)
         return [known[0]]

@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners, Place
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 
 
@@ -93,7 +94,7 @@ class LossHessian:
         ValueError: If the loss is not reduced to a scalar.
     """
 
-    def __init__(self, call: Call, rows: Rows = None):
+    def __init__(self, call: Visit, rows: Rows = None):
         """Check the call."""
         self.rule: Any = call.derivatives
         self.c = context_of(call, rows)

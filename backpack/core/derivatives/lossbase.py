@@ -29,10 +29,10 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.interface import LossInterface
 from backpack.core.derivatives.loss_hessian import place_of_chosen
 from backpack.core.derivatives.terms import num_terms
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.registry import derivatives_of
+from backpack.core.record.visits import Visit
 from backpack.core.values import has_values
 
 # Columns at the prediction, or one entry (None for zero) for each input.
@@ -149,7 +149,7 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         return True
 
     def seen(
-        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+        self, call: Visit, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
         """Return inputs and output as they are, with chosen rows along the first axis.
 

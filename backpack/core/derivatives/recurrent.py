@@ -49,6 +49,7 @@ from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import state_of
 from backpack.core.types import Mats, Pairs
 
@@ -457,12 +458,12 @@ class LSTMDerivatives(SequenceDerivatives):
         return super().costly_gradients(call, wanted)
 
     def kernel_overrides(
-        self, call: Call, nodes: Sequence[Any], elided: Set[Parameter]
+        self, visit: Visit, nodes: Sequence[Any], elided: Set[Parameter]
     ) -> Sequence[KernelOverride] | None:
         """Return one for the kernel of each direction of a layer."""
-        weights = self.weights(call.module, {})
+        weights = self.weights(visit.module, {})
         found = [
-            FusedLayer(node, call, self, k)
+            FusedLayer(node, visit, self, k)
             for node in nodes
             if type(node).__name__ == FusedLayer.name
             for k, own in enumerate(weights if OWN_LSTM_KERNEL.is_on else [])
@@ -470,7 +471,7 @@ class LSTMDerivatives(SequenceDerivatives):
         ]
         if sorted(layer.k for layer in found) == [*range(len(weights))]:
             return found
-        return [] if _is_first(call) else None
+        return [] if _is_first(visit) else None
 
 
 class FusedLayer(KernelOverride):
@@ -484,25 +485,25 @@ class FusedLayer(KernelOverride):
     name = "MkldnnRnnLayerBackward0"
     kernel = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
-    def __init__(self, node: Any, call: Call, rule: LSTMDerivatives, k: int):
+    def __init__(self, node: Any, visit: Visit, rule: LSTMDerivatives, k: int):
         """Change nothing yet."""
-        super().__init__(node, call)
+        super().__init__(node, visit)
         self.rule, self.k = rule, k
 
     def receive(self, grads: Sequence[Tensor | None]) -> None:
         """Take what has arrived at all steps, ``[T, N, H]``, and at the last states, ``[N, H]``."""
         output, *finals = grads
         if any(g is not None for g in grads):
-            self.call.saved.setdefault("received", {})[self.k] = (
+            self.visit.saved.setdefault("received", {})[self.k] = (
                 None if output is None else output.unsqueeze(0),
                 [None if g is None else g.reshape(1, -1, g.shape[-1]) for g in finals],
             )
 
     def compute(self, *args: Any) -> Sequence[Tensor | None]:
         """Return the gradients of the input, of four parameters (None) and of the first states."""
-        if self.k not in self.call.saved.get("received", ()):
+        if self.k not in self.visit.saved.get("received", ()):
             return (None,) * 7
-        c = context_of(self.call)
+        c = context_of(self.visit)
         cotangents = self.rule.received(c, self.k)
         weights = self.rule.network(c).weights[self.k]
         x = cotangents.to_input(weights.weight_ih).squeeze(0)
@@ -510,7 +511,7 @@ class FusedLayer(KernelOverride):
 
     def clear(self) -> None:
         """Free the cotangents that were received for this layer."""
-        self.call.saved.pop("received", None)
+        self.visit.saved.pop("received", None)
 
 
 @register(GRU)

@@ -15,6 +15,7 @@ from backpack.core.derivatives.interface import Interface
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.visits import Visit
 
 USUAL_LAYOUT = fast.path(
     "usual layout", "Samples that are the first axis of all tensors are not looked for."
@@ -254,7 +255,7 @@ class SampleAxes(Interface):
         return Layout(before, place.samples, owners=place.owners)
 
     def seen(
-        self, call: Call, inputs: Sequence[Any], outputs: Sequence[Tensor]
+        self, call: Visit, inputs: Sequence[Any], outputs: Sequence[Tensor]
     ) -> tuple[list[Any], list[Tensor]]:
         """Return inputs and outputs with the samples where the rule expects them."""
         module, leading = call.module, self.batch_axis is BatchAxis.LEADING
@@ -290,7 +291,7 @@ class SampleAxes(Interface):
         ]
         return xs, ys
 
-    def seen_gradients(self, call: Call, folded: bool) -> Sequence[Tensor | None]:
+    def seen_gradients(self, call: Visit, folded: bool) -> Sequence[Tensor | None]:
         """Return the gradients at a call's outputs with the samples where the rule expects them."""
         if self.batch_axis is BatchAxis.FOLLOWED or call.is_of_copies:
             return call.g_out

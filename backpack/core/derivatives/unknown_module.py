@@ -24,6 +24,7 @@ from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register_fallback
+from backpack.core.record.visits import Visit
 from backpack.utils.warning import warn
 
 
@@ -52,8 +53,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
             ValueError: If every output entry depends on several samples.
         """
         refuse_totals(call)
-        call.saved["affine"] = False
-        call.kept |= {"affine"}
+        call.note("affine", False)
         call.set_layouts_in(
             layout if layout is not None or not shape else self._of_rows(call, shape)
             for layout, shape in zip(call.layouts_in, call.shape_in, strict=True)
@@ -70,8 +70,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
                     f"{call!r}: where the samples of the batch are in the output cannot be found "
                     f"out ({error}). Register derivatives (backpack.core.derivatives.register)."
                 ) from error
-            call.saved["one_row"] = all(map(_fits, layouts, call.shape_out))
-            call.kept |= {"one_row"}
+            call.note("one_row", all(map(_fits, layouts, call.shape_out)))
             return layouts
         for layout in batched[1:]:
             main.unify(layout)
@@ -83,12 +82,12 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         known = next((one.samples for one in call.layouts_in if one and one.is_batched), shape[0])
         return Layout.of_axis(shape, 0, assumed=True) if shape[0] == known else None
 
-    def couples_samples_unseen(self, call: Call) -> bool | None:
+    def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether samples are mixed; found out once for each state of a module and shape."""
         key = (call.shape_in, call.training)
         return once(self._mixing, call, key, partial(self._meet, call))
 
-    def _meet(self, call: Call) -> bool | None:
+    def _meet(self, call: Visit) -> bool | None:
         evaluation = self._evaluation(context_of(call, check=False))
         try:
             with alone():

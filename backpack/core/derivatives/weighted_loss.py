@@ -9,9 +9,9 @@ from torch import Tensor
 
 from backpack.core.derivatives.automatic_loss import AutomaticLossDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, is_negative, not_convex
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.registry import derivatives_of, register
+from backpack.core.record.visits import Visit
 from backpack.custom_module.weighted_loss import WeightedLoss
 
 
@@ -39,7 +39,7 @@ class WeightedLossDerivatives(BaseLossDerivatives):
         """Number the inputs that are predictions of the loss inside."""
         return self._rule(c.module).predictions(c)
 
-    def couples_samples_unseen(self, call: Call) -> bool | None:
+    def couples_samples_unseen(self, call: Visit) -> bool | None:
         """Return whether the loss inside does."""
         return self._rule(call.module).couples_samples_unseen(call)
 

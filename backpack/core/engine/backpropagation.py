@@ -48,11 +48,11 @@ from backpack.core.engine.user_rules import (
     sample_counts,
     what_is_passed_on,
 )
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import Origin
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import IS_SOMETHING
 from backpack.core.rows import Rows, row_numbers, take_rows
 from backpack.core.types import Extension, Save
@@ -126,7 +126,7 @@ class LossSource:
         sampled: Whether the columns are random.
     """
 
-    call: Call
+    call: Visit
     factor: Callable[[Rows], tuple[Columns, Tensor | None]]
     sampled: bool = False
     _last: tuple[Rows, Sequence[Tensor | None], Tensor | None] | None = field(
@@ -160,7 +160,7 @@ class LossSource:
 class ResidualSource:
     """The diagonal second derivative r of a nonlinear module: columns ``e_i`` of weight ``r_i``."""
 
-    call: Call
+    call: Visit
 
     def num_columns(self, rows: Rows) -> int:
         """One column for each entry of a sample's input."""
@@ -244,7 +244,7 @@ class State:
     pending: dict[Parameter, list[Use]] = field(default_factory=dict)
     terms: int | None = None
 
-    def restricted(self, part: Part, samples: Rows, rows: Callable[[Call, Rows], Rows]) -> State:
+    def restricted(self, part: Part, samples: Rows, rows: Callable[[Visit, Rows], Rows]) -> State:
         """Return a slice; ``rows`` says which rows of a call some samples have."""
 
         def cut(tensor: Any) -> Any:
@@ -348,7 +348,7 @@ _STEP_BETWEEN_ROWS = methodcaller("stride", 1)
 _RULES, _NEEDS, _SAVEFIELD = map(attrgetter, ("rules", "needs", "savefield"))
 
 
-def loss_scale(call: Call) -> Tensor:
+def loss_scale(call: Visit) -> Tensor:
     """Return the constant that the loss was multiplied with before ``backward()``: ``[]``.
 
     The rule of a loss with several outputs multiplies each with its own.
@@ -360,7 +360,7 @@ def loss_scale(call: Call) -> Tensor:
     return scale.reshape(())
 
 
-def root_of_scale(call: Call, savefields: str) -> Tensor | None:
+def root_of_scale(call: Visit, savefields: str) -> Tensor | None:
     """Return :func:`root_of_factor` for the constant factor of a loss."""
     return root_of_factor(loss_scale(call), call.module, savefields)
 
@@ -439,9 +439,9 @@ class Backpropagation:
         self.is_large = plan.bytes >= LARGE_NETWORK
         self.is_long = plan.base * plan.size >= MANY_COLUMNS
         self.collects = False  # whether several sources add up in diagonals at calls' outputs
-        self.diagonals: dict[Call, Diagonal] = {}
+        self.diagonals: dict[Visit, Diagonal] = {}
         # of the source at hand: the call at whose output its diagonal was collected, if it was
-        self.collected_at: Call | None = None
+        self.collected_at: Visit | None = None
         # whether memory is scarce: not even what it emits is one slice of a large network
         self.returns_memory = False
         # whether all that it emits stays one slice, however large tensors become on the way
@@ -449,7 +449,7 @@ class Backpropagation:
         device = plan.calls[0].outputs[0].device
         self.limit = sys.maxsize if is_unsliced else slice_bytes.on(device, self.is_large)
         # how many rows of a call belong to one independent sample, and what user rules returned
-        self.rows_per_sample: dict[Call, int] = {}
+        self.rows_per_sample: dict[Visit, int] = {}
         self.rule_values: dict[tuple[Parameter, Extension], Any] = {}
 
     def _counted(self) -> tuple[Tensor, Owners | None] | None:
@@ -576,11 +576,11 @@ class Backpropagation:
 
     # ------------------------------------------------------------------ slices
 
-    def _rows(self, call: Call, samples: Rows) -> Rows:
+    def _rows(self, call: Visit, samples: Rows) -> Rows:
         """Translate a selection of samples to one of a call's rows."""
         return None if samples is None else self.plan.rows(call, samples)
 
-    def _entries(self, call: Call, shapes: Sequence[Any]) -> int:
+    def _entries(self, call: Visit, shapes: Sequence[Any]) -> int:
         """Return the entries of a call's largest tensor, of all samples."""
         largest = max([1, *map(Size.numel, filter(IS_SOMETHING, shapes))])
         return largest * (call.copies if call.is_unbatched else 1)
@@ -614,7 +614,7 @@ class Backpropagation:
         rows = row_numbers(self.plan.base, self.subsampling)
         return take_rows(rows, slice(part.samples.start, part.samples.stop))
 
-    def _slices(self, state: State, call: Call) -> list[State]:
+    def _slices(self, state: State, call: Visit) -> list[State]:
         """Slice what has arrived; reduce the columns before, since those of a slice cannot be."""
         slices = self._split(state, call)
         if len(slices) == 1 or len(state.cotangents) > 1 or state.pending:
@@ -626,7 +626,7 @@ class Backpropagation:
         state.cotangents[origin] = fewer
         return self._split(state, call)
 
-    def _split(self, state: State, call: Call) -> list[State]:
+    def _split(self, state: State, call: Visit) -> list[State]:
         """Slice what has arrived so that a call's columns at its input are small."""
         if not self.sliced or self.mixing or call not in self.plan.going_on:
             return [state]
@@ -666,7 +666,7 @@ class Backpropagation:
             for i, factor in enumerate(factors)
         ]
 
-    def _spread(self, call: Call, i: int, factor: Factor, rows: Rows, terms: int) -> Factor:
+    def _spread(self, call: Visit, i: int, factor: Factor, rows: Rows, terms: int) -> Factor:
         """Give every term of the loss columns of its own, which are zero in the other rows."""
         shape = call_products.shape_in(call, i, self.plan.num_rows(call))
         columns = factor.coarsened(terms).mat.unflatten(1, (terms, -1))
@@ -708,14 +708,14 @@ class Backpropagation:
     # d and takes one product. d is what the second derivative of the module behind y adds; that of
     # columns, sum_v w_v s_v², if no entry of p reaches more than one y_i of a sample.
 
-    def _is_collectable(self, call: Call) -> bool:
+    def _is_collectable(self, call: Visit) -> bool:
         """Whether ``sum_i d_i (∂y_i/∂p)²`` is one product, for the parameters of a call."""
         if not (call.trained and call.derivatives) or call.is_unbatched:
             return False
         alone = all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
         return call.derivatives.squares_with_input and alone
 
-    def _collect_residual(self, source: ResidualSource) -> Call | None:
+    def _collect_residual(self, source: ResidualSource) -> Visit | None:
         """Collect the diagonal that a source emits, and return the call it is at the output of."""
         origin = source.call.origins_in[0]
         producer = None if origin is None else self.plan.producers.get(origin)
@@ -729,7 +729,7 @@ class Backpropagation:
         self._collect(producer.call, residual.reshape(shape), Part(range(count), range(count)))
         return producer.call
 
-    def _collect_columns(self, call: Call, factor: Factor, part: Part) -> bool:
+    def _collect_columns(self, call: Visit, factor: Factor, part: Part) -> bool:
         """Collect the squares of columns at a call's output; False if they do not suffice."""
         if not self._is_collectable(call) or factor.adds_up or factor.groups != factor.mat.shape[1]:
             return False
@@ -738,7 +738,7 @@ class Backpropagation:
         self._collect(call, reductions.sum_of_squares(factor.mat, factor.weights), part)
         return True
 
-    def _collect(self, call: Call, diagonal: Tensor, part: Part) -> None:
+    def _collect(self, call: Visit, diagonal: Tensor, part: Part) -> None:
         if call not in self.diagonals:
             shape = self.plan.shape(Producer(call, 0), self.subsampling)
             like = call.outputs[0]
@@ -747,7 +747,7 @@ class Backpropagation:
         view = _narrow(self.diagonals[call].values, 0, part.samples, part.all_samples)
         view += diagonal.to(view.device)
 
-    def _add_squares(self, call: Call, totals: dict[Parameter, dict[str, Any]]) -> None:
+    def _add_squares(self, call: Visit, totals: dict[Parameter, dict[str, Any]]) -> None:
         """Add what the diagonal at a call's output makes of its parameters."""
         each = "batch_square" in self.wanted
         values, samples = self.diagonals[call]
@@ -775,7 +775,7 @@ class Backpropagation:
                     whole["batch_square"].add(square, part)
             totals[p] = {n: gathered.total() for n, gathered in whole.items()}
 
-    def _carry(self, state: State, calls: Sequence[Call], receive: Receive) -> None:
+    def _carry(self, state: State, calls: Sequence[Visit], receive: Receive) -> None:
         """Carry columns back through calls. Slices become thinner where tensors become larger."""
         for i, call in enumerate(calls):
             slices = [] if self.is_one_slice else self._slices(state, call)
@@ -789,7 +789,7 @@ class Backpropagation:
         if state.pending:
             receive(state.pending, state)
 
-    def _through(self, state: State, call: Call, receive: Receive) -> None:
+    def _through(self, state: State, call: Visit, receive: Receive) -> None:
         """Hand over the uses of a call's parameters, and carry columns to its inputs."""
         found = fetch(call, state.cotangents)
         if found is None:
@@ -887,7 +887,7 @@ class Backpropagation:
         return call_products.transposed(c, mats)
 
     def _run_user_rule(
-        self, call: Call, factor: Factor, mats: Sequence[Tensor | None], state: State
+        self, call: Visit, factor: Factor, mats: Sequence[Tensor | None], state: State
     ) -> bool:
         """Let a user's rule for this module save, and carry on what it returns; False if none."""
         for ext in self.exts:
@@ -927,7 +927,7 @@ class Backpropagation:
 
 def deliver(
     plan: Plan,
-    call: Call,
+    call: Visit,
     factors: Sequence[Factor | None],
     cotangents: dict[Origin, Factor],
     samples: Rows,
@@ -954,7 +954,7 @@ def deliver(
 
 
 def fetch(
-    call: Call, cotangents: dict[Origin, Factor]
+    call: Visit, cotangents: dict[Origin, Factor]
 ) -> tuple[Factor, list[Tensor | None]] | None:
     """Take what arrived at a call's outputs: columns at one of them, and at each."""
     if len(call.origins_out) == 1 and call.rows_are_samples:

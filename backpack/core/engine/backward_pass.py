@@ -45,12 +45,13 @@ from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
 from backpack.core.engine.spread import words
 from backpack.core.engine.user_rules import call_gradients, sample_counts
-from backpack.core.record import alive, calls, shards, weights
+from backpack.core.record import alive, calls, shards, visits, weights
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
 from backpack.core.record.origins import has_parameters, origin
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
@@ -64,7 +65,7 @@ LINEAR_NODES = words(
 )
 
 # A parameter, its uses (calls, and its names there), and the extensions that want something of it.
-Work = tuple[Parameter, list[tuple[Call, str]], list[Extension]]
+Work = tuple[Parameter, list[tuple[Visit, str]], list[Extension]]
 
 NESTED = (
     "modules were reached by a backward pass inside of another one, in which there is no loss. If "
@@ -140,10 +141,10 @@ class BackwardPass:
                     self.notes_accumulation = True
                 if ext.get_subsampling() is not None:
                     self.whole_batch = False
-        self.reached_calls: dict[Call, Call] = {}  # and what this pass works on in their place
-        self.calls: list[Call] = []  # those that are not done yet
-        self.deferred: list[Call] = []
-        self.unsupported: dict[Call, str | None] = {}  # why; None if a call is supported
+        self.reached_calls: dict[Call, Visit] = {}
+        self.calls: list[Visit] = []  # those that are not done yet
+        self.deferred: list[Visit] = []
+        self.unsupported: dict[Visit, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
         # whether it runs inside of another backward pass of the same context, such as by
@@ -168,6 +169,7 @@ class BackwardPass:
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.retains = configuration.retain_graph or keeps_graph
         self.start = next(weights.COUNTER)
+        self.corrections = alive.corrections
         self._keep_parameters()
 
     # ------------------------------------------------------------------ life cycle
@@ -255,7 +257,7 @@ class BackwardPass:
                 ext.fail(what)
 
     @classmethod
-    def completed(cls, call: Call) -> None:
+    def completed(cls, call: Visit) -> None:
         """Take note that all gradients of a call's outputs are there."""
         task = torch._C._current_graph_task_id()
         current = cls._running.get(task)
@@ -286,7 +288,7 @@ class BackwardPass:
         """Forget a backward pass that an error has stopped, and what it wrote."""
         current = cls._running.pop(task, None)
         if current is not None:
-            current._undo()
+            current.results.undo()
 
     def _run_or_undo(
         self, task: int, work: Callable[..., None], *arguments: Any, told: bool = False
@@ -307,7 +309,7 @@ class BackwardPass:
             else:
                 work(*arguments)
         except BaseException as error:
-            self._undo()
+            self.results.undo()
             memory.clear()
             if isinstance(error, Exception) and not told and self.combining.stop(error):
                 self.error = error
@@ -317,11 +319,6 @@ class BackwardPass:
         finally:
             if is_elsewhere:
                 configure(outer)
-
-    def _undo(self) -> None:
-        self.results.undo()
-        for call in self.calls:
-            call.g_out = [None] * len(call.g_out)
 
     # ------------------------------------------------------------------ during the backward pass
 
@@ -346,7 +343,7 @@ class BackwardPass:
             for call in reading:
                 call.keep_views(storages)
 
-    def _see_parameters_before(self, calls: Iterable[Call]) -> None:
+    def _see_parameters_before(self, calls: Iterable[Visit]) -> None:
         """Let rules read parameters as they were before hooks of this pass have changed them."""
         assert self.kept is not None
         reading = list(filter(self.keeping.__contains__, calls))
@@ -362,69 +359,64 @@ class BackwardPass:
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
         """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
-        is_new = known is None
-        call = self._take_up(call) if known is None else known
-        if call.is_unbatched:  # it may become the gradient of a parameter, which others change
+        visit = self._take_up(call) if known is None else known
+        if visit.is_unbatched:  # it may become the gradient of a parameter, which others change
             grad = grad.clone()
-        call.g_out[slot] = (
+        visit.g_out[slot] = (
             grad if self.first_order or self._is_read_later(grad) else placeholder(grad)
         )
         if self.first_order:
-            if is_new:
-                self.sample_flow.visit(call, self.has_parameters)
+            if known is None:
+                self.sample_flow.visit(visit, self.has_parameters)
         elif self.second_order:
             return
-        if len(call.outputs) == 1 and self._is_independent(call):
-            self._finish_alone(call)
+        if len(visit.outputs) == 1 and self._is_independent(visit):
+            self._finish_alone(visit)
             if self.second_order and grad.numel() >= calls.LARGE and not self._is_read_later(grad):
-                call.g_out[slot] = placeholder(grad)
+                visit.g_out[slot] = placeholder(grad)
         else:
-            self.deferred.append(call)
-            if call.shards and (self.has_rules or call.reads_parameters(False, is_shown=False)):
+            self.deferred.append(visit)
+            if visit.shards and (self.has_rules or visit.reads_parameters(False, is_shown=False)):
                 self.copied = self.copied or shards.copied()
-                self.copied.add(call.shards)
+                self.copied.add(visit.shards)
 
-    def _take_up(self, call: Call) -> Call:
+    def _take_up(self, call: Call) -> Visit:
         """Check a call that was not reached before, and return what this pass works on."""
         if call.index > self.start:  # such as that of a checkpoint
             self._keep_parameters(call)
-        call.check(trained_only=not self.second_order)
+        known = None if self.entry is None else self.entry.visits.pop(call, None)
+        only = not self.second_order  # frozen parameters do not matter
+        visit = Visit.of(call, only) if known is None else known.checked(only)
         if call in self.moved:
             call.refuse_moved()
         if self.sharded and call.called in self.sharded:
             raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
         if call.has_unknown_shards:
             raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
-        self.reached_calls[call] = call
-        if len(self._running) > 1:
-            call = self._apart_from_others(call)
-        if call.params:
-            self._find_trained(call)
-            if call.trained:
-                self.combining.note(call, self.is_nested)
-                if self.inside:
-                    self._refuse_parts(call, self.inside)
-        if not self.has_parameters:
-            self.has_parameters = bool(call.params) or call.has_parameters
-            self.above = () if self.has_parameters else self.above or call.inputs
-        if self.second_order and call.shards:
-            self.combining.note_gathering(call)
-        self.calls.append(call)
-        return call
-
-    def _apart_from_others(self, call: Call) -> Call:
-        """Return what this pass works on: a copy where another one that runs has the call, too."""
-        others = [other for other in [*self._running.values()] if other is not self]
-        if not any(call in other.reached_calls for other in others):
-            return call
-        if self.is_nested:  # results are those of the outer pass, which has written some
-            self.results.is_mute = True
-        mine = self.reached_calls[call] = call.for_another_pass()
+        self.reached_calls[call] = visit
         if call in self.keeping:
-            self.keeping[mine] = self.keeping.pop(call)
-        return mine
+            self.keeping[visit] = self.keeping.pop(call)
+        if self.is_nested and any(call in other.reached_calls for other in self._others()):
+            self.results.is_mute = True  # results are those of the outer pass, which has some
+        if visit.params:
+            self._find_trained(visit)
+            if visit.trained:
+                self.combining.note(visit, self.is_nested)
+                if self.inside:
+                    self._refuse_parts(visit, self.inside)
+        if not self.has_parameters:
+            self.has_parameters = bool(visit.params) or visit.has_parameters
+            self.above = () if self.has_parameters else self.above or visit.inputs
+        if self.second_order and visit.shards:
+            self.combining.note_gathering(visit)
+        self.calls.append(visit)
+        return visit
 
-    def _refuse_parts(self, call: Call, others: Collection[Parameter]) -> None:
+    def _others(self) -> list[BackwardPass]:
+        """List the other backward passes that run."""
+        return [other for other in [*self._running.values()] if other is not self]
+
+    def _refuse_parts(self, call: Visit, others: Collection[Parameter]) -> None:
         """Refuse parameters of a call that passes inside of, or around, this one use as well."""
         for p in call.trained.values():
             if p in others:
@@ -434,22 +426,21 @@ class BackwardPass:
     def _leave_outer(self) -> None:
         """Let the passes around this one know which parameters are done."""
         here, scope = get_ident(), self.configuration.scope
-        for outer in [*self._running.values()]:
-            if outer is not self and here in outer.threads and outer.configuration.scope is scope:
+        for outer in self._others():
+            if here in outer.threads and outer.configuration.scope is scope:
                 reached = outer.reached_calls.values()
                 around = outer.inside.union(*(call.trained.values() for call in reached))
                 for call in self.reached_calls.values():
                     self._refuse_parts(call, around)
                     outer.inside.update(call.trained.values())
 
-    def _complete(self, call: Call) -> None:
-        call = self.reached_calls.get(call, call)
+    def _complete(self, call: Visit) -> None:
         if call in self.deferred and self._is_independent(call):
             # it is there once for each output that was reached
             self.deferred = [other for other in self.deferred if other is not call]
             self._finish_alone(call)
 
-    def _finish_alone(self, call: Call) -> None:
+    def _finish_alone(self, call: Visit) -> None:
         """Do what is left to do at a call whose first order needs no other."""
         if self.first_order and (call.trained or self.has_rules):
             self._run_alone(call)
@@ -468,7 +459,7 @@ class BackwardPass:
             self.has_copies = any(call.is_unbatched for call in alive.all_live_calls())
         return self.has_copies
 
-    def _accumulate(self, call: Call) -> None:
+    def _accumulate(self, call: Visit) -> None:
         """Accumulate the gradients that autograd leaves out."""
         for name, p in call.trained.items():
             if p not in self.owed:
@@ -482,7 +473,7 @@ class BackwardPass:
             if self.entry is not None:
                 self.entry.elided.discard(p)
 
-    def _is_independent(self, call: Call) -> bool:
+    def _is_independent(self, call: Visit) -> bool:
         """Whether first-order quantities need no other call: known parameters and samples."""
         if call.is_unbatched or call.unbatched_inputs:  # samples are told apart later
             return False
@@ -509,7 +500,7 @@ class BackwardPass:
                 if isinstance(value, Tensor) and exts[savefield].get_subsampling() is not None:
                     vars(value)["_backpack_subsampled"] = True
 
-    def _find_trained(self, call: Call) -> None:
+    def _find_trained(self, call: Visit) -> None:
         with torch.enable_grad():
             call.trained = {}
             for name, p in call.params.items():
@@ -556,6 +547,9 @@ class BackwardPass:
     def _run(self) -> None:
         with self._gathered() if self.combining.is_sharded else nullcontext():
             self._check_parameters()
+            if alive.corrections != self.corrections:  # such as by a checkpoint that has run again
+                for call in self.calls:
+                    call.note_correction()
             if self.keeping:
                 self._see_parameters_before(self.calls)
                 self.kept = None
@@ -601,8 +595,7 @@ class BackwardPass:
         self._done(sorted(self.calls, key=attrgetter("index"), reverse=True))
         if torch.is_grad_enabled() and not self.configuration.retain_graph and self.results:
             # results that have a graph let that of the forward pass live as long as they do
-            for call in self.reached_calls.values():
-                call.release()
+            visits.release(self.reached_calls.values())
 
     def _check_parameters(self) -> None:
         """Warn if parameters have gradients, but none of them a module that was reached."""
@@ -617,13 +610,13 @@ class BackwardPass:
                 f"recorded, only {reached}. {checks.EXTEND_FIRST}",
             )
 
-    def _done(self, done: Iterable[Call]) -> None:
+    def _done(self, done: Iterable[Visit]) -> None:
         if self.configuration.extension_hook is not None:
             done = self._shown_to_hook(done, self.configuration.extension_hook)
-        calls.release(done, self.retains)
+        visits.release(done, self.retains)
 
     @staticmethod
-    def _shown_to_hook(done: Iterable[Call], hook: Callable[[Any], None]) -> Iterator[Call]:
+    def _shown_to_hook(done: Iterable[Visit], hook: Callable[[Any], None]) -> Iterator[Visit]:
         """Let a hook of the user see each call, before it is released."""
         for call in done:
             stored = call.inputs, call.outputs, call.views
@@ -633,21 +626,20 @@ class BackwardPass:
                 with context_of(call, check=False, whole=True).shown(for_users=True) as module:
                     hook(module)
             finally:
-                if not call.is_released:  # such as by memory_cleanup
-                    call.inputs, call.outputs, call.views = stored
+                call.inputs, call.outputs, call.views = stored
             yield call
 
     # ------------------------------------------------------------------ first order
 
-    def _run_alone(self, call: Call) -> None:
+    def _run_alone(self, call: Visit) -> None:
         """Run first order at a call that needs no other."""
         if call in self.keeping:
             self._see_parameters_before([call])
         if not (call.is_container or call.is_transparent):
-            calls.compute_in_one_precision([call])
+            visits.compute_in_one_precision([call])
         exts = self.first_order
         if self.has_rules or self._unsupported_reason(call) is not None:
-            uses: dict[Parameter, list[tuple[Call, str]]] = {}
+            uses: dict[Parameter, list[tuple[Visit, str]]] = {}
             for name, p in call.trained.items():
                 uses.setdefault(p, []).append((call, name))
             self._run_at([call], uses, exts)
@@ -665,8 +657,8 @@ class BackwardPass:
 
     def _run_at(
         self,
-        calls: Sequence[Call],
-        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+        calls: Sequence[Visit],
+        uses_of: Mapping[Parameter, list[tuple[Visit, str]]],
         exts: Sequence[Extension],
         plan: Plan | None = None,
         subsampling: Sequence[int] | None = None,
@@ -676,7 +668,7 @@ class BackwardPass:
             if ext.rules or not ext.needs:
                 self._run_rules(ext, calls, uses_of)
         work: list[Work] = []
-        rows: dict[Call, Rows] = {}
+        rows: dict[Visit, Rows] = {}
         for p, uses in uses_of.items():
             known = [ext for ext in exts if ext.needs and not _has_rule(ext, uses)]
             if known and self._is_supported(known, uses):
@@ -685,7 +677,7 @@ class BackwardPass:
                     plan.check_one_batch(p)
                     rows |= {call: plan.rows(call, subsampling) for call, _ in uses}
         for call, of_call in groupby(work, key=_only_call):
-            gradients: dict[Call, Use] = {}
+            gradients: dict[Visit, Use] = {}
             if call is not None:
                 gradients[call] = _gradient_use(
                     call, rows.get(call), folds=True, samples=subsampling
@@ -701,8 +693,8 @@ class BackwardPass:
     def _run_rules(
         self,
         ext: Extension,
-        calls: Sequence[Call],
-        uses_of: Mapping[Parameter, list[tuple[Call, str]]],
+        calls: Sequence[Visit],
+        uses_of: Mapping[Parameter, list[tuple[Visit, str]]],
     ) -> None:
         for call in calls:
             rule = ext.rule_for(call.module)
@@ -720,13 +712,13 @@ class BackwardPass:
                 counts = sample_counts(call, ext.get_subsampling())
                 rule.run(ext, module, *call_gradients(call), None, self.combining, counts=counts)
 
-    def _unsupported_reason(self, call: Call) -> str | None:
+    def _unsupported_reason(self, call: Visit) -> str | None:
         """Explain why there are no derivatives of a call, or none for what it trains."""
         if call not in self.unsupported:
             self.unsupported[call] = unsupported_reason(call, call.trained)
         return self.unsupported[call]
 
-    def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Call, str]]) -> bool:
+    def _is_supported(self, exts: Sequence[Extension], uses: Sequence[tuple[Visit, str]]) -> bool:
         for call, name in uses:
             reason = unsupported_reason(call, [name])
             if reason is not None:
@@ -884,17 +876,17 @@ def _reads_gradients(ext: Extension) -> bool:
     return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
 
 
-def _is_loss(call: Call) -> bool:
+def _is_loss(call: Visit) -> bool:
     return isinstance(call.derivatives, BaseLossDerivatives) and not call.shape_out[0]
 
 
-def _only_call(work: Work) -> Call | None:
+def _only_call(work: Work) -> Visit | None:
     """Return the call that alone uses a parameter, and once."""
     _, uses, _ = work
     return uses[0][0] if len(uses) == 1 else None
 
 
-def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = None) -> Use:
+def _gradient_use(call: Visit, rows: Rows, folds: bool = False, samples: Rows = None) -> Use:
     """Return the gradient at some rows of a call as its only column, for any of its parameters.
 
     If it ``folds`` them, the rows of a sample have an axis of their own: those of ``samples``.
@@ -918,7 +910,7 @@ def _gradient_use(call: Call, rows: Rows, folds: bool = False, samples: Rows = N
     return use
 
 
-def _has_rule(ext: Extension, uses: Sequence[tuple[Call, str]]) -> bool:
+def _has_rule(ext: Extension, uses: Sequence[tuple[Visit, str]]) -> bool:
     return bool(ext.rules) and any(ext.rule_for(call.module) is not None for call, _ in uses)
 
 
@@ -936,7 +928,7 @@ def _grouped(exts: Sequence[Extension], key: Any) -> list[tuple[Any, list[Any]]]
     return groups
 
 
-def unsupported_reason(call: Call, names: Collection[str]) -> str | None:
+def unsupported_reason(call: Visit, names: Collection[str]) -> str | None:
     """Explain why there are no derivatives of a call, or none for parameters; None if there are."""
     if call.derivatives is None:
         return no_rule(call, *names)
@@ -951,7 +943,7 @@ def unsupported_reason(call: Call, names: Collection[str]) -> str | None:
     return call.derivatives.unsupported_reason(context_of(call, check=False))
 
 
-def no_rule(call: Call, *names: str) -> str:
+def no_rule(call: Visit, *names: str) -> str:
     """Explain that a module (or a parameter of it) is not supported, and what to do."""
     what = f"the parameters {', '.join(names)} of {call!r}" if names else repr(call)
     convert = "Use extend(model, use_converter=True), or register"

@@ -21,9 +21,9 @@ from backpack.core.engine import call_products
 from backpack.core.engine.backpropagation import loss_scale
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sources import cat
-from backpack.core.record.calls import Call
 from backpack.core.record.context import SHARED, Context, context_of
 from backpack.core.record.origins import Origin
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, one_by_one, row_numbers
 
 Node = Origin | Parameter
@@ -90,7 +90,7 @@ class BatchAveragedBackpropagation:
         blocks = block.reshape(groups, -1, groups, len(block) // groups)
         return blocks.diagonal(dim1=0, dim2=2).mean(-1)
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: Visit) -> None:
         hessian = LossHessian(call, self.subsampling)
         if hessian.is_of_one_prediction:
             prediction = call.origins_in[0]
@@ -113,7 +113,7 @@ class BatchAveragedBackpropagation:
         matrix = matrix.to(a.device if isinstance(a, Parameter) else self.plan.device(a))
         self.blocks[a, b] = self.blocks[a, b] + matrix if (a, b) in self.blocks else matrix
 
-    def _through(self, call: Call) -> None:
+    def _through(self, call: Visit) -> None:
         outs = [o for o in call.origins_out if o is not None and (o, o) in self.blocks]
         if not outs:
             return
@@ -158,14 +158,14 @@ class BatchAveragedBackpropagation:
                     terms = [jacobian_b(jacobian_a(own, row), row) for row in rows]
                     self._add(a, b, _average(terms))
 
-    def _twins(self, call: Call) -> dict[Parameter, Parameter]:
+    def _twins(self, call: Visit) -> dict[Parameter, Parameter]:
         """Map each parameter to the first one of its call that has the same Kronecker factor."""
         derivatives, trained = call.derivatives, list(call.trained.values())
         shared = SHARED.is_on and derivatives is not None and derivatives.kronecker_rows_are_shared
         is_one = shared and not call.is_of_copies and self._is_alone(call) and trained
         return dict.fromkeys(trained[1:], trained[0]) if is_one else {}
 
-    def _is_alone(self, call: Call) -> bool:
+    def _is_alone(self, call: Visit) -> bool:
         """Whether the parameters of a call are used in no other."""
         return all(len(self.plan.uses[p]) == 1 for p in call.trained.values())
 
@@ -198,7 +198,7 @@ class BatchAveragedBackpropagation:
         return nodes
 
     def _columns(
-        self, call: Call, slots: list[int], mat: Tensor, rows: Rows
+        self, call: Visit, slots: list[int], mat: Tensor, rows: Rows
     ) -> list[Tensor | None]:
         """Stack the columns of ``[D_out, K]`` at the outputs in ``slots``, equal for all rows."""
         count = len(row_numbers(self.plan.base, rows))
@@ -225,7 +225,7 @@ class BatchAveragedBackpropagation:
         return _over_rows(kronecker)
 
 
-def _chooses(call: Call) -> bool:
+def _chooses(call: Visit) -> bool:
     """Whether samples have different numbers of rows: rows do not average like samples."""
     layouts = () if call.samples_come_first else call.layouts_in + call.layouts_out
     return any(one is not None and one.owners and not one.owners.is_even for one in layouts)

@@ -16,10 +16,10 @@ from torch import Tensor
 from backpack.core.derivatives.by_autograd import spread
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import CPU, Place
 from backpack.core.record.shards import need
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Changes, OfParams
 from backpack.utils.subsampling import subsample
@@ -27,14 +27,14 @@ from backpack.utils.subsampling import subsample
 Columns = Sequence[Tensor | None]
 
 
-def shape_out(call: Call, i: int, count: int) -> list[int]:
+def shape_out(call: Visit, i: int, count: int) -> list[int]:
     """Return the canonical shape of an output for a number of rows."""
     if call.rows_are_samples:
         return [count, *call.shape_out[i][1:]]
     return _canonical_shape(call.shape_out[i], call.place_out(i), count)
 
 
-def shape_in(call: Call, i: int, count: int) -> list[int]:
+def shape_in(call: Visit, i: int, count: int) -> list[int]:
     """Return the canonical shape of an input for a number of rows."""
     shape = call.shape_in[i]
     assert shape is not None
@@ -175,7 +175,7 @@ def _flat(mats: Columns) -> list[Tensor | None]:
     return [None if m is None else m.flatten(0, 1) for m in mats]
 
 
-def _repeated(call: Call, mat: Tensor, to_input: bool) -> Tensor:
+def _repeated(call: Visit, mat: Tensor, to_input: bool) -> Tensor:
     """Reshape columns at a call that repeats an input, ``[V, R, *rest] -> [V, R', *rest']``.
 
     From the output to the input, or back; entries are in one order in canonical form.
@@ -195,7 +195,7 @@ def _argument(mats: Columns) -> Any:
     return mats[0] if len(mats) == 1 else list(mats)
 
 
-def _padded(call: Call, backs: list[Tensor | None]) -> list[Tensor | None]:
+def _padded(call: Visit, backs: list[Tensor | None]) -> list[Tensor | None]:
     """Add None for options at the end of the arguments, which rules leave out."""
     missing = call.origins_in[len(backs) :]
     if any(missing) and call.repeats is None:

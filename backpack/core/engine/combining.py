@@ -27,6 +27,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import home, shard_of
 from backpack.core.record.tape import calls_above
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import TENSORS
 from backpack.core.types import Extension
 
@@ -142,7 +143,7 @@ class Combining:
         if self.chosen == "module":
             self.chosen = None
 
-    def note(self, call: Call, is_nested: bool) -> None:
+    def note(self, call: Visit, is_nested: bool) -> None:
         """Note whether the gradients of a reached call's parameters are averaged.
 
         Raises:
@@ -289,7 +290,7 @@ class Combining:
                 type(self).tell(processes, error)
         return True  # torch gathers and reduces on the way
 
-    def can_reduce_early(self, call: Call, users: Users, is_early: bool) -> bool:
+    def can_reduce_early(self, call: Visit, users: Users, is_early: bool) -> bool:
         """Whether what belongs to sharded parameters of a call may be reduced on the way.
 
         That has to happen on all processes at the same time. A graph that a program keeps on one

@@ -25,10 +25,11 @@ from backpack.core.engine.combining import gathered
 from backpack.core.engine.intercept import not_intercepted
 from backpack.core.engine.plan import Feed, Plan
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, reading_parameters
+from backpack.core.record.calls import reading_parameters
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import Origin
 from backpack.core.record.shards import shard_of
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import storage_of, tensors_of
 from backpack.core.rows import row_numbers
 
@@ -94,7 +95,7 @@ class CurvatureBlock:
         self.subsampling = subsampling
         self.differentiable = differentiable
         self.read = plan.read
-        self.names: dict[Call, list[str]] = {}
+        self.names: dict[Visit, list[str]] = {}
         for call, name in plan.uses[parameter]:
             self.names.setdefault(call, []).append(name)
 
@@ -294,7 +295,7 @@ class CurvatureBlock:
         parts = [found] if isinstance(found, Tensor) else found
         return [None if part is None else self._counted(c.call, part) for part in parts]
 
-    def _counted(self, call: Call, product: Tensor) -> Tensor:
+    def _counted(self, call: Visit, product: Tensor) -> Tensor:
         """Scale the product like the loss; where samples mix, leave out those that do not count."""
         if self.plan.mixing and self.subsampling is not None:
             counted = torch.zeros_like(product)

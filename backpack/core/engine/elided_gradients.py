@@ -36,6 +36,7 @@ from backpack.core.record import alive, shards
 from backpack.core.record.calls import Call
 from backpack.core.record.kernels import KernelOverride
 from backpack.core.record.origins import RESHAPES, Origin, is_output
+from backpack.core.record.visits import Visit, dtypes_of
 from backpack.hessianfree.graph import nodes_above
 
 ELIDED = fast.path(
@@ -105,7 +106,7 @@ def _is_known(call: Call, parameters: list[Parameter]) -> bool:
         and _computes_what_torch_does(call.module)
         and not (call.module._backward_hooks or call.module._backward_pre_hooks)
         and not (call.is_unbatched or call.unbatched_inputs)
-        and len(call.dtypes) == 1
+        and len(dtypes_of([call])) == 1
         and all(map(_is_ordinary, parameters))
     )
 
@@ -216,7 +217,7 @@ def _overrides(
     for call, parameters in candidates.items():
         own = None
         if not any(map(_is_hooked, nodes_of[call] + outputs_of[call])):
-            own = call.derivatives.kernel_overrides(call, nodes_of[call], elided)
+            own = call.derivatives.kernel_overrides(Visit(call), nodes_of[call], elided)
         if own is None:
             elided -= parameters
         else:

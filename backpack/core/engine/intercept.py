@@ -20,6 +20,7 @@ from backpack.core.engine.loss_terms import LossTerms
 from backpack.core.record import kernels
 from backpack.core.record.calls import Call
 from backpack.core.record.origins import has_parameters
+from backpack.core.record.visits import Visit
 
 
 class Entry:
@@ -29,6 +30,7 @@ class Entry:
         roots: What it was called on.
         nodes: Where it starts in the graph.
         elided: Parameters whose gradients autograd was not asked for, and that still need one.
+        visits: Calls whose kernels do not run, as the backward pass is to see them.
         terms: What the losses say about the samples, if first-order extensions are active.
         task: Autograd's number of the backward pass, once it has started.
         seed: The gradient that it starts with at the last of the roots, once it has started there.
@@ -39,6 +41,7 @@ class Entry:
         self.roots = roots
         self.nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
         self.elided: set[Parameter] = set()
+        self.visits: dict[Call, Visit] = {}
         self.terms: LossTerms | None = None
         self.task: int | None = None
         self.seed: Tensor | None = None
@@ -70,7 +73,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-    def __init__(self, completed: Callable[[Call], None], elides: bool):
+    def __init__(self, completed: Callable[[Visit], None], elides: bool):
         """Watch nothing yet."""
         super().__init__()
         self.completed = completed
@@ -165,6 +168,8 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return func(*call.args, **call.kwargs)
         call.arguments["inputs"] = asked
         entry.elided = elided
+        seen = [override.visit for override in instead]
+        entry.visits = {visit.call: visit for visit in seen if visit.call is not None}
         with kernels.in_use(instead, roots, self.completed):
             result = func(*call.args, **call.kwargs)
         if elided and CTX.configuration.gradients:  # what is accumulated is taken out

@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call, compute_in_one_precision, is_converted
+from backpack.core.record.calls import is_converted
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
+from backpack.core.record.visits import Visit, compute_in_one_precision
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
@@ -27,7 +28,7 @@ from backpack.utils.subsampling import subsample
 class Producer(NamedTuple):
     """The call (and the number of its output) that computed a tensor."""
 
-    call: Call
+    call: Visit
     slot: int
 
 
@@ -54,12 +55,12 @@ class Feed(NamedTuple):
 class Passage(NamedTuple):
     """A call on the way of vectors through the network, for a selection of samples."""
 
-    call: Call
+    call: Visit
     rows: Rows
     feeds: list[Feed]
 
 
-def set_apart(calls: Iterable[Call], exts: Iterable[Extension]) -> None:
+def set_apart(calls: Iterable[Visit], exts: Iterable[Extension]) -> None:
     """Let calls that only reshape take part in the graph, if an extension has a rule for them.
 
     They do from the forward pass on if the extension was made before it. Otherwise the output (or
@@ -115,16 +116,16 @@ class Plan:
         bytes: Bytes of them.
     """
 
-    def __init__(self, calls: Iterable[Call], users: Iterable[Call] | None = None):
+    def __init__(self, calls: Iterable[Visit], users: Iterable[Visit] | None = None):
         """Order the calls and connect them; the parameters of ``users`` matter, of all if None."""
         self.everything = sorted(calls, key=attrgetter("index"))
         self.calls = [c for c in self.everything if not (c.is_container or c.is_transparent)]
-        self.uses: dict[Parameter, list[tuple[Call, str]]] = {}
+        self.uses: dict[Parameter, list[tuple[Visit, str]]] = {}
         self.users = self.everything if users is None else list(users)
         for call in self.users:
             for name, p in call.trained.items():
                 self.uses.setdefault(p, []).append((call, name))
-        self.losses: list[Call] = []
+        self.losses: list[Visit] = []
         self.producers: dict[Origin | None, Producer] = {}
         self.mixing = False
         self.bytes = self.size = 0
@@ -138,7 +139,7 @@ class Plan:
                     self.producers[origin] = Producer(call, slot)
         if len(self.losses) > 1:
             self._leave_out_inner_losses()
-        self.going_on: set[Call] = set()
+        self.going_on: set[Visit] = set()
         self.after_loss = set(self.losses)
         for call in self.calls:
             for o in filter(self.producers.__contains__, call.origins_in):
@@ -152,13 +153,13 @@ class Plan:
         for call in self.calls:
             if call.is_unbatched:
                 call.copies = self.base or 1
-        self.read_by_functions: dict[Tensor, Call] = {}  # see find_gap
+        self.read_by_functions: dict[Tensor, Visit] = {}  # see find_gap
         self._passages: dict[tuple[int, ...] | None, list[Passage]] = {}
         compute_in_one_precision(self.calls)
 
     def _leave_out_inner_losses(self) -> None:
         """Take losses of each sample whose values the network goes on with for functions."""
-        above: dict[Call, None] = {}
+        above: dict[Visit, None] = {}
         waiting = [*self.losses]
         for call in waiting:
             found = (self.producers.get(origin) for origin in call.origins_in)
@@ -171,7 +172,7 @@ class Plan:
         self.losses = [call for call in self.losses if call not in inner]
 
     @lazy
-    def predictions(self) -> dict[Call, tuple[int, ...]]:
+    def predictions(self) -> dict[Visit, tuple[int, ...]]:
         """For each loss the numbers of the inputs that are predictions."""
         return {loss: loss.derivatives.predictions(context_of(loss)) for loss in self.losses}
 
@@ -223,7 +224,7 @@ class Plan:
                 "no partner in the other. Use one backward pass for each batch."
             )
 
-    def check_one_batch_for_all(self, what: str | Call) -> None:
+    def check_one_batch_for_all(self, what: str | Visit) -> None:
         """Refuse ``what``, or a call without samples, where batches have several sizes."""
         sizes = {size: call for call, size in self._samples_of_part.items() if size}
         if len(sizes) > 1:
@@ -235,7 +236,7 @@ class Plan:
             )
 
     @lazy
-    def _samples_of_part(self) -> dict[Call, int]:
+    def _samples_of_part(self) -> dict[Visit, int]:
         """Number of samples of the connected part of the network that a call is in."""
         numbers = {call: i for i, call in enumerate(self.everything)}
         parents = list(range(len(numbers)))
@@ -264,7 +265,7 @@ class Plan:
         return Plan(call.snapshot(create_graph) for call in self.calls)
 
     @staticmethod
-    def num_rows(call: Call) -> int:
+    def num_rows(call: Visit) -> int:
         """Number of rows along the batch axis of a call, 0 if it has none."""
         if call.is_unbatched:
             return call.copies
@@ -278,7 +279,7 @@ class Plan:
         return place.rows(shape) if shape and place is not None else 0
 
     @classmethod
-    def num_samples(cls, call: Call) -> int:
+    def num_samples(cls, call: Visit) -> int:
         """Number of samples of a call, 0 if it has none; each may have several rows."""
         rows = cls.num_rows(call)
         if call.is_unbatched or call.rows_are_samples or not rows:
@@ -287,7 +288,7 @@ class Plan:
         place = call.place_in(0) if is_loss else call.place_out(0)
         return rows if place is None else place.samples
 
-    def rows(self, call: Call, samples: Rows) -> Rows:
+    def rows(self, call: Visit, samples: Rows) -> Rows:
         """Translate a selection of samples to one of the call's rows."""
         if samples is None:
             return None
@@ -323,7 +324,7 @@ class Plan:
             self._passages[key] = [self._passage(call, samples) for call in self.calls]
         return self._passages[key]
 
-    def _passage(self, call: Call, samples: Rows) -> Passage:
+    def _passage(self, call: Visit, samples: Rows) -> Passage:
         rows, total = self.rows(call, samples), self.num_rows(call)
         count = len(row_numbers(total, rows))
         feeds = []
@@ -408,7 +409,7 @@ class Plan:
                     )
         return None
 
-    def advice(self, consumer: Call) -> str:
+    def advice(self, consumer: Visit) -> str:
         """Say what to do about a function whose result a call reads."""
         as_module = "make it a module, which is called in its place (see backpack.custom_module)"
         if not any(is_converted(call.module) for call in self.calls):
@@ -438,7 +439,7 @@ class Plan:
         names = dict.fromkeys(n.name() for n in between if type(n).__name__ not in RESHAPES)
         return [*names][:3]
 
-    def _rule_around(self, call: Call) -> Call | None:
+    def _rule_around(self, call: Visit) -> Visit | None:
         """Find the call of a module with a rule that has made a call of one of its children."""
         for outer in self.calls:
             is_later = outer.index > call.index and outer.called is not call.called
@@ -450,7 +451,7 @@ class Plan:
         """Find the closest reached calls above a tensor, and the parameters on the way."""
         return upstream(x, self.producers.__contains__)
 
-    def find_unreached(self) -> Call | None:
+    def find_unreached(self) -> Visit | None:
         """Find the last call whose output does not enter the prediction of a loss."""
         fed: set[Origin | None] = set()
         for call in reversed(self.calls):
@@ -463,13 +464,13 @@ class Plan:
             fed.discard(None)
         return None
 
-    def why_unreached(self, call: Call) -> str:
+    def why_unreached(self, call: Visit) -> str:
         """Explain why nothing arrived at a call that the gradient has reached."""
         if not self.losses:
             return (
                 f"the output of {call!r} does not end in a supported loss. Second-order quantities "
                 "need a scalar loss that is the output of an extended loss module, such as "
-                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss. Call extend() on the "
+                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss. Visit extend() on the "
                 "loss, and use that module in place of a function such as F.cross_entropy; if the "
                 "model computes its loss, use extend(model, use_converter=True)."
             )

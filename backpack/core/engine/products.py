@@ -33,11 +33,11 @@ from backpack.core.engine.extracted import (
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.layout import Owners
 from backpack.core.record.module_state import describe
 from backpack.core.record.shards import KNOWN, home, shard_of
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows
 from backpack.core.types import Extension, Save
 from backpack.utils.kroneckers import eigh_semidefinite
@@ -63,7 +63,7 @@ class Use:
         c: What the rule sees of the call.
     """
 
-    call: Call
+    call: Visit
     name: str
     factor: Factor
     rows: Rows

@@ -43,8 +43,8 @@ from backpack.core.engine.user_rules import (
     check_used_once,
     sample_counts,
 )
-from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension, Save
 from backpack.utils.subsampling import subsample
@@ -91,7 +91,7 @@ class Propagation:
 Emission = Callable[[Rows], tuple[Columns, Tensor | None]]
 
 
-def user_loss_rule(call: Call, exts: Extensions) -> Emission | None:
+def user_loss_rule(call: Visit, exts: Extensions) -> Emission | None:
     """Return the factor that a user registered for this loss, if there is one."""
     for ext in filter(attrgetter("rules"), exts):
         rule = ext.rule_for(call.module)
@@ -138,7 +138,7 @@ class LossFactor(Propagation):
     reads_gradients = False  # first derivatives carry the factor, which depends on the prediction
     sampled: ClassVar[bool] = False
     # makes the columns of a loss, multiplied with a factor (None for 1)
-    emission: Callable[[Call, Backpropagation, Tensor | None], Emission]
+    emission: Callable[[Visit, Backpropagation, Tensor | None], Emission]
 
     def run(self, plan: Plan, exts: Extensions, subsampling: Subsampling, save: Save) -> None:
         """Backpropagate ``JᵀS``."""
@@ -160,7 +160,7 @@ class LossFactor(Propagation):
             )
         backpropagation.run([self.source(call, backpropagation) for call in losses])
 
-    def source(self, call: Call, backpropagation: Backpropagation) -> Source:
+    def source(self, call: Visit, backpropagation: Backpropagation) -> Source:
         """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
         scale = root_of_scale(call, backpropagation.savefields)
         rule = user_loss_rule(call, backpropagation.exts)
@@ -173,7 +173,7 @@ class ExactFactor(LossFactor):
     """The exact factor S of the loss Hessian, ``[C, N, *out]`` at every module."""
 
     def emission(
-        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
     ) -> Emission:
         """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
@@ -201,7 +201,7 @@ class SampledFactor(LossFactor):
             raise ValueError(f"mc_samples is a positive number, got {self.mc_samples!r}.")
 
     def emission(
-        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
     ) -> Emission:
         """Draw for the whole batch."""
         return _of_whole_batch(LossHessian(call).drawn_root(self.mc_samples), scale)
@@ -217,7 +217,7 @@ class EmpiricalFactor(LossFactor):
     sampled = True
 
     def emission(
-        self, call: Call, backpropagation: Backpropagation, scale: Tensor | None
+        self, call: Visit, backpropagation: Backpropagation, scale: Tensor | None
     ) -> Emission:
         """Return the gradients at the prediction."""
         hessian = LossHessian(call)
@@ -271,12 +271,12 @@ def _grouped(factor: Factor, samples: int) -> Factor:
     return replace(factor, groups=factor.groups if factor.groups % samples else samples)
 
 
-def is_curved(call: Call) -> bool:
+def is_curved(call: Visit) -> bool:
     """Whether the output of a call is no (piecewise) affine function of its input."""
     return any(shape.numel() for shape in call.shape_out) and call.derivatives.is_curved(call)
 
 
-def couples_terms(call: Call) -> bool:
+def couples_terms(call: Visit) -> bool:
     """Whether a loss is no sum over the samples."""
     return call.derivatives.couples_terms(context_of(call))
 
@@ -322,7 +322,7 @@ class HessianFactors(Propagation):
         backpropagation.run(sources)
 
     @staticmethod
-    def _below_dense(calls: Sequence[Call], curved: set[Call]) -> list[Parameter]:
+    def _below_dense(calls: Sequence[Visit], curved: set[Visit]) -> list[Parameter]:
         """List parameters that enter nonlinearly, or feed a module of dense second derivative.
 
         Calls are those before the losses, the last one first.
@@ -340,7 +340,7 @@ class HessianFactors(Propagation):
         return found
 
     @staticmethod
-    def _loss_source(call: Call) -> Source:
+    def _loss_source(call: Visit) -> Source:
         scale = loss_scale(call)
 
         def factor(rows: Rows) -> tuple[Columns, Tensor | None]:
@@ -469,7 +469,7 @@ class UserRules(Propagation):
     def _through(
         self,
         plan: Plan,
-        call: Call,
+        call: Visit,
         ext: Extension,
         subsampling: Subsampling,
         save: Callable[[Parameter, Extension, Any], None],
@@ -499,7 +499,7 @@ class UserRules(Propagation):
                 )
 
     @staticmethod
-    def _arrived(plan: Plan, call: Call, ext: Extension, subsampling: Subsampling) -> Any:
+    def _arrived(plan: Plan, call: Visit, ext: Extension, subsampling: Subsampling) -> Any:
         """Take what arrived at a call: for several outputs, unless the first alone, a tuple."""
         found: list[Any] = []
         for slot, origin in enumerate(call.origins_out):
@@ -514,7 +514,7 @@ class UserRules(Propagation):
     @staticmethod
     def _at_producer(
         plan: Plan,
-        call: Call,
+        call: Visit,
         i: int,
         producer: Producer,
         value: Any,

@@ -42,7 +42,6 @@ from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of, spread
 from backpack.core.record import data_flow
 from backpack.core.record.alive import is_used
-from backpack.core.record.calls import Call
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import (
@@ -53,6 +52,7 @@ from backpack.core.record.origins import (
     parameter_behind,
 )
 from backpack.core.record.registry import derivatives_of
+from backpack.core.record.visits import Visit
 from backpack.core.types import Extension
 from backpack.utils.warning import warn
 
@@ -121,9 +121,9 @@ class SampleFlow:
         self.single: dict[str, tuple[int, int]] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         # those not told yet, and whether they are some in any case, not those of layers alone
-        self.foreign_uses: list[tuple[Call, Tensor, bool]] = []
+        self.foreign_uses: list[tuple[Visit, Tensor, bool]] = []
         # the call with parameters that comes next, and its number of samples
-        self.next: dict[Origin | None, tuple[Call, int]] = {}
+        self.next: dict[Origin | None, tuple[Visit, int]] = {}
         self.given: dict[Given, None] = {}
         self.layers: dict[int, list[Module]] = {}  # by their number of samples
         self.axes = {0}  # along which they are
@@ -134,7 +134,7 @@ class SampleFlow:
 
     # ------------------------------------------------------------------ call by call
 
-    def visit(self, call: Call, has_parameters: bool) -> None:
+    def visit(self, call: Visit, has_parameters: bool) -> None:
         """Look at a call, after all those that read its outputs.
 
         Without parameters of this call or one before, nothing is computed.
@@ -162,14 +162,14 @@ class SampleFlow:
             self._note_reduction(call)
 
     def _note(
-        self, call: Call, verdict: bool | None, kind: dict[str, None], what: str = ""
+        self, call: Visit, verdict: bool | None, kind: dict[str, None], what: str = ""
     ) -> None:
         if verdict:
             kind[describe(call.module) + what] = None
         elif verdict is None:
             self.unknown[f"{describe(call.module)}, which cannot be evaluated again"] = None
 
-    def _paths(self, call: Call) -> dict[int, Path]:
+    def _paths(self, call: Visit) -> dict[int, Path]:
         """Return what is above those inputs that functions have computed; note foreign uses.
 
         Where a container with a parameter of its own has computed an input, these are the
@@ -195,7 +195,7 @@ class SampleFlow:
             paths[i] = path
         return paths
 
-    def _note_leaves(self, call: Call, leaves: Sequence[Tensor], is_told: bool) -> None:
+    def _note_leaves(self, call: Visit, leaves: Sequence[Tensor], is_told: bool) -> None:
         """Note parameters of extended modules that a function above a call uses as well.
 
         Those of a call that is not recorded are told by themselves.
@@ -219,7 +219,7 @@ class SampleFlow:
             for p in module._parameters.values()
         )
 
-    def _note_reduction(self, call: Call) -> None:
+    def _note_reduction(self, call: Visit) -> None:
         """Note the reduction of a loss, if ``backward()`` was called on it alone."""
         roots = () if self.entry is None else self.entry.roots
         reduction, shape = getattr(call.module, "reduction", None), call.shape_in[0]
@@ -239,7 +239,7 @@ class SampleFlow:
                 )
         self.foreign_uses.clear()
 
-    def _follow(self, call: Call, paths: Mapping[int, Path]) -> None:
+    def _follow(self, call: Visit, paths: Mapping[int, Path]) -> None:
         """Follow the samples from a call's outputs to its inputs, and to what is above these."""
         if call.is_container:
             return
@@ -282,7 +282,7 @@ class SampleFlow:
             elif is_loss:
                 self._check_loss(call, i, mark)
 
-    def _check_data(self, call: Call, i: int) -> None:
+    def _check_data(self, call: Visit, i: int) -> None:
         """Notice that the memory of data says that the samples are elsewhere."""
         x = call.inputs[i]
         if not (self.given and isinstance(x, Tensor) and x.dim()) or isinstance(x, Parameter):
@@ -294,7 +294,7 @@ class SampleFlow:
         if axis < x.dim() and any(given.is_moved(x, axis, i == 0) for given in self.given):
             self.functions[f"functions of the data before {describe(call.module)}"] = None
 
-    def _check_loss(self, call: Call, i: int, mark: Origin) -> None:
+    def _check_loss(self, call: Visit, i: int, mark: Origin) -> None:
         """Notice samples that a reshape has brought together in one row of a loss."""
         shape, axis, layout = call.shape_in[i], _axis(call, i), mark.layout
         if not shape or axis >= len(shape) or isinstance(call.derivatives, Elementwise):
@@ -310,7 +310,7 @@ class SampleFlow:
             name = f"{describe(call.module)} (which reads {samples} rows as {list(shape)})"
             self.functions[name] = None
 
-    def _check_owners(self, call: Call) -> None:
+    def _check_owners(self, call: Visit) -> None:
         """Notice a loss whose rows all belong to one sample of several."""
         layout = call.layouts_in[0]
         owners = None if layout is None else layout.owners
@@ -319,19 +319,19 @@ class SampleFlow:
             what = f"{shape}, all of it of sample number {number} of {owners.samples}"
             self.single[f"{describe(call.module)} reads {what}"] = number, owners.samples
 
-    def _check_split(self, call: Call) -> None:
+    def _check_split(self, call: Visit) -> None:
         """Notice an axis of samples that a reshape has split: its parts are taken for samples."""
         layout, place = call.layouts_out[0], call.place_out(0)
         if layout is not None and place is not None and place.samples != layout.samples:
             name = f"{describe(call.module)} has {place.samples} rows of {layout.samples} samples"
             self.split[name] = None
 
-    def _note_size(self, call: Call, own: int, reader: Call, rows: int) -> None:
+    def _note_size(self, call: Visit, own: int, reader: Visit, rows: int) -> None:
         self.sizes[f"{describe(call.module)} has {own}, {describe(reader.module)} {rows}"] = None
 
     # ------------------------------------------------------------------ functions
 
-    def _check(self, call: Call, i: int, path: Path, is_loss: bool) -> None:
+    def _check(self, call: Visit, i: int, path: Path, is_loss: bool) -> None:
         shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
@@ -366,14 +366,14 @@ class SampleFlow:
         if verdict.apart is False:
             self._note_functions(call, path)
 
-    def _note_functions(self, call: Call, path: Path) -> None:
+    def _note_functions(self, call: Visit, path: Path) -> None:
         """Note that the functions between a call and those above it mix samples."""
         names = dict.fromkeys(n.name() for n in path.nodes if type(n).__name__ not in RESHAPES)
         self.functions[f"functions before {describe(call.module)} ({', '.join(names)})"] = None
 
     def _are_apart(
         self,
-        call: Call,
+        call: Visit,
         i: int,
         path: Path,
         sources: dict[tuple[Any, int], Origin],
@@ -511,12 +511,12 @@ class SampleFlow:
             )
 
 
-def _are_tied(one: Call, other: Call) -> bool:
+def _are_tied(one: Visit, other: Visit) -> bool:
     """Whether two calls use the same parameters: their gradients are brought together."""
     return any(p is q for p in one.trained.values() for q in other.trained.values())
 
 
-def _axis(call: Call, i: int, out: bool = False) -> int:
+def _axis(call: Visit, i: int, out: bool = False) -> int:
     """Return the axis of an input, or an output, along which its rule has the samples."""
     rule = call.derivatives
     if call.rows_are_samples or rule is None or rule.batch_axis is not BatchAxis.FIXED:
@@ -524,13 +524,13 @@ def _axis(call: Call, i: int, out: bool = False) -> int:
     return (rule.batch_axis_out if out else rule.batch_axis_in)(call.module, i)
 
 
-def _combines_entries(call: Call) -> bool:
+def _combines_entries(call: Visit) -> bool:
     """Whether a module such as a softmax combines entries of what it takes for a row."""
     rule = call.derivatives
     return rule is not None and not (call.is_unbatched or rule.hessian_is_diagonal(call.module))
 
 
-def _samples_of(call: Call) -> int:
+def _samples_of(call: Visit) -> int:
     """Return how many samples a layer takes its output to have."""
     layout, shape = call.layouts_out[0], call.shape_out[0]
     if call.rows_are_samples:

@@ -11,9 +11,9 @@ from backpack.core.engine import call_products, checks
 from backpack.core.engine.backpropagation import deliver, fetch
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
-from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import Origin
+from backpack.core.record.visits import Visit
 
 COMBINE = f"Combine it with data in a module, such as SumModule. {checks.CONVERT}"
 NUMBERS = (
@@ -69,7 +69,7 @@ def separate_samples(plan: Plan) -> None:
         deliver(plan, call, factors, cotangents, None)
 
 
-def _cancels(plan: Plan, call: Call, difference: Tensor) -> bool:
+def _cancels(plan: Plan, call: Visit, difference: Tensor) -> bool:
     """Whether a difference of gradients is the rounding of larger ones, which have cancelled."""
     size, seen, stack = 0.0, set(call.origins_out) - {None}, [call]
     while stack:

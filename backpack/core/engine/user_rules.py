@@ -13,15 +13,15 @@ from backpack.context import disable
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Plan
 from backpack.core.lazy import lazy
-from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import flatten_outputs
+from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
 
 
 def sample_counts(
-    call: Call, subsampling: Sequence[int] | None, samples: int | None = None
+    call: Visit, subsampling: Sequence[int] | None, samples: int | None = None
 ) -> set[int]:
     """Return how many samples a user's rule may find in a call: those, or their rows.
 
@@ -50,7 +50,7 @@ def check_used_once(plan: Plan, p: Parameter, ext: Extension) -> None:
 
 
 def check_passed_on(
-    ext: Extension, rule: Any, call: Call, parts: Sequence[Any], rows: Rows
+    ext: Extension, rule: Any, call: Visit, parts: Sequence[Any], rows: Rows
 ) -> None:
     """Refuse what a user's rule passes on to the inputs of a call, if it has other shapes."""
     if all(part is None for part in parts):
@@ -66,7 +66,7 @@ def check_passed_on(
             raise ValueError(what_is_passed_on(ext, rule, call, parts))
 
 
-def what_is_passed_on(ext: Extension, rule: Any, call: Call, parts: Sequence[Any]) -> str:
+def what_is_passed_on(ext: Extension, rule: Any, call: Visit, parts: Sequence[Any]) -> str:
     """Say what a user's rule passes on, and what is expected."""
     shapes = [list(m.shape) if isinstance(m, Tensor) else type(m).__name__ for m in parts]
     return (
@@ -75,7 +75,7 @@ def what_is_passed_on(ext: Extension, rule: Any, call: Call, parts: Sequence[Any
     )
 
 
-def _is_at_input(call: Call, i: int, got: Sequence[int], rows: Rows) -> bool:
+def _is_at_input(call: Visit, i: int, got: Sequence[int], rows: Rows) -> bool:
     """Whether columns fit an input: its shape, flattened behind the samples, or only reshaped."""
     shape = call.shape_in[i] if i < len(call.shape_in) else None
     place = call.place_in(i) if shape else None
@@ -88,7 +88,7 @@ def _is_at_input(call: Call, i: int, got: Sequence[int], rows: Rows) -> bool:
     return call.is_transparent and bool(got) and got[0] == count
 
 
-def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def call_gradients(call: Visit) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return ``g_inp`` and ``g_out`` for user-written rules."""
     return InputGradients(call), tuple(call.g_out)  # type: ignore[return-value]
 
@@ -96,7 +96,7 @@ def call_gradients(call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 class InputGradients(Sequence[Any]):
     """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Visit):
         """Remember the call."""
         self._call = call
 

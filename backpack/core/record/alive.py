@@ -13,6 +13,7 @@ from backpack.core.record.layout import Layout
 from backpack.core.record.weights import version_of
 
 _newest_before = -1  # the newest call when the last context was left
+corrections = 0  # how often a layout was corrected: see Layout.on_correction
 
 
 class Users:
@@ -68,6 +69,8 @@ def all_live_calls() -> list[Call]:
 
 
 def _find_places() -> None:
+    global corrections
+    corrections += 1
     for call in all_live_calls():
         call.note_correction()
 

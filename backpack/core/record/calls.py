@@ -7,9 +7,10 @@ owns that output's graph itself: when the graph dies, the record dies, with no l
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence, Set
-from functools import partial, reduce
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -25,12 +26,11 @@ from backpack.core.record import shards
 from backpack.core.record.averaging import Averaging
 from backpack.core.record.data_notes import layout_of
 from backpack.core.record.layout import Layout
-from backpack.core.record.module_state import ModuleState, cast, describe, placeholder
-from backpack.core.record.origins import Origin, flatten_outputs, origin, origin_at
+from backpack.core.record.module_state import describe, placeholder
+from backpack.core.record.origins import flatten_outputs, origin, origin_at
 from backpack.core.record.placed_call import PlacedCall
 from backpack.core.record.registry import (
     derivatives_of_call,
-    fallback,
     is_leaf,
     own_parameters,
 )
@@ -53,6 +53,10 @@ LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
 MAX_DEPTH = 3
 LIVE: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
+RELEASED: Mapping[str, Any] = {  # what a call holds when its tensors are gone
+    **dict.fromkeys(("inputs", "outputs", "read"), ()),
+    **dict.fromkeys(("saved", "producers"), MappingProxyType({})),
+}
 newest = -1  # index of the last call that was recorded
 
 
@@ -63,8 +67,6 @@ class Call(PlacedCall):
         index: Increases in the order of the calls.
         versions: How often inputs and outputs had been changed in place.
         saved: What the derivatives keep, such as a dropout mask.
-        kept: Names in ``saved`` that a backward pass has to leave there.
-        is_live: Whether it is among the live calls: not released, and no copy.
         was_first: Whether no hook has seen the output before, and could have changed it.
         is_followed: Whether the functions around the call are known: those of a converted model, or
             of a recorded one that runs.
@@ -76,17 +78,13 @@ class Call(PlacedCall):
         producers: Calls that compute inputs again that are not kept, by the number of the input.
         computed_with: What the output was computed with, if it is not kept.
         recompute_depth: How many calls in a row have to run to compute the output again.
-
-        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
-        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
-        trained: Those of ``params`` that the backward pass at hand accumulates a gradient into.
     """
 
-    __slots__ = (
-        *("averaging", "computed_with", "g_out", "g_samples", "index", "is_followed", "is_live"),
-        *("kept", "producers", "reads_functions", "recompute_depth", "repeats", "saved"),
-        *("trained", "versions", "was_first"),
-    )
+    saved: dict[str, Any]
+    producers: Mapping[int, Call] = MappingProxyType({})
+    computed_with: list[State] | None = None
+    recompute_depth = 1
+    repeats: int | None = None
 
     def __init__(
         self,
@@ -120,21 +118,10 @@ class Call(PlacedCall):
         is_droppable = rule is not None and outputs[0].numel() >= LARGE and DROPPED_OUTPUTS.is_on
         is_droppable = is_droppable and not self.shards
         layouts_in = self._note_graph(leaves, outputs, is_droppable)
-        self.saved: dict[str, Any] = {}
-        self.kept: frozenset[str] = frozenset()
+        self.saved = {}
         if rule is not None and rule.keeps_something:
-            save = rule.saved if rule.keeps_facts_alone else partial(_saved, rule)
+            save = rule.saved if rule.keeps_facts_alone else partial(saved_by, rule)
             self.saved = save(module, tuple(leaves), outputs)
-            self.kept = frozenset(self.saved)
-        self.producers: dict[int, Call] = {}
-        self.computed_with: list[State] | None = None
-        self.recompute_depth = 1
-        self.repeats: int | None = None
-
-        self.trained = self.params
-        self.g_out: list[Tensor | None] = [None] * len(outputs)
-        self.g_samples: list[Tensor | None] | None = None
-
         self._note_samples(leaves, layouts_in)
         if is_droppable:
             self._drop_unread_tensors(outputs)
@@ -142,8 +129,7 @@ class Call(PlacedCall):
             self.versions = tuple(map(VERSION, self.inputs + self.outputs))
         except (AttributeError, RuntimeError):  # not all are tensors, see version_of
             self.versions = tuple(map(version_of, self.inputs + self.outputs))
-        LIVE[self.index] = ref(self)
-        self.is_live = True
+        LIVE[self.index] = ref(self, partial(LIVE.pop, self.index))
         global newest
         newest = self.index
 
@@ -201,28 +187,18 @@ class Call(PlacedCall):
         call: Call = object.__new__(cls)
         call._note_module(module, {})
         leaves, call.structure = tree_flatten((args, keywords))
-        call.is_live, call.index, call.is_transparent = False, -1, False
+        call.index, call.is_transparent = -1, False
         call.derivatives = derivatives_of_call(module, tuple(y for y in outputs if y.dim()))
         call.inputs, call.outputs = tuple(leaves), outputs
-        call.saved, call.kept = {"needed": []}, frozenset()
-        call.g_samples, call.producers, call.computed_with = None, {}, None
+        call.saved = {"needed": []}
         call.shape_in = tuple(x.shape if isinstance(x, Tensor) else None for x in leaves)
         call.shape_out = tuple(y.shape for y in outputs)
         call.origins_in, call.origins_out = (None,) * len(leaves), (None,) * len(outputs)
-        call.computed, call.misplaced, call.mixed_data = [False] * len(leaves), None, None
+        call.computed = [False] * len(leaves)
         call.layouts_in = tuple(map(layout_of, leaves))
         call.layouts_out = (None,) * len(outputs)
         call.find_places()
         return call
-
-    def without_views(self) -> list[tuple[Any, ...]]:
-        """Return inputs and outputs without what is a view of a parameter that is not there."""
-        stored: list[tuple[Any, ...]] = [self.inputs, self.outputs]
-        if all(shard.is_there for shard in self.views):
-            return stored
-        return [
-            tuple([placeholder(x) if shards.shards_in([x]) else x for x in some]) for some in stored
-        ]
 
     def _drop_unread_tensors(self, outputs: tuple[Tensor, ...]) -> None:
         """Keep no large tensor that the derivatives do not read, if it can be computed again.
@@ -246,24 +222,9 @@ class Call(PlacedCall):
                 continue
             (stored,), x = producer.outputs, self.inputs[i]
             if stored.shape == x.shape and stored.dtype == x.dtype:
-                self.producers[i] = producer
+                self.producers = {**self.producers, i: producer}
                 self.inputs = (*self.inputs[:i], stored, *self.inputs[i + 1 :])
                 self.recompute_depth = max(self.recompute_depth, producer.recompute_depth + 1)
-
-    def set_apart(self) -> Origin:
-        """Give the output of a transparent call an identity of its own, for rules of users."""
-        (behind,) = self.origins_out
-        mark = Origin()
-        self.repeats, self.is_transparent = self.origins_in.index(behind), False
-        self.origins_out = (mark,)
-        self._find_layouts_out()
-        return mark
-
-    def read_instead(self, behind: Origin, mark: Origin) -> None:
-        """Note that an input is the output of a call that was set apart."""
-        self.origins_in = tuple(mark if o is behind else o for o in self.origins_in)
-        if self.is_transparent:
-            self.origins_out = tuple(mark if o is behind else o for o in self.origins_out)
 
     @property
     def goes_on(self) -> bool:
@@ -299,27 +260,6 @@ class Call(PlacedCall):
             )
         return flatten_outputs(self.forward(self.whole_inputs()))
 
-    def become_function(self) -> None:
-        """Take the automatic derivatives of any leaf, in the place of those of a loss.
-
-        Raises:
-            ValueError: If the samples cannot be followed through the module.
-        """
-        rule = fallback(self.module, self.outputs)
-        assert rule is not None
-        self.derivatives = rule
-        self.saved = _saved(rule, self.module, self.inputs, self.outputs)
-        self.kept = frozenset(self.saved)
-        self._ask_for_layouts_out(rule)
-        self.find_places()
-        if self.misplaced is not None:
-            raise ValueError(self.misplaced)
-
-    def __del__(self) -> None:
-        """Forget the call."""
-        if getattr(self, "is_live", False):
-            LIVE.pop(self.index, None)
-
     @property
     def is_released(self) -> bool:
         """Whether the stored tensors are gone."""
@@ -327,14 +267,8 @@ class Call(PlacedCall):
 
     def release(self) -> None:
         """Drop the stored tensors."""
-        if self.outputs:  # not released yet
-            if self.is_live:
-                LIVE.pop(self.index, None)
-                self.is_live = False
-            self.inputs, self.outputs, self.saved, self.g_out = (), (), {}, []
-            self.read = []
-            self.producers = {}
-            self.g_samples = None
+        vars(self).update(RELEASED)
+        LIVE.pop(self.index, None)
 
     def follow_autograd(self) -> None:
         """Drop large tensors in a backward pass that drops what autograd has stored for it."""
@@ -343,33 +277,6 @@ class Call(PlacedCall):
         frees = is_large and rule is not None and rule.autograd_stores(self)
         if frees and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
-
-    def snapshot(self, create_graph: bool) -> Call:
-        """Return a copy that outlives the release, for products evaluated after the backward pass.
-
-        They read what our derivatives read or, with ``create_graph``, everything, with its graph.
-        """
-        clone = self._copy()
-        clone.module, clone.producers = clone.with_options(), {}
-        if create_graph:
-            clone.inputs = self.whole_inputs()
-        else:
-            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
-        return clone
-
-    def for_another_pass(self) -> Call:
-        """Return a copy for a backward pass that runs while another one works on this call."""
-        clone = self._copy()
-        clone.copies, clone.trained = 1, clone.params
-        clone.clear()
-        return clone
-
-    def _copy(self) -> Call:
-        clone: Call = object.__new__(Call)
-        for name in _FACTS:
-            setattr(clone, name, getattr(self, name))
-        clone.is_live = False
-        return clone
 
     def forward(self, leaves: Sequence[Any]) -> Any:
         """Call the module's ``forward`` again, with other values for the (flattened) arguments.
@@ -407,66 +314,9 @@ class Call(PlacedCall):
         self.inputs, self.outputs = tuple(stored[:count]), tuple(stored[count:])
         self.versions = tuple(map(version_of, stored))
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Precisions of what the call has read and returned."""
-        tensors = (*self.inputs, *self.outputs, *self.params.values())
-        return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
-
-    @property
-    def rounding(self) -> float:
-        """Machine epsilon of the roughest precision."""
-        return max(torch.finfo(dtype).eps for dtype in self.dtypes)
-
-    def compute_in(self, precision: torch.dtype) -> None:
-        """Let the derivatives see all tensors in this precision."""
-        self.precision = precision
-        self.g_out = [cast(g, precision) for g in self.g_out]
-
-    def clear(self) -> None:
-        """Drop what belongs to one backward pass."""
-        self.clear_results()
-        self.g_out, self.g_samples = [None] * len(self.g_out), None
-        self.precision = None
-
-    def clear_results(self) -> None:
-        """Drop what rules have kept beyond the forward pass."""
-        saved = [*self.saved.items()]  # at once: another thread may add to it
-        self.saved = {name: value for name, value in saved if name in self.kept}
-
-    def seen(self, whole: bool, folded: bool) -> tuple[Sequence[Any], Sequence[Tensor]]:
-        """Return inputs and outputs as the derivatives see them: samples where they expect them.
-
-        ``whole``: with those that were not kept; ``folded``: with an axis for each sample's rows.
-        """
-        differentiable = torch.is_grad_enabled()
-        inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
-        outputs: Sequence[Tensor] = self.outputs
-        if whole:
-            outputs = [y.detach() for y in self.whole_outputs()]
-        if differentiable and getattr(self.derivatives, "needs_output", False):
-            # the stored output has no graph; differentiate through a fresh one
-            outputs = flatten_outputs(self.forward(inputs))
-        if self.precision is not None:
-            inputs = [cast(x, self.precision) for x in inputs]
-            outputs = [cast(y, self.precision) for y in outputs]
-        if not self.samples_come_first and self.derivatives is not None:
-            inputs, outputs = self.derivatives.seen(self, inputs, outputs)
-        if folded:
-            inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
-        return inputs, outputs
-
-    def gradients(self, folded: bool = False) -> Sequence[Tensor | None]:
-        """Return gradients with respect to the outputs in canonical form; see :meth:`seen`."""
-        if self.g_samples is not None:
-            return self.g_samples
-        if self.moves_no_columns and not folded:
-            return self.g_out
-        grads = [
-            g if g is None or place is None else place.to_canonical(g)
-            for g, place in ((g, self.place_out(i)) for i, g in enumerate(self.g_out))
-        ]
-        return list(map(self.fold, grads)) if folded else grads
+    def note(self, name: str, value: Any) -> None:
+        """Keep something for the rule."""
+        self.saved[name] = value
 
     @property
     def has_changed_outputs(self) -> bool:
@@ -490,18 +340,10 @@ class Call(PlacedCall):
             )
 
 
-# All of a call but its weak references.
-_FACTS = [
-    name
-    for kind in (ModuleState, PlacedCall, Call)
-    for name in kind.__slots__
-    if name != "__weakref__"
-]
-
-
-def _saved(
+def saved_by(
     rule: Rule, module: Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
 ) -> dict[str, Any]:
+    """Return what a rule keeps from the forward pass."""
     with disable():  # if it differentiates, that is no backward pass of the user
         return rule.saved(module, inputs, outputs)
 
@@ -532,25 +374,6 @@ def reading_parameters(calls: Iterable[Call], travels: bool, is_shown: bool) -> 
     """
     known = [call for call in calls if call.derivatives is not None and call.outputs]
     return [call for call in known if call.reads_parameters(travels, is_shown)]
-
-
-def compute_in_one_precision(calls: Sequence[Call]) -> None:
-    """Compute in the highest precision of what calls have read and returned, as under autocast."""
-    dtypes: set[torch.dtype] = set()
-    for call in calls:
-        dtypes |= call.dtypes
-    if len(dtypes) > 1:
-        for call in calls:
-            call.compute_in(reduce(torch.promote_types, dtypes))
-
-
-def release(calls: Iterable[Call], keeps_tensors: bool) -> None:
-    """Drop what a backward pass has stored at calls, and what the forward pass has, unless kept."""
-    for call in calls:
-        if keeps_tensors:
-            call.clear()
-        else:
-            call.release()
 
 
 def positional(

@@ -14,9 +14,9 @@ from torch.nn import Module
 from backpack.core import fast
 from backpack.core.lazy import lazy
 from backpack.core.record.alive import live_calls
-from backpack.core.record.calls import Call
 from backpack.core.record.module_state import copied, describe, put
 from backpack.core.record.shards import need
+from backpack.core.record.visits import Visit
 from backpack.core.record.weights import VERSION
 from backpack.core.rows import Rows, row_numbers
 from backpack.utils.subsampling import subsample
@@ -48,7 +48,7 @@ class Context:
 
     def __init__(
         self,
-        call: Call,
+        call: Visit,
         inputs: Sequence[Any],
         outputs: Sequence[Tensor],
         rows: Rows = None,
@@ -211,7 +211,7 @@ class OfShards(Context):
 
 
 def context_of(
-    call: Call,
+    call: Visit,
     rows: Rows = None,
     check: bool = True,
     whole: bool = False,
@@ -276,7 +276,7 @@ def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -
                 "something that requires a gradient, and keep the output. A backward pass frees "
                 "what was recorded, unless it retains the graph."
             )
-        found = context_of(calls[-1], rows)
+        found = context_of(Visit(calls[-1]), rows)
     if grads is not None:
         found.grad_out = list(grads)
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from backpack.context import without_autocast
-from backpack.core.record.calls import Call
+from backpack.core.record.visits import Visit
 
 Cotangents = Sequence[Tensor | None]
 
@@ -25,7 +25,7 @@ class KernelOverride(TorchDispatchMode):
 
     Args:
         node: The node.
-        call: The call that it belongs to.
+        visit: The call that it belongs to, in the backward pass.
 
     Attributes:
         kernel: The operation that the node runs.
@@ -37,10 +37,10 @@ class KernelOverride(TorchDispatchMode):
     compute: Callable[..., Cotangents]  # what the kernel would; called only if autograd needs it
     clear: Callable[[], None]  # frees what was received
 
-    def __init__(self, node: Any, call: Call):
+    def __init__(self, node: Any, visit: Visit):
         """Change nothing yet."""
         super().__init__()
-        self.node, self.call = node, call
+        self.node, self.visit = node, visit
         self.task: int | None = None
 
     @property
@@ -62,13 +62,13 @@ class KernelOverride(TorchDispatchMode):
 
 @contextmanager
 def in_use(
-    overrides: Sequence[KernelOverride], roots: Sequence[Tensor], completed: Callable[[Call], None]
+    overrides: Sequence[KernelOverride], roots: Sequence[Tensor], completed: Callable[[Visit], None]
 ) -> Iterator[None]:
     """Let the next backward pass, from some roots, use overrides.
 
     ``completed`` is called when all nodes of a call that have one have run.
     """
-    unfinished = Counter(override.call for override in overrides)
+    unfinished = Counter(override.visit for override in overrides)
 
     def start(_: Any) -> None:
         for override in overrides:
@@ -84,9 +84,9 @@ def in_use(
     def after(override: KernelOverride, *_: Any) -> None:
         if override.is_running:
             _pop_mode()
-            unfinished[override.call] -= 1
-            if not unfinished[override.call]:
-                completed(override.call)
+            unfinished[override.visit] -= 1
+            if not unfinished[override.visit]:
+                completed(override.visit)
 
     nodes: list[Any] = [root.grad_fn for root in roots] if overrides else []
     hooks = [node.register_prehook(start) for node in nodes]

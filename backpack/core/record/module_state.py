@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -48,17 +49,16 @@ class ModuleState:
             ``reduction``.
         addresses: Where its parameters were in memory.
         kept_values: What parameters were that have changed since the backward pass began.
-        precision: What derivatives are computed in, if the network is of several precisions.
         views: Shards of the parameters that inputs and outputs are views of.
         shards: Those, and of the parameters that the call has read.
         has_unknown_shards: Whether parameters are sharded, and nobody knows where the shards are.
     """
 
-    addresses: tuple[int, ...]
-    __slots__ = (
-        *("__weakref__", "addresses", "called", "has_unknown_shards", "kept_values", "module"),
-        *("options", "params", "precision", "read", "shards", "training", "views"),
-    )
+    addresses: tuple[int, ...] = ()
+    kept_values: Mapping[Tensor, Kept] = MappingProxyType({})
+    views: tuple[Shard, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    has_unknown_shards = False
 
     def _note_module(self, module: Module, own: Mapping[str, Parameter | None]) -> None:
         """Note what a module has now, and its own parameters that derivatives are about."""
@@ -78,11 +78,6 @@ class ModuleState:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.grad_fn is not None:
                     buffers[name] = buffer.detach()  # a graph of this call would own the call
-        self.kept_values: Mapping[Tensor, Kept] = {}
-        self.precision: torch.dtype | None = None
-        self.views: tuple[Shard, ...] = ()
-        self.shards: tuple[Shard, ...] = ()
-        self.has_unknown_shards = False
 
     def _note_shards(self, tensors: Sequence[Any]) -> None:
         """Note which sharded parameters the call has read, and which some tensors are views of."""
@@ -168,8 +163,6 @@ class ModuleState:
             found = {name: self._as_kept(t) for name, t in found.items()}
         if self.shards and not reads_entries:
             found = {name: t if shards.is_there(t) else placeholder(t) for name, t in found.items()}
-        if self.precision is not None:
-            found = {name: cast(t, self.precision) for name, t in found.items()}
         return found
 
     @contextmanager

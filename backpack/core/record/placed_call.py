@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
-import torch
 from torch import Size, Tensor
 from torch.utils._pytree import tree_unflatten
 
 from backpack.context import STATE
 from backpack.core.record.data_notes import UNFILLED, noted
 from backpack.core.record.layout import Layout, Place, unbatched
-from backpack.core.record.module_state import NOTHING, ModuleState, describe, works_in_place
+from backpack.core.record.module_state import ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
 from backpack.core.types import Rule
 
@@ -52,7 +50,6 @@ class PlacedCall(ModuleState):
         moves_no_columns: Whether the rule expects the samples of columns there, too.
         is_unbatched: Whether the output has no samples: it depends on parameters alone.
         unbatched_inputs: Indices of the inputs that have no samples, in a call that has.
-        copies: How many samples share this call, if it depends on parameters alone; else 1.
     """
 
     derivatives: Any
@@ -65,13 +62,10 @@ class PlacedCall(ModuleState):
     origins_out: tuple[Origin | None, ...]
     is_container: bool
     is_transparent: bool
-    __slots__ = (
-        *("computed", "copies", "couples_samples", "derivatives", "inputs", "is_container"),
-        *("is_transparent", "is_unbatched", "layouts_in", "layouts_out", "misplaced"),
-        *("mixed_data", "moves_no_columns", "origins_in", "origins_out", "outputs", "relied_on"),
-        *("rows_are_samples", "samples_come_first", "shape_in", "shape_out", "structure"),
-        *("unbatched_inputs",),
-    )
+    misplaced: str | None = None
+    mixed_data: str | None = None
+    relied_on: tuple[Any, ...] = ()
+    unbatched_inputs: tuple[int, ...]
 
     # ------------------------------------------------------------------ finding the samples
 
@@ -80,10 +74,6 @@ class PlacedCall(ModuleState):
         rule = self.derivatives
         may_couple = rule is not None and rule.may_couple_samples
         self.couples_samples = may_couple and rule.couples_samples(self.module)
-        self.copies = 1
-        self.mixed_data: str | None = None
-        self.misplaced: str | None = None
-        self.relied_on: tuple[Any, ...] = ()
         self.computed = [False] * len(leaves)
         for i, layout in enumerate(layouts_in):
             if layout is None and isinstance(leaves[i], Tensor):
@@ -139,7 +129,6 @@ class PlacedCall(ModuleState):
         """Find where the samples are in the outputs, and note that at the places in the graph."""
         rule, shapes = self.derivatives, self.shape_out
         self.rows_are_samples = False
-        self.unbatched_inputs: tuple[int, ...] = ()
         self.layouts_out: tuple[Layout | None, ...] = (None,) * len(shapes)
         if self.is_transparent:  # such as the choice of one tensor of several
             self.layouts_out = tuple(map(_LAYOUT, self.origins_out))
@@ -158,7 +147,7 @@ class PlacedCall(ModuleState):
             )
         elif (usual := rule.usual_layout(self)) is not None:
             self.rows_are_samples = self.samples_come_first = self.moves_no_columns = True
-            self.is_unbatched = False
+            self.is_unbatched, self.unbatched_inputs = False, ()
             self.layouts_out = (usual,) if shapes[0] else (None,)
         else:
             self._ask_for_layouts_out(rule)
@@ -353,57 +342,6 @@ class PlacedCall(ModuleState):
         if isinstance(x, Tensor) and x.dim() and len(x) == self.num_rows:
             return x.unflatten(0, (-1, self.rows_per_sample))
         return x
-
-    def check(self, trained_only: bool) -> None:
-        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
-
-        Raises:
-            RuntimeError: If its tensors are gone.
-            ValueError: If its input has no batch axis.
-            NotImplementedError: If a parameter is sparse, quantised or complex.
-        """
-        if not self.outputs:
-            self.check_released()
-        names, values = self.options
-        now = map(vars(self.module).get, names, repeat(NOTHING))
-        if any(map(operator.is_not, now, values)):
-            self.module = self.with_options()
-        self._check_batched()
-        if self.module._parameters:
-            self._check_parameters(trained_only)
-
-    def _check_batched(self) -> None:
-        """Refuse input without a batch axis, or whose samples are not known."""
-        shape, rule = self.shape_out[0], self.derivatives
-        if shape and not shape[0] and not self.num_rows:
-            raise ValueError(f"{self!r} was called with an empty batch.")
-        if self.misplaced is not None:
-            raise ValueError(self.misplaced)
-        if rule is None:
-            return
-        if rule.depends_on_layouts and not self._layouts_hold():
-            raise ValueError(self._says_corrected())
-        if len(shape) < rule.min_dims(self.module) and (self.is_of_copies or not self.is_unbatched):
-            raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
-
-    def _check_parameters(self, trained_only: bool) -> None:
-        """Refuse parameters that are not dense tensors of real floating-point numbers."""
-        for name, p in self.read[0].items():
-            if p is None or (trained_only and name not in self.params):
-                continue
-            if p.is_quantized or p.layout is not torch.strided:
-                kind = "quantised" if p.is_quantized else f"sparse ({p.layout})"
-                raise NotImplementedError(
-                    f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
-                    "dense floating-point parameters: convert it (to_dense(), dequantize())."
-                )
-            if p.is_complex():
-                raise NotImplementedError(
-                    f"The parameter '{name}' of {describe(self.module)} is complex. Extensions "
-                    "need real ones: let the parameter be torch.view_as_real(…) of it, and use "
-                    "torch.view_as_complex in a module that takes and returns real tensors, with "
-                    "use_converter='record' or none."
-                )
 
     def check_released(self) -> None:
         """Refuse to work with tensors that are gone.

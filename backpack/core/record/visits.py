@@ -1,0 +1,269 @@
+"""A call in one backward pass: what the pass finds out and changes is here, and dies with it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.record import shards
+from backpack.core.record.calls import LIVE, RELEASED, Call, saved_by
+from backpack.core.record.module_state import NOTHING, cast, describe, placeholder
+from backpack.core.record.origins import Origin, flatten_outputs
+from backpack.core.record.registry import fallback
+from backpack.core.record.weights import Kept
+
+
+class Visit(Call):
+    """A copy of a call for one backward pass, which works on nothing else.
+
+    Attributes:
+        call: The call; None for what outlives the backward pass.
+        g_out: Gradients with respect to the outputs, once the backward pass has reached them.
+        g_samples: Those of each sample, ``[N, *out]``, for a call without samples.
+        trained: Those of ``params`` that the backward pass accumulates a gradient into.
+        precision: What derivatives are computed in, if the network is of several precisions.
+        copies: How many samples share this call, if it depends on parameters alone; else 1.
+        saved: What the derivatives keep from the forward pass, and what they memoise in this one.
+        kept: What they keep from the forward pass for all backward passes: that of the call.
+    """
+
+    g_out: list[Tensor | None]
+    trained: dict[str, Parameter]
+    g_samples: list[Tensor | None] | None = None
+    precision: torch.dtype | None = None
+    copies = 1
+    kept: dict[str, Any]
+
+    def __init__(self, call: Call):
+        """Copy what is known of a call."""
+        own = vars(self)
+        own.update(vars(call))
+        self.call: Call | None = call
+        self.g_out = [None] * len(call.shape_out)
+        self.trained = call.params
+        self.kept = call.saved
+        self.saved = self.kept.copy()
+
+    @classmethod
+    def of(cls, call: Call, trained_only: bool) -> Visit:
+        """Begin with a call, and check it; see :meth:`checked`."""
+        return cls(call).checked(trained_only)
+
+    def checked(self, trained_only: bool) -> Visit:
+        """Refuse a call without quantities; ``trained_only``: frozen parameters do not matter.
+
+        Raises:
+            RuntimeError: If its tensors are gone.
+            ValueError: If its input has no batch axis.
+            NotImplementedError: If a parameter is sparse, quantised or complex.
+        """
+        if not self.outputs:
+            self.check_released()
+        names, values = self.options
+        now = map(vars(self.module).get, names, repeat(NOTHING))
+        if any(map(operator.is_not, now, values)):
+            self.module = self.with_options()
+        self._check_batched()
+        if self.module._parameters:
+            self._check_parameters(trained_only)
+        return self
+
+    def _check_batched(self) -> None:
+        """Refuse input without a batch axis, or whose samples are not known."""
+        shape, rule = self.shape_out[0], self.derivatives
+        if shape and not shape[0] and not self.num_rows:
+            raise ValueError(f"{self!r} was called with an empty batch.")
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
+        if rule is None:
+            return
+        if rule.depends_on_layouts and not self._layouts_hold():
+            raise ValueError(self._says_corrected())
+        if len(shape) < rule.min_dims(self.module) and (self.is_of_copies or not self.is_unbatched):
+            raise ValueError(f"{self!r} was called without a batch axis. Add one, x.unsqueeze(0).")
+
+    def _check_parameters(self, trained_only: bool) -> None:
+        """Refuse parameters that are not dense tensors of real floating-point numbers."""
+        for name, p in self.read[0].items():
+            if p is None or (trained_only and name not in self.params):
+                continue
+            if p.is_quantized or p.layout is not torch.strided:
+                kind = "quantised" if p.is_quantized else f"sparse ({p.layout})"
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is {kind}. Extensions need "
+                    "dense floating-point parameters: convert it (to_dense(), dequantize())."
+                )
+            if p.is_complex():
+                raise NotImplementedError(
+                    f"The parameter '{name}' of {describe(self.module)} is complex. Extensions "
+                    "need real ones: let the parameter be torch.view_as_real(…) of it, and use "
+                    "torch.view_as_complex in a module that takes and returns real tensors, with "
+                    "use_converter='record' or none."
+                )
+
+    # ------------------------------------------------------------------ what a rule sees
+
+    @property
+    def rounding(self) -> float:
+        """Machine epsilon of the roughest precision."""
+        return max(torch.finfo(dtype).eps for dtype in dtypes_of([self]))
+
+    def tensors(self, reads_entries: bool = True) -> Mapping[str, Any]:
+        """As of the call, in the precision of this pass."""
+        found = super().tensors(reads_entries)
+        if self.precision is None:
+            return found
+        return {name: cast(t, self.precision) for name, t in found.items()}
+
+    def seen(self, whole: bool, folded: bool) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        """Return inputs and outputs as the derivatives see them: samples where they expect them.
+
+        ``whole``: with those that were not kept; ``folded``: with an axis for each sample's rows.
+        """
+        differentiable = torch.is_grad_enabled()
+        inputs: Sequence[Any] = self.whole_inputs() if whole or differentiable else self.inputs
+        outputs: Sequence[Tensor] = self.outputs
+        if whole:
+            outputs = [y.detach() for y in self.whole_outputs()]
+        if differentiable and getattr(self.derivatives, "needs_output", False):
+            # the stored output has no graph; differentiate through a fresh one
+            outputs = flatten_outputs(self.forward(inputs))
+        if self.precision is not None:
+            inputs = [cast(x, self.precision) for x in inputs]
+            outputs = [cast(y, self.precision) for y in outputs]
+        if not self.samples_come_first and self.derivatives is not None:
+            inputs, outputs = self.derivatives.seen(self, inputs, outputs)
+        if folded:
+            inputs, outputs = list(map(self.fold, inputs)), list(map(self.fold, outputs))
+        return inputs, outputs
+
+    def gradients(self, folded: bool = False) -> Sequence[Tensor | None]:
+        """Return gradients with respect to the outputs in canonical form; see :meth:`seen`."""
+        if self.g_samples is not None:
+            return self.g_samples
+        if self.moves_no_columns and not folded:
+            return self.g_out
+        grads = [
+            g if g is None or place is None else place.to_canonical(g)
+            for g, place in ((g, self.place_out(i)) for i, g in enumerate(self.g_out))
+        ]
+        return list(map(self.fold, grads)) if folded else grads
+
+    def without_views(self) -> list[tuple[Any, ...]]:
+        """Return inputs and outputs without what is a view of a parameter that is not there."""
+        stored: list[tuple[Any, ...]] = [self.inputs, self.outputs]
+        if all(shard.is_there for shard in self.views):
+            return stored
+        return [
+            tuple([placeholder(x) if shards.shards_in([x]) else x for x in some]) for some in stored
+        ]
+
+    # ------------------------------------------------------------------ what the pass changes
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep something for the rule, in all backward passes."""
+        self.saved[name] = self.kept[name] = value
+
+    def see_parameters_before(self, changed: Mapping[Tensor, Kept]) -> None:
+        """Let the derivatives see parameters as they were, in further backward passes, too."""
+        super().see_parameters_before(changed)
+        if self.call is not None:
+            self.call.kept_values = self.kept_values
+
+    def compute_in(self, precision: torch.dtype) -> None:
+        """Let the derivatives see all tensors in this precision."""
+        self.precision = precision
+        self.g_out = [cast(g, precision) for g in self.g_out]
+
+    def set_apart(self) -> Origin:
+        """Give the output of a transparent call an identity of its own, for rules of users."""
+        (behind,) = self.origins_out
+        mark = Origin()
+        self.repeats, self.is_transparent = self.origins_in.index(behind), False
+        self.origins_out = (mark,)
+        self._find_layouts_out()
+        return mark
+
+    def read_instead(self, behind: Origin, mark: Origin) -> None:
+        """Note that an input is the output of a call that was set apart."""
+        self.origins_in = tuple(mark if o is behind else o for o in self.origins_in)
+        if self.is_transparent:
+            self.origins_out = tuple(mark if o is behind else o for o in self.origins_out)
+
+    def become_function(self) -> None:
+        """Take the automatic derivatives of any leaf, in the place of those of a loss.
+
+        Raises:
+            ValueError: If the samples cannot be followed through the module.
+        """
+        rule = fallback(self.module, self.outputs)
+        assert rule is not None
+        self.derivatives = rule
+        self.kept = saved_by(rule, self.module, self.inputs, self.outputs)
+        self.saved = self.kept.copy()
+        self._ask_for_layouts_out(rule)
+        self.find_places()
+        if self.misplaced is not None:
+            raise ValueError(self.misplaced)
+
+    # ------------------------------------------------------------------ its end
+
+    def snapshot(self, create_graph: bool) -> Visit:
+        """Return a copy that outlives the backward pass, for products evaluated later.
+
+        They read what our derivatives read or, with ``create_graph``, everything, with its graph.
+        """
+        clone: Visit = object.__new__(Visit)
+        vars(clone).update(vars(self))
+        clone.call, clone.module, clone.producers = None, self.with_options(), {}
+        if create_graph:
+            clone.inputs = self.whole_inputs()
+        else:
+            clone.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in self.inputs)
+        return clone
+
+    def clear_results(self) -> None:
+        """Drop what the rule has memoised."""
+        self.saved = self.kept.copy()
+
+    def clear(self) -> None:
+        """Drop what the backward pass has found out."""
+        self.clear_results()
+        self.g_out, self.g_samples = [None] * len(self.g_out), None
+
+
+def dtypes_of(calls: Iterable[Call]) -> set[torch.dtype]:
+    """Return the precisions of what calls have read and returned."""
+    return {
+        t.dtype
+        for call in calls
+        for t in (*call.inputs, *call.outputs, *call.params.values())
+        if isinstance(t, Tensor) and t.is_floating_point()
+    }
+
+
+def compute_in_one_precision(visits: Sequence[Visit]) -> None:
+    """Compute in the highest precision of what calls have read and returned, as under autocast."""
+    dtypes = dtypes_of(visits)
+    if len(dtypes) > 1:
+        for visit in visits:
+            visit.compute_in(reduce(torch.promote_types, dtypes))
+
+
+def release(visits: Iterable[Visit], keeps_tensors: bool = False) -> None:
+    """Drop what a backward pass has stored, and what the forward pass has, unless kept."""
+    for visit in visits:
+        if keeps_tensors:
+            visit.clear()
+        else:
+            vars(visit).update(RELEASED, g_out=[], g_samples=None, kept={})
+            if visit.call is not None:  # released here: a call less for each module
+                vars(visit.call).update(RELEASED)
+                LIVE.pop(visit.index, None)
