@@ -276,7 +276,9 @@ def at_hand(module: Module, grads: Sequence[Tensor | None] | None, rows: Rows) -
                 "something that requires a gradient, and keep the output. A backward pass frees "
                 "what was recorded, unless it retains the graph."
             )
-        found = context_of(Visit(calls[-1]), rows)
+        visit = Visit(calls[-1])
+        visit.saved = visit.kept  # what is memoised is there for whoever asks next
+        found = context_of(visit, rows)
     if grads is not None:
         found.grad_out = list(grads)
     return found

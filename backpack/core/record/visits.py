@@ -263,7 +263,7 @@ def release(visits: Iterable[Visit], keeps_tensors: bool = False) -> None:
         if keeps_tensors:
             visit.clear()
         else:
-            vars(visit).update(RELEASED, g_out=[], g_samples=None, kept={})
+            vars(visit).update(RELEASED, saved={}, kept={}, g_out=[], g_samples=None)
             if visit.call is not None:  # released here: a call less for each module
                 vars(visit.call).update(RELEASED)
                 LIVE.pop(visit.index, None)
