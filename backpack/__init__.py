@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -209,8 +208,11 @@ class backpack(ShowsOptions):
         )
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
-        second_order = any(map(methodcaller("expects_backpropagation_quantities"), self.exts))
-        elides = second_order or not self._gradients or self._sum_individual_gradients
+        elides = (
+            bool(configuration.second_order)
+            or not self._gradients
+            or self._sum_individual_gradients
+        )
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(alive.last_call())

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
+from operator import methodcaller
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,7 @@ from backpack.core.types import Extension
 __all__ = ["CTX", "disable"]
 
 ExtensionHook = Callable[[Module], Any]
+PROPAGATES = methodcaller("expects_backpropagation_quantities")
 
 
 @dataclass
@@ -81,6 +84,15 @@ class Configuration:
     progress: bool = False
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
+
+    # extensions that read the gradient alone, and those for which something else travels back
+    first_order: tuple[Extension, ...] = field(init=False, compare=False, repr=False)
+    second_order: tuple[Extension, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sort the extensions."""
+        vars(self)["first_order"] = tuple(filterfalse(PROPAGATES, self.exts))
+        vars(self)["second_order"] = tuple(filter(PROPAGATES, self.exts))
 
     @property
     def savefields(self) -> set[str]:

@@ -36,33 +36,26 @@ from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.loss_terms import BILINEAR
+from backpack.core.engine.modified_losses import check_losses
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
-from backpack.core.engine.spread import words
 from backpack.core.engine.user_rules import call_gradients, sample_counts
 from backpack.core.record import alive, calls, shards, visits, weights
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
-from backpack.core.record.origins import has_parameters, origin
+from backpack.core.record.origins import has_parameters
 from backpack.core.record.visits import Visit
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
 from backpack.utils.warning import warn
-
-# Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
-LINEAR_NODES = words(
-    "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
-    "Select Unbind Alias Permute T Where BackpackOutputBackward"
-)
 
 # A parameter, its uses (calls, and its names there), and the extensions that want something of it.
 Work = tuple[Parameter, list[tuple[Visit, str]], list[Extension]]
@@ -119,8 +112,8 @@ class BackwardPass:
         self.configuration = configuration  # of the thread that has called ``backward()``
         self.entry = entry  # that call, if it was noticed
         self.exts = self.configuration.exts
-        self.first_order: list[Extension] = []
-        self.second_order: list[Extension] = []
+        self.first_order = self.configuration.first_order
+        self.second_order = self.configuration.second_order
         self.wanted: set[str] = set()  # of first order
         self.whole_batch = True  # of first order
         self.has_rules = False  # of modules, for a first-order extension
@@ -130,17 +123,14 @@ class BackwardPass:
         for ext in self.exts:
             if ext.rules:
                 self.shows_calls = True
-            if ext.expects_backpropagation_quantities():
-                self.second_order.append(ext)
-            else:
-                self.first_order.append(ext)
-                self.wanted.update(ext.needs)
-                if ext.rules or not ext.needs:
-                    self.has_rules = True
-                if ext.belongs_to_gradient:
-                    self.notes_accumulation = True
-                if ext.get_subsampling() is not None:
-                    self.whole_batch = False
+        for ext in self.first_order:
+            self.wanted.update(ext.needs)
+            if ext.rules or not ext.needs:
+                self.has_rules = True
+            if ext.belongs_to_gradient:
+                self.notes_accumulation = True
+            if ext.get_subsampling() is not None:
+                self.whole_batch = False
         self.reached_calls: dict[Call, Visit] = {}
         self.calls: list[Visit] = []  # those that are not done yet
         self.deferred: list[Visit] = []
@@ -745,7 +735,7 @@ class BackwardPass:
             return  # such as for the gradient of an output with respect to data
         set_apart(self.calls, self.second_order)
         plan = Plan(self.calls)
-        self._check_losses(plan)
+        check_losses(plan, () if self.entry is None else self.entry.roots)
         self._check_support(plan)
         if self.has_parameters:  # else all of them are told
             self._tell_uncalled_layers(plan)
@@ -795,36 +785,6 @@ class BackwardPass:
                     f"{names}: a parameter of shape {list(p.shape)} has no result. No module that "
                     f"was called has it, and a function has read it whose result {call!r} reads. "
                     f"{plan.advice(call)}"
-                )
-
-    def _check_losses(self, plan: Plan) -> None:
-        """Warn if ``backward()`` was called on something else than constants times the losses."""
-        for call in plan.losses:
-            if call.shape_out[0].numel() != 1:
-                raise ValueError(
-                    "Second-order quantities need a scalar loss, but the output of "
-                    f"{call!r} is not. Use reduction='mean' or 'sum'."
-                )
-            for mark in call.origins_in:
-                producer = plan.producers.get(mark)
-                if producer is not None and producer.call in plan.after_loss:
-                    raise ValueError(
-                        f"{call!r} has the value of another extended loss as its input."
-                    )
-        if self.entry is None or not plan.losses:
-            return
-        losses = {o for call in plan.losses for o in call.origins_out}
-        for root in self.entry.roots:
-            change = _nonlinear_node(root, losses)
-            if change is not None:
-                names = ", ".join(describe(call.module) for call in plan.losses)
-                warn(
-                    f"backward() was called on a loss that was modified after {names} ({change}): "
-                    "second-order quantities are those of the extended losses alone, multiplied "
-                    "with the derivative of the modified loss (where gradients enter a Hessian, "
-                    "they are those of the modified loss). Add the curvature of a penalty by "
-                    "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
-                    "change a part of the loss module.",
                 )
 
 
@@ -953,25 +913,3 @@ def no_rule(call: Visit, *names: str) -> str:
         "(backpack.core.derivatives.register), or a rule for this extension alone "
         "(set_module_extension)."
     )
-
-
-def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
-    """Find an operation between the losses and ``root`` that is not a sum of constant multiples."""
-    if origin(root) in losses or root.grad_fn is None:
-        return None
-    stack, seen = [(root.grad_fn, root.output_nr)], set()
-    while stack:
-        node, slot = stack.pop()
-        marks: Any = node.metadata
-        if node in seen or marks.get(("backpack", slot)) in losses:
-            continue
-        seen.add(node)
-        parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
-        name = node.name().removesuffix("Backward0").removesuffix("Backward1")
-        product = name in BILINEAR and len(parents) == 1
-        if name == "Div":  # a constant divided by the loss is no multiple of it
-            product = product and node.next_functions[0][0] is not None
-        if not (product or name in LINEAR_NODES or name.startswith("View")):
-            return node.name()
-        stack += parents
-    return None

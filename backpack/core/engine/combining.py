@@ -124,6 +124,7 @@ class Combining:
         self._may_average = self.chosen != "module" or is_wrapped()
         self._nodes = nodes  # where the pass begins in the graph
         self.exts = configuration.exts
+        self._travels = bool(configuration.second_order)  # besides the gradient
         self.write = results.write
         self.originals = results.originals
         self.groups: dict[Parameter, Processes] = {}
@@ -173,11 +174,6 @@ class Combining:
             self.is_waiting = True
         elif is_nested and self.chosen == "module" and call.averaging is None and are_several():
             raise NotImplementedError(NO_NESTED)
-
-    @property
-    def _travels(self) -> bool:
-        """Whether something travels back besides the gradient."""
-        return any(ext.expects_backpropagation_quantities() for ext in self.exts)
 
     def _note_name(self, p: Parameter, call: Call, name: str, key: str | None) -> None:
         """Note what a parameter is called on all processes, whose calls may have another order.

@@ -59,7 +59,7 @@ def costly(configuration: Configuration) -> dict[Call, set[Parameter]]:
     if not (asked and ELIDED.is_on) or torch.is_anomaly_enabled():
         return {}
     exts = configuration.exts
-    first_order = [ext for ext in exts if not ext.expects_backpropagation_quantities()]
+    first_order = configuration.first_order
     wanted = {name for ext in first_order for name in ext.needs}
     if exts and not configuration.gradients:  # no product is too cheap to be left out
         wanted.add("gradient")

@@ -113,7 +113,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
         entry = Entry(roots)
         configuration = CTX.configuration
         exts = configuration.exts
-        if any(not ext.expects_backpropagation_quantities() for ext in exts):
+        if configuration.first_order:
             entry.terms = LossTerms(roots, any(map(attrgetter("looks_at_loss"), exts)))
         hooks = [node.register_prehook(entry.start) for node in entry.nodes if node is not None]
         update(entry=entry)

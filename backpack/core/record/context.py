@@ -34,7 +34,7 @@ class Context:
     """One call as its rule sees it: samples where the rule expects them, in one precision.
 
     Attributes:
-        call: The call.
+        call: The call, in a backward pass.
         module: Its module, for hyperparameters.
         inputs: Arguments, flattened: ``[N, *in]`` if they have samples.
         outputs: What it returned, flattened: ``[N, *out]``.

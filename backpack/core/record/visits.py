@@ -43,8 +43,7 @@ class Visit(Call):
 
     def __init__(self, call: Call):
         """Copy what is known of a call."""
-        own = vars(self)
-        own.update(vars(call))
+        vars(self).update(vars(call))
         self.call: Call | None = call
         self.g_out = [None] * len(call.shape_out)
         self.trained = call.params

@@ -1,0 +1,78 @@
+"""What second-order quantities need: scalar losses, and a ``backward()`` of a sum of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from backpack.core.engine.loss_terms import BILINEAR
+from backpack.core.engine.plan import Plan
+from backpack.core.engine.spread import words
+from backpack.core.record.module_state import describe
+from backpack.core.record.origins import origin
+from backpack.utils.warning import warn
+
+# Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
+LINEAR_NODES = words(
+    "Add Sub Neg Sum Mean Stack Cat View Reshape Unsafe Squeeze Unsqueeze Expand Clone ToCopy "
+    "Select Unbind Alias Permute T Where BackpackOutputBackward"
+)
+
+
+def check_losses(plan: Plan, roots: Sequence[Tensor]) -> None:
+    """Refuse losses of several numbers; warn if ``backward()`` is not of constants times losses.
+
+    Args:
+        plan: The reached calls.
+        roots: What ``backward()`` was called on, if that is known.
+
+    Raises:
+        ValueError: If a loss is no scalar, or reads another one.
+    """
+    for call in plan.losses:
+        if call.shape_out[0].numel() != 1:
+            raise ValueError(
+                "Second-order quantities need a scalar loss, but the output of "
+                f"{call!r} is not. Use reduction='mean' or 'sum'."
+            )
+        for mark in call.origins_in:
+            producer = plan.producers.get(mark)
+            if producer is not None and producer.call in plan.after_loss:
+                raise ValueError(f"{call!r} has the value of another extended loss as its input.")
+    losses = {o for call in plan.losses for o in call.origins_out}
+    for root in roots if losses else ():
+        change = _nonlinear_node(root, losses)
+        if change is not None:
+            names = ", ".join(describe(call.module) for call in plan.losses)
+            warn(
+                f"backward() was called on a loss that was modified after {names} ({change}): "
+                "second-order quantities are those of the extended losses alone, multiplied "
+                "with the derivative of the modified loss (where gradients enter a Hessian, "
+                "they are those of the modified loss). Add the curvature of a penalty by "
+                "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
+                "change a part of the loss module.",
+            )
+
+
+def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
+    """Find an operation between the losses and ``root`` that is not a sum of constant multiples."""
+    if origin(root) in losses or root.grad_fn is None:
+        return None
+    stack, seen = [(root.grad_fn, root.output_nr)], set()
+    while stack:
+        node, slot = stack.pop()
+        marks: Any = node.metadata
+        if node in seen or marks.get(("backpack", slot)) in losses:
+            continue
+        seen.add(node)
+        parents = [(parent, nr) for parent, nr in node.next_functions if parent is not None]
+        name = node.name().removesuffix("Backward0").removesuffix("Backward1")
+        product = name in BILINEAR and len(parents) == 1
+        if name == "Div":  # a constant divided by the loss is no multiple of it
+            product = product and node.next_functions[0][0] is not None
+        if not (product or name in LINEAR_NODES or name.startswith("View")):
+            return node.name()
+        stack += parents
+    return None
