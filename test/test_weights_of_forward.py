@@ -174,7 +174,21 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "pad": (lambda: Pad((1, -1)), (-1, 1)),
     "factors": (lambda: Factors(), torch.full((4,), 3.0, dtype=torch.float64)),
     "power": (lambda: Factors(), 3.0),
+    "frequency": (lambda: Wave(), 3.0),
+    "count": (lambda: Slotted(), 3),
 }
+
+
+class Wave(nn.Module):
+    """Its class names no constants, and it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency, self.count = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return (self.frequency * x).sin()
 
 
 class Factors(nn.Module):
@@ -189,6 +203,19 @@ class Factors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factors * x.abs() ** self.power
+
+
+class Slotted(Wave):
+    """Keeps an attribute in a slot."""
+
+    __slots__ = ("power",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) ** self.power
 
 
 def around(layer: nn.Module) -> nn.Module:
@@ -225,6 +252,43 @@ def test_options_of_a_loss_between_the_passes() -> None:
         values.append(model.bias.ggnmp(torch.eye(3)).diag())
     for value in values[1:]:
         torch.testing.assert_close(value, values[0])
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "option"), [(nn.SmoothL1Loss, "beta"), (nn.HuberLoss, "delta")]
+)
+def test_options_that_the_class_of_a_loss_does_not_name(
+    loss_class: type[nn.Module], option: str
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(nn.Linear(4, 3)), torch.rand(5, 4), torch.rand(5, 3)
+    values = []
+    for changes in (False, True):
+        lossfunc: Any = extend(loss_class())
+        loss = lossfunc(model(x), y)
+        if changes:
+            setattr(lossfunc, option, 1e-3)
+        with backpack(extensions.DiagGGNExact()):
+            loss.backward()
+        values.append(model.weight.diag_ggn_exact)
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+def test_what_an_extension_hook_counts_at_a_module() -> None:
+    """It is no option of a call that comes later in the backward pass."""
+    torch.manual_seed(0)
+    wave, lossfunc = Wave(), extend(nn.MSELoss())
+    model = extend(nn.Sequential(nn.Linear(4, 3), wave, wave))
+    loss = lossfunc(model(torch.rand(5, 4)), torch.rand(5, 3))
+
+    def hook(module: nn.Module) -> None:
+        if isinstance(module, Wave):
+            module.count += 1
+
+    with backpack(extensions.BatchGrad(), extension_hook=hook):
+        loss.backward()
+    assert wave.count == 4
 
 
 def test_an_extension_hook_gets_the_module_that_was_called() -> None:

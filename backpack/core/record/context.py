@@ -14,7 +14,7 @@ from torch.nn import Module
 from backpack.core import fast
 from backpack.core.lazy import lazy
 from backpack.core.record.alive import live_calls
-from backpack.core.record.module_state import copied, describe, put
+from backpack.core.record.module_state import NOTHING, copied, describe, put
 from backpack.core.record.shards import need
 from backpack.core.record.visits import Visit
 from backpack.core.record.weights import VERSION
@@ -170,8 +170,11 @@ class Context:
         if own["training"] is not call.training:
             attributes["training"] = call.training
         if is_own and call.module is not module:  # it has other options by now
-            was = vars(call.module)
-            attributes |= {name: was[name] for name in call.options[0] if name in was}
+            constants = getattr(type(module), "__constants__", ())
+            for name, was in zip(*call.options, strict=True):
+                # a hook may count in other attributes
+                if was is not NOTHING and (name in constants or not for_users):
+                    attributes.setdefault(name, was)
         for i, x in enumerate(inputs):
             attributes[f"input{i}"] = x
         for child in own["_modules"]:  # a child may be called "output"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
-from types import MappingProxyType
+from itertools import chain, compress, repeat
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,8 @@ from backpack.core.record.weights import (
 # An entry of a dictionary: where, its name, and the value.
 Entry = tuple[dict[str, Any], str, Any]
 NOTHING = object()
+# Types of options. What may hold a tensor could let the graph of a call own the call.
+PLAIN = frozenset({bool, int, float, str, type(None)})
 T = TypeVar("T", bound="ModuleState")
 
 
@@ -45,8 +47,8 @@ class ModuleState:
         params: Own parameters that require a gradient, by name.
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
-        options: Names and values of what its class calls constants, such as a stride, and of
-            ``reduction``.
+        options: Names and values of what its class calls constants, such as a stride, and of its
+            attributes that are numbers, strings or None.
         addresses: Where its parameters were in memory.
         kept_values: What parameters were that have changed since the backward pass began.
         views: Shards of the parameters that inputs and outputs are views of.
@@ -64,8 +66,10 @@ class ModuleState:
         """Note what a module has now, and its own parameters that derivatives are about."""
         self.module = self.called = module
         self.training = module.training
-        names = (*getattr(type(module), "__constants__", ()), "reduction")
-        self.options = names, tuple(map(vars(module).get, names, repeat(NOTHING)))
+        has = vars(module)
+        plain = compress(has, map(PLAIN.__contains__, map(type, has.values())))
+        names = (*getattr(type(module), "__constants__", ()), *plain)
+        self.options = names, tuple(map(has.get, names, repeat(NOTHING)))
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
@@ -261,6 +265,9 @@ def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:
     # its calls are not to make it one of the extended modules, which it is in the place of
     own = {**vars(module), **tensors, **(options or {}), "_backpack_identity": id(copy)}
     vars(copy).update((name, value) for name, value in own.items() if value is not NOTHING)
+    for slot in chain.from_iterable(vars(base).values() for base in type(module).__mro__):
+        if isinstance(slot, MemberDescriptorType) and hasattr(module, slot.__name__):
+            slot.__set__(copy, getattr(module, slot.__name__))
     return copy
 
 
