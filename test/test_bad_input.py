@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import CTX, backpack, disable, extend, extensions
+from backpack import CTX, backpack, disable, extend, extensions, quantities
 from backpack.context import STATE, Configuration
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.record.registry import REGISTRY
@@ -488,6 +488,35 @@ def test_target_that_depends_on_the_model(ext: Any) -> None:
     with backpack(ext()), pytest.raises(ValueError, match="MSELoss"):
         loss.backward()
     assert_clean(encoder, decoder)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("exts", ["BatchL2Grad", "DiagGGNExact", "BatchGrad DiagGGNExact KFAC"])
+@pytest.mark.parametrize("where", ["between the layers", "at the end"])
+def test_an_error_leaves_no_results_of_the_pass_before(
+    where: str, exts: str, accumulate: bool
+) -> None:
+    """Nobody takes them for its own; what accumulates is as it was."""
+    model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+    X, y = data()
+    chosen = [getattr(extensions, name)() for name in exts.split()]
+
+    def stop(_: Tensor) -> None:
+        raise KeyError("stopped")
+
+    def run(stops: bool) -> None:
+        hidden = model[0](X)
+        if stops:
+            stopped = hidden if where == "between the layers" else model[0].bias
+            stopped.register_hook(stop)
+        with backpack(*chosen, accumulate=accumulate):
+            lossfunc(model[1:](hidden), y).backward()
+
+    run(stops=False)
+    before = quantities(model)
+    with pytest.raises(KeyError, match="stopped"):
+        run(stops=True)
+    torch.testing.assert_close(quantities(model), before if accumulate else {})
 
 
 def test_detached_target_is_fine() -> None:

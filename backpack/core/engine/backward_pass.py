@@ -50,6 +50,7 @@ from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
 from backpack.core.record.origins import has_parameters
+from backpack.core.record.tape import calls_above
 from backpack.core.record.visits import Visit
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
@@ -278,7 +279,7 @@ class BackwardPass:
         """Forget a backward pass that an error has stopped, and what it wrote."""
         current = cls._running.pop(task, None)
         if current is not None:
-            current.results.undo()
+            current._undo()
 
     def _run_or_undo(
         self, task: int, work: Callable[..., None], *arguments: Any, told: bool = False
@@ -299,7 +300,7 @@ class BackwardPass:
             else:
                 work(*arguments)
         except BaseException as error:
-            self.results.undo()
+            self._undo()
             memory.clear()
             if isinstance(error, Exception) and not told and self.combining.stop(error):
                 self.error = error
@@ -309,6 +310,15 @@ class BackwardPass:
         finally:
             if is_elsewhere:
                 configure(outer)
+
+    def _undo(self) -> None:
+        """Leave no results: those of the pass before would be taken for those of this one."""
+        self.results.undo()
+        for call in () if self.combining.accumulates else calls_above(self.combining.nodes):
+            for p in map(shards.home, call.params.values()):
+                for ext in self.exts:
+                    if results.is_result(p, ext.savefield):
+                        delattr(p, ext.savefield)
 
     # ------------------------------------------------------------------ during the backward pass
 

@@ -122,7 +122,7 @@ class Combining:
         self.chosen = configuration.process_group
         # whether gradients may be averaged without a call that says by what
         self._may_average = self.chosen != "module" or is_wrapped()
-        self._nodes = nodes  # where the pass begins in the graph
+        self.nodes = nodes  # where the pass begins in the graph
         self.exts = configuration.exts
         self._travels = bool(configuration.second_order)  # besides the gradient
         self.write = results.write
@@ -242,7 +242,7 @@ class Combining:
 
     def _in_graph(self) -> Sequence[Call]:
         """Return the calls that the pass may reach: all live ones, if that is not known."""
-        return calls_above(self._nodes) or all_live_calls()
+        return calls_above(self.nodes) or all_live_calls()
 
     def _communicates(self) -> bool:
         """Whether processes have to talk: a sum over samples is wanted, or weights are gathered."""
