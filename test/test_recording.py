@@ -2118,3 +2118,27 @@ def test_checkpoints_that_are_reentrant() -> None:
             lossfunc(model(torch.rand(5, 3)), y).backward()
         with expected():
             optimizer.step()
+
+
+class WithWeight(Checkpointed):
+    """A function with a parameter is computed again, in the place of a layer."""
+
+    def __init__(self, of_layer: bool) -> None:
+        super().__init__(use_reentrant=True, is_function=True)
+        self.weight = self.middle.weight if of_layer else nn.Parameter(torch.rand(4, 4))
+        self.function = self.product
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+@pytest.mark.parametrize("route", [False, "record"])
+def test_parameters_of_functions_in_reentrant_checkpoints(route: Any, of_layer: bool) -> None:
+    """They have no individual gradients, which is told in each step."""
+    model, lossfunc = extend(WithWeight(of_layer), use_converter=route), nn.CrossEntropyLoss()
+    for _ in range(2):
+        told = pytest.warns(UserWarning, match=r"\[4, 4\] have no result.*use_reentrant=False")
+        with told, backpack(extensions.BatchGrad()):
+            lossfunc(model(torch.rand(5, 3)), torch.randint(2, (5,))).backward()
+    assert not hasattr(model.weight, "grad_batch")

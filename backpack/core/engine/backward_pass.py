@@ -565,6 +565,8 @@ class BackwardPass:
             self.results.finish_extensions()
             if not self.combining.is_waiting:
                 self._note_first_order()
+            if self.sample_flow.hidden:
+                self.sample_flow.tell_hidden_gradients(self.inside)
             if self.second_order:
                 self._run_second_order()
                 self.results.finish_extensions()

@@ -9,7 +9,7 @@ The nodes are called for that one by one. The engine would run hooks, and reach 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
@@ -70,6 +70,12 @@ FUNCTIONS_THAT_MIX = (
     "extend(model, use_converter=True), which follows them."
 )
 
+HIDDEN = (
+    "parameters of shapes {} have no result: a backward pass inside of a function has computed "
+    "their gradients, where no module that was called has them. If that is torch.utils.checkpoint, "
+    "use it with use_reentrant=False."
+)
+
 # How many rows of a loss are looked at.
 ROWS = 6
 
@@ -100,6 +106,7 @@ class SampleFlow:
         unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
+        hidden: Parameters whose gradient a function of Python may compute, and what it was before.
     """
 
     # What was found out of the functions before a module, by their structure.
@@ -119,6 +126,7 @@ class SampleFlow:
         self.sizes: dict[str, None] = {}
         self.split: dict[str, None] = {}
         self.single: dict[str, tuple[int, int]] = {}
+        self.hidden: dict[Parameter, tuple[int | None, int]] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         # those not told yet, and whether they are some in any case, not those of layers alone
         self.foreign_uses: list[tuple[Visit, Tensor, bool]] = []
@@ -347,6 +355,10 @@ class SampleFlow:
             return
         if any(map(is_foreign_function, path.nodes)):
             self.unknown[f"functions before {describe(call.module)}"] = None
+            models = (given.module.modules() for given in self.given)
+            for module in chain(CTX.extended(), *models):
+                for p in module.parameters(recurse=False):
+                    self.hidden.setdefault(p, _state_of_gradient(p))
             return
         known = self._known.setdefault(call.module, {})
         key = (is_loss, describe_structure(path, sources))
@@ -365,6 +377,17 @@ class SampleFlow:
             self.unknown[f"functions before {describe(call.module)}"] = None
         if verdict.apart is False:
             self._note_functions(call, path)
+
+    def tell_hidden_gradients(self, inside: Collection[Parameter]) -> None:
+        """Tell of parameters that have gradients of a pass inside, but no module with a result.
+
+        Such passes have used the modules of those that are ``inside``.
+        """
+        known = {p for params in self.parameters for p in params.values()}.union(inside)
+        found = [p for p, state in self.hidden.items() if state != _state_of_gradient(p)]
+        shapes = [str(list(p.shape)) for p in found if p not in known]
+        for ext in self.exts if shapes else ():
+            ext.fail(HIDDEN.format(checks.listed(shapes)))
 
     def _note_functions(self, call: Visit, path: Path) -> None:
         """Note that the functions between a call and those above it mix samples."""
@@ -509,6 +532,10 @@ class SampleFlow:
                 "hand; a function of samples belongs into a module, or use "
                 "extend(model, use_converter=True).",
             )
+
+
+def _state_of_gradient(p: Parameter) -> tuple[int | None, int]:
+    return (None, 0) if p.grad is None else (id(p.grad), p.grad._version)
 
 
 def _are_tied(one: Visit, other: Visit) -> bool:
