@@ -512,3 +512,32 @@ def test_layers_behind_merged_positions_have_the_same_samples(
             lossfunc(model(X), y).backward()
         found.append([getattr(p, ext.savefield) for p in model.parameters()])
     torch.testing.assert_close(*found)
+
+
+class MeanOverSamples(nn.Module):
+    """A loss of one's own of sequences, with the samples along some axis."""
+
+    reduction = "mean"
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axes = (1 - axis, 2)
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).square().sum(self.axes).exp().mean()
+
+
+@pytest.mark.filterwarnings("error:The network mixes")
+def test_own_losses_of_sequences_along_the_first_axis() -> None:
+    """They have as many samples as with the batch along the first axis, and mix none."""
+    found = []
+    for axis in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.RNN(3, 4, batch_first=axis == 0)).double()
+        model, lossfunc = extend(model), extend(MeanOverSamples(axis))
+        x, y = steps(6).transpose(0, axis), steps(6)[..., :1].transpose(0, axis) / 9
+        exts = extensions.KFAC(fisher="empirical"), extensions.Variance(), extensions.KFLR()
+        with backpack(*exts):
+            lossfunc(model(x)[0], y).backward()
+        found.append([(p.kfac, p.variance, p.kflr) for p in model.parameters()])
+    torch.testing.assert_close(*found, **TOLERANCE)  # type: ignore[misc]

@@ -1594,6 +1594,35 @@ def test_dp_sgd_does_not_judge_the_scale_of_what_was_rescaled() -> None:
         private_step(lambda z, y, loss_of=loss_of: loss_of(z, y) * len(y), "sum")  # type: ignore[misc]
 
 
+class Squares(nn.Module):
+    """A loss of one's own, of predictions with the samples along any axis."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return getattr((z - y).square(), self.reduction)()
+
+
+@pytest.mark.parametrize(
+    ("loss_class", "is_extended"), [(Squares, True), (nn.MSELoss, True), (nn.MSELoss, False)]
+)
+def test_dp_sgd_knows_the_scale_of_sequences(loss_class: Any, is_extended: bool) -> None:
+    """Their first axis is that of time, with another length than the batch."""
+    for has, stated in (("mean", "sum"), ("sum", "mean"), ("sum", "sum")):
+        torch.manual_seed(0)
+        model, lossfunc = extend(nn.RNN(3, 2)), loss_class(reduction=has)
+        lossfunc = extend(lossfunc) if is_extended else lossfunc
+        optimiser = DPSGD(model.parameters(), **PRIVATE, loss_reduction=stated)
+        with backpack(*optimiser.extensions):
+            z, _ = model(torch.randn(5, 4, 3))
+            lossfunc(z, torch.randn_like(z)).backward()
+        told: Any = pytest.raises(ValueError, match=f"reduction='{has}'.* but .*'{stated}'")
+        with nullcontext() if has == stated else told:
+            optimiser.step()
+
+
 def test_individual_gradients_of_targets_that_broadcast_are_told() -> None:
     model, loss = extend(nn.Linear(5, 1)), extend(nn.L1Loss())
     with pytest.warns(UserWarning, match="Using a target size"):

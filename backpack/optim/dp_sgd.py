@@ -340,7 +340,8 @@ class DPOptimizer(ExtensionOptimizer):
         samples = len(p.clip_norms)  # type: ignore[attr-defined]
         if reduction is None or reduction.name == stated or samples == 1:
             return
-        if reduction.rows % samples == 0:  # else they are rows of something else
+        rows = reduction.shape[:-1] or reduction.shape
+        if any(size % samples == 0 for size in rows):  # else they are rows of something else
             raise ValueError(
                 f"{type(self).__name__}: backward() was called on a {reduction.name} "
                 f"(reduction={reduction.name!r}) of {reduction.loss}, but loss_reduction is "

@@ -120,7 +120,8 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         The sum of the outer products of the terms' gradients ``W g``, divided by W.
         """
         args, _ = c.call.arguments(self.as_called(c))
-        terms = num_terms(c.module, args[0], args[1:])
+        place = c.call.place_in(0)
+        terms = num_terms(c.module, args[0], args[1:], 0 if place is None else place.axis)
         return c.select(self._gradient(c) * sqrt(terms)).unsqueeze(0)
 
     def hessian_product(self, c: Context, t: Any) -> Any:

@@ -22,13 +22,13 @@ def torch_loss(kind: type) -> type[Module] | None:
     return next((one for one in modules if one.__module__ == "torch.nn.modules.loss"), None)
 
 
-def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> float:
+def num_terms(loss_function: Module, output: Any, targets: Sequence[Any], axis: int = 0) -> float:
     """Return what the mean of a loss divides by, or 1 if it is a sum.
 
     That is the number of terms of the loss of a model's output ``[N, *]``: of samples and positions
     for most, of entries for losses such as ``MSELoss``; for targets that are classes, the sum of
     their weights, where ``ignore_index`` counts zero. A loss of your own is the mean over the
-    samples, unless it inherits from one of torch and leaves the mean to it.
+    samples, along an ``axis``, unless it inherits from one of torch and leaves the mean to it.
 
     Raises:
         ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, or
@@ -60,7 +60,9 @@ def num_terms(loss_function: Module, output: Any, targets: Sequence[Any]) -> flo
             return float(loss.loss.forward(output, y, *options).numel())
         if reduction == "mean" and is_torchs:
             return float(_unreduced(loss, output, targets).numel())
-    counts = {len(x) for x in tensors_of(output) if x.dim()}  # of several outputs, too
+    counts = {
+        x.shape[axis] for x in tensors_of(output) if x.dim() > axis
+    }  # of several outputs, too
     if len(counts) != 1:
         raise ValueError(
             f"{type(loss).__name__} is the mean over the samples, but how many there are is not to "

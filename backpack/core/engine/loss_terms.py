@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from backpack.context import without_autocast
 from backpack.core.engine.paths import (
@@ -57,12 +57,12 @@ class LossReduction(NamedTuple):
     Attributes:
         name: ``"mean"`` or ``"sum"``.
         loss: Name of the loss.
-        rows: Number of rows of its prediction, which samples have one or several of.
+        shape: That of its prediction, which samples have rows of.
     """
 
     name: str
     loss: str
-    rows: int
+    shape: Size
 
 
 class LossTerms:
@@ -241,7 +241,7 @@ def _reduction(node: Any) -> LossReduction | None:
     shape = shape_of(*node.next_functions[0]).shape if name and node.next_functions[0][0] else ()
     if name is None or not shape:
         return None
-    return LossReduction(name, f"a loss that is not extended ({node.name()})", shape[0])
+    return LossReduction(name, f"a loss that is not extended ({node.name()})", shape)
 
 
 def _is_euclidean(node: Any) -> bool:

@@ -233,7 +233,7 @@ class SampleFlow:
         reduction, shape = getattr(call.module, "reduction", None), call.shape_in[0]
         name = REDUCTION_OF_OPTION.get(reduction) if isinstance(reduction, str) else None
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
-            self.reduction = LossReduction(name, describe(call.module), shape[0])
+            self.reduction = LossReduction(name, describe(call.module), shape)
 
     def _tell_foreign_uses(self) -> None:
         """Refuse parameters of extended models that functions use as well."""
@@ -309,6 +309,8 @@ class SampleFlow:
             return
         if layout is None or not layout.is_batched or layout.owners is not None:
             return  # with owners, it is misplaced
+        if call.derivatives.batch_axis is not BatchAxis.FIXED and layout.place(shape) is not None:
+            return  # its rule looks for them along all axes
         before, samples = layout.before, layout.samples
         if axis == 0:
             are_apart = shape[0] % (before * samples) == 0
