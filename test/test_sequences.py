@@ -6,6 +6,7 @@ the modules in test_recurrent.py and test_embedding.py.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -17,7 +18,7 @@ from cases import CASES, Case, Problem, select
 from test_quantities import TOLERANCE, check, run
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import FunctionDerivatives, reductions, register
@@ -346,6 +347,43 @@ def test_nothing_is_left(case: Case) -> None:
         assert step() == step()
     finally:
         gc.enable()
+
+
+# --------------------------------------------------------------------------------------
+# Packed sequences
+# --------------------------------------------------------------------------------------
+
+
+class OfPacked(nn.Module):
+    """Reads a packed sequence, embeds its tokens, and returns the last states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(7, 3), nn.GRU(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: PackedSequence) -> Tensor:
+        return self.head(self.rnn(x._replace(data=self.embedding(x.data)))[1][-1])
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("lengths", [(4, 3, 2, 1), (5, 3, 3), (2, 2), (3, 1)], ids=str)
+def test_packed_sequences_as_arguments(lengths: tuple[int, ...], is_sorted: bool) -> None:
+    """Steps are no samples, also if there are as many, or if the sequences came sorted."""
+    torch.manual_seed(0)
+    plain, y = OfPacked().double(), torch.rand(len(lengths), 2, dtype=torch.float64)
+    tokens = [torch.randint(7, (n,)) for n in (lengths if is_sorted else lengths[::-1])]
+    packed = pack_sequence(tokens, enforce_sorted=is_sorted)
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(model(packed), y).backward()
+    params, z = list(plain.parameters()), plain(packed)
+    losses = (z - y).square().sum(1)
+    each = [torch.autograd.grad(one, params, retain_graph=True) for one in losses]
+    rows = [torch.autograd.grad(one, params, retain_graph=True) for one in z.flatten()]
+    for i, p in enumerate(model.parameters()):
+        close(p.grad_batch, torch.stack([of_sample[i] for of_sample in each]))
+        close(p.diag_ggn_exact, 2 * sum(row[i].square() for row in rows))
 
 
 # --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from backpack.context import disable
@@ -69,7 +70,12 @@ def note_inputs(
     inputs, is_child = begin_call(module)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     with_axes = [x for x in tensors if not x.is_nested and x.dim()]
-    count = _number_of_samples(with_axes)
+    count = 0
+    if PackedSequence in map(type, args) or PackedSequence in map(type, kwargs.values()):
+        for packed in (x for x in (*args, *kwargs.values()) if type(x) is PackedSequence):
+            count = _note_packed(inputs, packed)
+            with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
+    count = count or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
     if inputs.others:
@@ -90,6 +96,26 @@ def note_inputs(
         else:
             mark.layout = layout
             inputs.marks.append(mark)
+
+
+def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
+    """Note which sample each row of a packed sequence belongs to; return how many there are.
+
+    Its rows are those of the first step, then of the second one. Steps are no samples.
+    """
+    sizes, order = packed.batch_sizes.tolist(), packed.sorted_indices
+    order = torch.arange(sizes[0]) if order is None else order.cpu()
+    numbers = torch.cat([order[:size] for size in sizes])
+    x, mark = packed.data, origin(packed.data)
+    layout = Layout.of_numbers(numbers.view(-1, *[1] * (x.dim() - 1)).expand(x.shape), sizes[0])
+    assert layout is not None
+    inputs.note(packed.batch_sizes, unbatched())
+    if mark is None:
+        inputs.note(x, layout)
+    elif not mark.is_output:
+        mark.layout = layout
+        inputs.marks.append(mark)
+    return sizes[0]
 
 
 def _number_of_samples(tensors: Sequence[Tensor]) -> int:
