@@ -783,6 +783,17 @@ def forward_before_another(*exts: BackpropExtension) -> Tensor:
     return kept
 
 
+class OtherMethod(nn.Module):
+    """Reads the parameters of a layer, whose ``forward`` does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight)
+
+
 FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "everything": (
         lambda *exts: step(mlp(), nn.CrossEntropyLoss(), *exts),
@@ -811,6 +822,16 @@ FORGOTTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "forward before extend, but loss": (
         lambda *exts: forward_before_extend(extend(nn.CrossEntropyLoss()), *exts),
         "no module that has parameters was recorded",
+    ),
+    "functions of parameters": (
+        lambda *exts: step(extend(OtherMethod()), nn.functional.cross_entropy, *exts),
+        "reached no extended module.*use_converter=True",
+    ),
+    "all but what reshapes": (
+        lambda *exts: step(
+            nn.Sequential(mlp(), extend(nn.Flatten())), nn.functional.cross_entropy, *exts
+        ),
+        "no module that has parameters was recorded, only Flatten",
     ),
 }
 

@@ -102,7 +102,7 @@ class BackwardPass:
     restricted = True  # whether autograd tells which parameters it accumulates into
     kept: KeptParameters | None = None  # what parameters were before hooks could change them
     copied: shards.copied | None = None  # whole parameters that deferred calls read
-    above: Sequence[Any] = ()  # what is above the last call, as long as none had parameters
+    first: Any = None  # the node of the first call
     has_parameters = False  # whether one had
     error: Exception | None = None  # what others are to be told, before it is raised
     has_run = False
@@ -233,7 +233,6 @@ class BackwardPass:
         new = cls(configuration, entry, is_nested)
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
         if current is new:
-            configuration.passes.own += 1
             torch.autograd.Variable._execution_engine.queue_callback(_Ending(task))
         return current
 
@@ -393,6 +392,9 @@ class BackwardPass:
             raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
         if call.has_unknown_shards:
             raise NotImplementedError(shards.NO_ROOT.format(describe(call.module)))
+        if not self.reached_calls:
+            self.configuration.passes.own += 1
+            self.first = torch._C._current_autograd_node()
         self.reached_calls[call] = visit
         if call in self.keeping:
             self.keeping[visit] = self.keeping.pop(call)
@@ -406,7 +408,6 @@ class BackwardPass:
                     self._refuse_parts(visit, self.inside)
         if not self.has_parameters:
             self.has_parameters = bool(visit.params) or visit.has_parameters
-            self.above = () if self.has_parameters else self.above or visit.inputs
         if self.second_order and visit.shards:
             self.combining.note_gathering(visit)
         self.calls.append(visit)
@@ -603,8 +604,7 @@ class BackwardPass:
         """Warn if parameters have gradients, but none of them a module that was reached."""
         if self.has_parameters or not self.exts or any(ext.rules for ext in self.exts):
             return
-        above = [getattr(x, "grad_fn", None) for x in self.above]
-        if not self.configuration.passes.told and has_parameters(above):
+        if not self.configuration.passes.told and has_parameters([self.first]):
             reached = checks.listed([describe(call.module) for call in self.reached_calls])
             names = ", ".join(type(ext).__name__ for ext in self.exts)
             warn(
@@ -747,6 +747,8 @@ class BackwardPass:
             return  # such as for the gradient of an output with respect to data
         set_apart(self.calls, self.second_order)
         plan = Plan(self.calls)
+        if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
+            return
         check_losses(plan, () if self.entry is None else self.entry.roots)
         self._check_support(plan)
         if self.has_parameters:  # else all of them are told

@@ -26,8 +26,8 @@ EXTRACTED = frozenset(REDUCTIONS) | Blocks.offers | InputsAlone.offers | UNSLICE
 MOST_NAMES = 8
 EXTEND_FIRST = (
     "Call extend() on the model (second-order extensions need it for the loss, too) before the "
-    "forward pass, and use what it returns. What torch.compile(fullgraph=True) has compiled is not "
-    "recorded."
+    "forward pass, and use what it returns; with use_converter=True if functions read parameters "
+    "of modules that are not called. What torch.compile(fullgraph=True) compiles is not recorded."
 )
 CONVERT = (
     "Use extend(model, use_converter=True), which follows functions of the forward pass, but no "
