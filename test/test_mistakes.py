@@ -1590,6 +1590,7 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
         z.log_softmax(1).expand(7, N, 4), LABELS[:, None] % 3 + 1, (7,) * N, (1,) * N
     ),
     "squared norm": lambda z: (z - TARGET).norm() ** 2,
+    "powers": lambda z: (z[:, 0].exp() ** z[:, 1]).mean() + (z.exp() ** TARGET).mean(),
     "scaled": lambda z: F.cross_entropy(z, LABELS) / 3 * torch.tensor(1024.0),
     "several": lambda z: F.cross_entropy(z, LABELS) + 0.1 * z.square().sum(1).mean(),
     "focal": lambda z: (
@@ -1622,6 +1623,7 @@ MIXED_TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda z: (z - TARGET).norm(),
     "logarithm of a sum": lambda z: -z.exp().sum().log() / N,
     "product": lambda z: F.mse_loss(z, TARGET) * z.square().mean(),
+    "powers of the mean": lambda z: (z.square().mean() ** TARGET).sum(),
 }
 # of these, functions before the last numbers keep the samples apart
 MIXING_NUMBERS = ["root of the mean", "dice", "norm", "logarithm of a sum", "product"]

@@ -157,7 +157,7 @@ class LossTerms:
         norm = inputs[0][0]
         if name in FUSED or name in ROWWISE:
             edges = inputs
-        elif name == "Pow" and node._saved_exponent == 2 and _is_euclidean(norm):
+        elif node.name() == "PowBackward0" and node._saved_exponent == 2 and _is_euclidean(norm):
             edges = [norm.next_functions[0]]  # a sum of squares
         else:
             edges = [(node, slot)]
