@@ -894,6 +894,36 @@ def test_layers_that_are_called_with_computed_weights(is_tied: bool, route: Any)
     check(model, *data(), fields=fields, use_converter=route)
 
 
+class Magnitude(nn.Module):
+    """A leaf that scales what other modules compute, and reads their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, base: nn.Module, *, adapter: nn.Module) -> Tensor:
+        norm = torch.linalg.norm(base.weight + adapter.weight, dim=1)
+        return self.weight / norm * (base(x) + adapter(x))
+
+
+class Adapted(nn.Module):
+    """Weights in polar coordinates, by a leaf that is called with modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH, bias=False)
+        self.magnitude, self.last = Magnitude(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.magnitude(x, self.base, adapter=self.adapter).tanh())
+
+
+def test_leaves_that_are_called_with_modules() -> None:
+    torch.manual_seed(0)
+    fields = [field for field in TRUTHS if field != "kflr"]
+    check(Adapted().double(), *data(), fields=fields, use_converter="record")
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("rows", [[2, 0], [1], [True, False, True]], ids=str)
 def test_losses_of_some_samples(rows: list, route: Any) -> None:

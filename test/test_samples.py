@@ -534,6 +534,33 @@ def test_data_that_is_no_argument_is_named() -> None:
         loss.backward()
 
 
+OF_OTHER_ROWS: dict[str, Callable[..., Tensor]] = {
+    "prompts": lambda m, x: torch.cat(
+        [m.words(m.table[None].expand(len(x), -1)[:1]).repeat(len(x), 1, 1), m.words(x)], 1
+    ),
+    "graph": lambda m, x: m.layer(m.graph @ m.layer(m.nodes))[x],
+}
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("name", OF_OTHER_ROWS)
+def test_data_that_is_no_argument_has_no_samples_if_it_has_other_rows(name: str, n: int) -> None:
+    """What else the model was called with tells how many rows have those that have samples."""
+    torch.manual_seed(0)
+    model = Function(lambda m, x: m.head(OF_OTHER_ROWS[name](m, x).tanh().mean(1))).double()
+    vars(model).update(table=torch.arange(4), nodes=torch.randn(5, 3).double())
+    vars(model).update(graph=torch.rand(5, 5).double())
+    x, y = torch.randint(5, (n, 2)), torch.randint(2, (n,))
+    expected = oracle.batch_grad(model, nn.CrossEntropyLoss(), x, y)
+    recorded = extend(copy.deepcopy(model), use_converter="record")
+    loss = extend(nn.CrossEntropyLoss())(recorded(x), y)
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    for p, value in zip(recorded.parameters(), expected, strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
+
+
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: None,
     "resize_": lambda x: x.resize_(10, 4, 3).normal_(),

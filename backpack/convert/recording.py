@@ -916,7 +916,12 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _suits_as_a_whole(inputs: Sequence[Any]) -> bool:
-    """Whether a module can be one function: of something with samples, a row for each."""
+    """Whether a module can be one function: of something with samples, a row for each.
+
+    One that is called with other modules calls these, whose parameters are not its own.
+    """
+    if any(isinstance(x, Module) for x in inputs):
+        return False
     if not all(is_dense(x) for x in inputs if isinstance(x, Tensor)):
         return True  # what is said of it names the module
     layouts = [layout_of(x) for x in inputs if isinstance(x, Tensor)]

@@ -75,7 +75,7 @@ def note_inputs(
         for packed in (x for x in (*args, *kwargs.values()) if type(x) is PackedSequence):
             count = _note_packed(inputs, packed)
             with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
-    count = count or _number_of_samples(with_axes)
+    inputs.samples = count = count or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
     if inputs.others:

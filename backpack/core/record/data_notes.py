@@ -35,6 +35,7 @@ class Inputs:
         module: The model.
         notes: Where the samples are, by the id of the tensor.
         marks: Identities of tensors with a graph whose layout holds for this call alone.
+        samples: Number of samples.
         others: What else may be the number of samples: sizes of other first axes.
         choice: What was taken for the samples, in words.
         rows: Ids of parameters that are arguments with one row for each sample: data.
@@ -45,6 +46,7 @@ class Inputs:
         self.module = ref(module)
         self.notes: dict[int, Note] = {}
         self.marks: list[Any] = []
+        self.samples = 0
         self.others: set[int] = set()
         self.choice = ""
         self.rows: set[int] = set()
@@ -107,6 +109,12 @@ def end_call(module: Module) -> Inputs | None:
 def running() -> list[Inputs]:
     """Return what is noted of the calls of models that run in this thread, the innermost last."""
     return _calls.running
+
+
+def has_other_rows(data: Tensor) -> bool:
+    """Whether data has not as many rows as the model that runs has samples, if it has several."""
+    samples = _calls.running[0].samples if _calls.running else 0
+    return samples > 1 and data.dim() > 0 and len(data) != samples
 
 
 def _form(tensor: Tensor) -> Any:

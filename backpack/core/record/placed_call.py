@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from torch.utils._pytree import tree_unflatten
 
 from backpack.context import STATE
-from backpack.core.record.data_notes import UNFILLED, noted
+from backpack.core.record.data_notes import UNFILLED, has_other_rows, noted
 from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.module_state import ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
@@ -89,9 +89,9 @@ class PlacedCall(ModuleState):
                 if known.lost and x.is_floating_point():  # indices may be what they are
                     self.misplaced = f"{self!r} reads {known.lost}"
                 return known
-            if not x.requires_grad or parameter_behind(x) is None:
-                return None
-            return unbatched()
+            is_table = x.requires_grad and parameter_behind(x) is not None
+            is_table |= bool(STATE.get().recorders) and has_other_rows(x)
+            return unbatched() if is_table else None
         is_foreign = is_foreign_function(x.grad_fn)
         known = noted(x) if is_foreign else None
         if known is not None and (known.is_batched or known.lost not in (None, UNFILLED)):
