@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import oracle
@@ -426,3 +427,43 @@ def test_weights_of_the_samples_from_a_module() -> None:
         close(p.diag_ggn_exact, diagonal)
         u = torch.randn(V, *p.shape, dtype=p.dtype)
         close(p.ggnmp(u).flatten(1), u.flatten(1) @ block)
+
+
+class Bags(nn.Module):
+    """Classes of bags of tokens, and of further data."""
+
+    def __init__(self, with_data: bool, **keywords: Any) -> None:
+        super().__init__()
+        self.with_data = with_data
+        self.bag, self.data, self.last = bag("mean", **keywords), nn.Linear(2, D), nn.Linear(D, 3)
+
+    def forward(self, tokens: Tensor, offsets: Tensor, x: Any) -> Tensor:
+        """Classify the bags that offsets tell."""
+        h = self.bag(tokens, offsets)
+        return self.last((h + self.data(x) if self.with_data else h).tanh())
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("with_data", [False, True])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+def test_bags_are_samples(include_last_offset: bool, with_data: bool, converter: Any) -> None:
+    """A model that is called with a flat list of tokens has not as many samples."""
+    torch.manual_seed(0)
+    end = [10] if include_last_offset else []
+    offsets = torch.cat([OFFSETS, torch.tensor(end, dtype=torch.long)])
+    model = Bags(with_data, include_last_offset=include_last_offset).double()
+    x = torch.randn(N, 2, dtype=torch.float64) if with_data else None
+    y, reference = torch.tensor([0, 2, 1, 1]), copy.deepcopy(model)
+    model = extend(model, use_converter=converter)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # samples that meet, rows that are none
+        with backpack(extensions.BatchGrad()):
+            lossfunc(model(FLAT, offsets, x), y).backward()
+    losses = nn.functional.cross_entropy(reference(FLAT, offsets, x), y, reduction="none")
+    for n, loss in enumerate(losses):
+        params = reference.parameters()
+        expected = torch.autograd.grad(loss / N, [*params], retain_graph=True, allow_unused=True)
+        for p, value in zip(model.parameters(), expected, strict=True):
+            if value is not None:
+                close(p.grad_batch[n], value)

@@ -16,7 +16,9 @@ from backpack.core.derivatives.affine import input_factor, position_rows
 from backpack.core.derivatives.basederivatives import BaseDerivatives, always, constant
 from backpack.core.derivatives.linear import positions
 from backpack.core.derivatives.sample_axes import BatchAxis
+from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
+from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register
 
@@ -222,6 +224,16 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
 
     batch_axis = BatchAxis.FIXED
     hessian_is_zero = always
+
+    def layouts(self, call: Call) -> list[Layout | None]:
+        """Take the bags for the samples: a flat list of tokens was taken for as many samples."""
+        known, bags = call.layouts_in[0], call.shape_out[0][0]
+        is_flat = call.shape_in[0] is not None and len(call.shape_in[0]) == 1
+        if not is_flat or known is None or not known.assumed or known.samples == bags:
+            return super().layouts(call)
+        known.mark_unbatched()
+        of_bags = (one for one in call.layouts_in[1:] if one is not None and one.samples == bags)
+        return [next(of_bags, Layout(1, bags))]
 
     # ------------------------------------------------------------------ arguments
 
