@@ -60,9 +60,8 @@ def num_terms(loss_function: Module, output: Any, targets: Sequence[Any], axis: 
             return float(loss.loss.forward(output, y, *options).numel())
         if reduction == "mean" and is_torchs:
             return float(_unreduced(loss, output, targets).numel())
-    counts = {
-        x.shape[axis] for x in tensors_of(output) if x.dim() > axis
-    }  # of several outputs, too
+    # of several outputs, too
+    counts = {x.shape[axis] for x in tensors_of(output) if x.dim() > axis}
     if len(counts) != 1:
         raise ValueError(
             f"{type(loss).__name__} is the mean over the samples, but how many there are is not to "
