@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress, repeat
+from itertools import chain, repeat
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ NOTHING = object()
 # Types of options. What may hold a tensor could let the graph of a call own the call.
 PLAIN = frozenset({bool, int, float, str, type(None)})
 T = TypeVar("T", bound="ModuleState")
+# Names of options of the classes of torch, whose instances have the same attributes.
+_OPTIONS: dict[type[Module], tuple[str, ...]] = {}
 
 
 class ModuleState:
@@ -66,10 +68,8 @@ class ModuleState:
         """Note what a module has now, and its own parameters that derivatives are about."""
         self.module = self.called = module
         self.training = module.training
-        has = vars(module)
-        plain = compress(has, map(PLAIN.__contains__, map(type, has.values())))
-        names = (*getattr(type(module), "__constants__", ()), *plain)
-        self.options = names, tuple(map(has.get, names, repeat(NOTHING)))
+        names = _OPTIONS.get(type(module)) or _names_of_options(module)
+        self.options = names, tuple(map(vars(module).get, names, repeat(NOTHING)))
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
@@ -246,6 +246,18 @@ class ModuleState:
             f"{describe(self.module)} has changed since the forward pass: {what}. Change modules "
             "after the backward pass and its extension hooks."
         )
+
+
+def _names_of_options(module: Module) -> tuple[str, ...]:
+    """List what a module's class calls constants, and its attributes that are plain values."""
+    has, kind = vars(module), type(module)
+    plain = [name for name, value in has.items() if type(value) in PLAIN]
+    names = tuple(dict.fromkeys((*getattr(kind, "__constants__", ()), *plain)))
+    if kind.__module__.startswith("torch.nn.modules."):  # but for attributes that users add
+        made: Any = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+        own = {name for init in made[:-1] for name in init.__code__.co_names}
+        names = _OPTIONS[kind] = tuple(filter(own.__contains__, names))
+    return names
 
 
 def parameters_of(states: Iterable[T]) -> dict[T, list[Tensor]]:
