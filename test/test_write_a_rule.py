@@ -711,6 +711,19 @@ def test_mixed_samples_are_noticed() -> None:
     check_rule(Centred(), torch.randn(N, F))
 
 
+def test_what_a_class_says_of_samples_after_its_definition() -> None:
+    class Rule(BaseDerivatives):
+        def vjp(self, c: Any, v: Tensor) -> Tensor:
+            return v - v.mean(1, keepdim=True)
+
+    register(Centred)(Rule)
+    type.__setattr__(Rule, "couples_samples", yes)
+    model = extend(nn.Sequential(nn.Linear(F, F), Centred()))
+    loss = extend(nn.MSELoss())(model(torch.randn(N, F)), torch.randn(N, F))
+    with pytest.warns(UserWarning, match="mixes the samples"), backpack(extensions.BatchGrad()):
+        loss.backward()
+
+
 class Family(nn.Module):
     """A module that calls a child."""
 

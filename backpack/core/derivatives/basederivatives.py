@@ -122,7 +122,6 @@ class BaseDerivatives(SampleAxes):
     # What follows from the methods that a rule has of its own: ``saved``, ``assemble`` (a parameter
     # is what is multiplied), ``affine`` (rather than ``param_vjp``), ``hessian_is_zero``, …
     keeps_something: ClassVar[bool] = False
-    may_couple_samples: ClassVar[bool] = False
     has_one_part: ClassVar[bool] = True
     acts_affinely: ClassVar[bool] = False
     tells_curvature: ClassVar[bool] = False
@@ -142,7 +141,6 @@ class BaseDerivatives(SampleAxes):
         cls.keeps_something = cls.saved is not BaseDerivatives.saved
         if "affine" in own or "param_vjp" in own:
             cls.acts_affinely = "affine" in own
-        cls.may_couple_samples = cls.couples_samples is not BaseDerivatives.couples_samples
         cls.has_one_part = cls.assemble is BaseDerivatives.assemble
         cls.tells_curvature = cls.hessian_is_zero is not BaseDerivatives.hessian_is_zero
         cls.tells_linearity = cls.is_linear_in_params is not BaseDerivatives.is_linear_in_params
@@ -167,6 +165,9 @@ class BaseDerivatives(SampleAxes):
     def couples_samples(self, module: Module) -> bool:
         """Return whether a sample's output depends on other samples."""
         return False
+
+    # what no class has replaced, perhaps after its definition, is not called
+    samples_are_apart = couples_samples
 
     def is_curved(self, call: Visit) -> bool:
         """Return whether the output of a call is no (piecewise) affine function of the input."""

@@ -72,7 +72,7 @@ class PlacedCall(ModuleState):
     def _note_samples(self, leaves: Sequence[Any], layouts_in: list[Layout | None]) -> None:
         """Find where the samples are; ``layouts_in``: known of what recorded calls returned."""
         rule = self.derivatives
-        may_couple = rule is not None and rule.may_couple_samples
+        may_couple = rule is not None and rule.couples_samples != rule.samples_are_apart
         self.couples_samples = may_couple and rule.couples_samples(self.module)
         self.computed = [False] * len(leaves)
         for i, layout in enumerate(layouts_in):
