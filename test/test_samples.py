@@ -969,6 +969,29 @@ def test_losses_of_one_sample_each(converter: Any, count: int) -> None:
     assert len(messages) == (count < 4)
 
 
+class Parts(nn.Module):
+    """A model that returns the first sample, and all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.layer(x)
+        return z[0], z[1:]
+
+
+@pytest.mark.filterwarnings("error:.*of sample number")
+def test_losses_of_one_sample_and_of_all_others() -> None:
+    """They leave out no sample together."""
+    model, lossfunc = extend(Parts(), use_converter="record"), extend(nn.MSELoss())
+    one, others = model(torch.randn(4, 3))
+    loss = lossfunc(one, torch.zeros(2)) + lossfunc(others, torch.zeros(3, 2))
+    with backpack(extensions.BatchGrad()):
+        loss.backward()
+    assert model.layer.weight.grad_batch.flatten(1).any(1).all()
+
+
 class Steps(nn.Module):
     """The features of a layer become a sequence."""
 

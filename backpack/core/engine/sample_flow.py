@@ -102,7 +102,8 @@ class SampleFlow:
         losses: Losses that do.
         functions: Functions that mix samples, or move them from the first axis.
         data: What mixes samples where no gradient passes.
-        single: Losses that read rows of one sample alone: its number, and that of all samples.
+        single: Losses that read rows of one sample alone, and the number of all samples.
+        chosen: Numbers of samples that losses of chosen rows read.
         unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
@@ -125,7 +126,8 @@ class SampleFlow:
         self.unknown: dict[str, None] = {}
         self.sizes: dict[str, None] = {}
         self.split: dict[str, None] = {}
-        self.single: dict[str, tuple[int, int]] = {}
+        self.single: dict[str, int] = {}
+        self.chosen: set[int] = set()
         self.hidden: dict[Parameter, tuple[int | None, int]] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         # those not told yet, and whether they are some in any case, not those of layers alone
@@ -324,10 +326,13 @@ class SampleFlow:
         """Notice a loss whose rows all belong to one sample of several."""
         layout = call.layouts_in[0]
         owners = None if layout is None else layout.owners
-        if owners is not None and owners.samples > 1 and len(set(owners.numbers)) == 1:
+        if owners is None or owners.samples == 1:
+            return
+        self.chosen.update(owners.numbers)
+        if len(set(owners.numbers)) == 1:
             number, shape = owners.numbers[0], list(call.shape_in[0] or ())
             what = f"{shape}, all of it of sample number {number} of {owners.samples}"
-            self.single[f"{describe(call.module)} reads {what}"] = number, owners.samples
+            self.single[f"{describe(call.module)} reads {what}"] = owners.samples
 
     def _check_split(self, call: Visit) -> None:
         """Notice an axis of samples that a reshape has split: its parts are taken for samples."""
@@ -441,13 +446,12 @@ class SampleFlow:
         in_loss = [*self.losses, *(() if terms is None else terms.mixing)]
         # in the order of the calls
         mixing = [*reversed(self.modules), *reversed(self.functions), *in_loss]
-        read = self.single.values()
-        if results and read and any(len({n for n, _ in read}) < samples for _, samples in read):
+        if results and len(self.chosen) < max(self.single.values(), default=0):
             warn(
-                f"{checks.listed(self.single)}: the individual gradients of all others "
-                "are zero. If these are rows of different samples, the batch axis is not the first "
-                "in a layer before: recurrent layers and attention need batch_first=True for data "
-                "that has it there, and a token is chosen by h[:, 0], not h[0].",
+                f"{checks.listed(self.single)}: other samples have no part in that. If these are "
+                "rows of different samples, the batch axis is not the first in a layer before: "
+                "recurrent layers and attention need batch_first=True for data that has it there, "
+                "and a token is chosen by h[:, 0], not h[0].",
             )
         if sizes and results:
             names = checks.listed([*reversed(sizes)])
