@@ -1491,9 +1491,23 @@ class LossInside(nn.Module):
         return nn.functional.cross_entropy(self.layer(x), y, **self.options)
 
 
+class MaskInside(LossInside):
+    """The loss of some samples, which a mask chooses before or behind it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if "reduction" in self.options:
+            return nn.functional.cross_entropy(self.layer(x), y, reduction="none")[y != 1].mean()
+        return super().forward(x[y != 1], y[y != 1])
+
+
+def of_mask(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(x[y != 1], y[y != 1], **options)
+
+
 VALUES, LABELS, ONES = torch.linspace(-1, 1, 8), torch.arange(8) % 4, torch.ones(4)
 SQUARES: Callable[..., Tensor] = lambda x, y: (x - y).square().mean()  # noqa: E731
 FUNCTIONAL = nn.functional
+CLASSES, ORDER = extend(nn.CrossEntropyLoss()), [1, 0, 2, 3, 4, 7, 6, 5]
 # a loss, targets, whether each individual gradient depends on one sample
 LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "mean square": (nn.MSELoss(), VALUES[:, None], True),
@@ -1520,6 +1534,13 @@ LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "inside, weights": (LossInside(weight=ONES), LABELS, False),
     "inside, weights, summed": (LossInside(weight=ONES, reduction="sum"), LABELS, True),
     "inside, ignored": (LossInside(ignore_index=2), LABELS, False),
+    "inside, of a mask": (MaskInside(), LABELS, False),
+    "inside, mean of a mask": (MaskInside(reduction="none"), LABELS, False),
+    "function, of a mask": (of_mask, LABELS, False),
+    "function, of a mask, summed": (partial(of_mask, reduction="sum"), LABELS, True),
+    "classes, of rows": (lambda x, y: CLASSES(x[[0, 1, 4]], y[[0, 1, 4]]), LABELS, False),
+    "classes, in another order": (lambda x, y: CLASSES(x.flip(0)[ORDER], y[ORDER]), LABELS, True),
+    "own, of a mask": (lambda x, y: (x - y).square()[VALUES > 0].mean(), VALUES[:, None], False),
 }
 
 

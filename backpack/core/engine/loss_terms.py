@@ -8,7 +8,7 @@ sample in each entry.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
 SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})
+# Functions that choose entries by masks or numbers.
+CHOOSING = frozenset({"Index", "IndexSelect", "MaskedSelect"})
 # Linear in one input for fixed others.
 BILINEAR = frozenset({"Addmm", "Baddbmm", "Bmm", "Convolution", "Div", "Dot", "Mm", "Mul", "Mv"})
 # Linear, though they store their input.
@@ -122,8 +124,10 @@ class LossTerms:
         for node in path.nodes:
             if kind(node) in ("NllLoss", "NllLoss2D") and _divides_by_targets(node):
                 self.divided[f"a loss that is not extended ({node.name()})"] = None
-        counts = {*map(samples_in, path.sources.values())} - {0}
-        for node in _carrying(path) if counts - {1} else ():
+        counts = {*map(samples_in, path.sources.values())} - {0, 1}
+        if averages_chosen(path, counts):
+            self.divided[f"a loss that is not extended ({path.start[0].name()})"] = None
+        for node in _carrying(path) if counts else ():
             if kind(node) in EXPANDING and counts & _added_sizes(node):
                 self.unknown[f"{node.name()}, which expands predictions to more entries"] = None
 
@@ -183,6 +187,37 @@ class LossTerms:
         elif most > 1 and max(map(samples_in, sources)) > 1:
             self.mixing[text] = None
         return False
+
+
+def averages_chosen(path: Path, counts: Set[int], is_mean: bool = False) -> bool:
+    """Whether a mean is over rows that were chosen of these numbers of samples, as by a mask.
+
+    It divides by their number. ``is_mean``: what reads the path is a mean.
+    """
+    seen, stack = set(), [(path.start[0], is_mean)] if counts else []
+    while stack:
+        node, averages = each = stack.pop()
+        if each in seen or node not in path.nodes:
+            continue
+        seen.add(each)
+        parents = [edge for edge in node.next_functions if edge[0] is not None]
+        if averages and kind(node) in CHOOSING and _chooses_rows(node, counts):
+            return True
+        if kind(node) == "Mean":
+            averages |= shape_of(node, 0).shape[:1] != shape_of(*parents[0]).shape[:1]
+        averages |= getattr(node, "_saved_reduction", None) == MEAN
+        stack += [(parent, averages) for parent, _ in parents]
+    return False
+
+
+def _chooses_rows(node: Any, counts: Set[int]) -> bool:
+    """Whether a mask along the first axis chooses rows, or their number is not that of samples."""
+    if kind(node) == "Index" and is_unpacked(node):
+        first = node._saved_indices[0]
+        if first is None or first.dtype in (torch.bool, torch.uint8):
+            return first is not None
+    shape = shape_of(node, 0).shape
+    return kind(node) == "MaskedSelect" or all(shape[0] % count for count in counts)
 
 
 def _readers_of_leaves(path: Path) -> dict[Tensor, str]:

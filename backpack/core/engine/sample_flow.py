@@ -27,7 +27,7 @@ from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
 from backpack.core.engine.intercept import Entry
-from backpack.core.engine.loss_terms import LossReduction
+from backpack.core.engine.loss_terms import LossReduction, averages_chosen
 from backpack.core.engine.paths import (
     Path,
     describe_structure,
@@ -168,6 +168,8 @@ class SampleFlow:
                 self._note(call, mixes, self.losses if is_loss else self.modules)
             if self.looks_at_loss:
                 self._note(call, rule.divides_by_targets(call), self.data, f", {DIVIDES}")
+        if self.looks_at_loss and not call.shape_out[0]:
+            self._note_chosen(call, paths)
         if self.looks_at_loss and is_loss:
             self._note_reduction(call)
 
@@ -236,6 +238,18 @@ class SampleFlow:
         name = REDUCTION_OF_OPTION.get(reduction) if isinstance(reduction, str) else None
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
             self.reduction = LossReduction(name, describe(call.module), shape)
+
+    def _note_chosen(self, call: Call, paths: Mapping[int, Path]) -> None:
+        """Note a mean over chosen rows, which divides by their number."""
+        if "mean" not in (getattr(call.module, what, None) for what in ("reduction", "name")):
+            return
+        layout, path = call.layouts_in[0], paths.get(0)
+        owners = None if layout is None else layout.owners
+        counts = set() if path is None else {*map(samples_in, path.sources.values())} - {0, 1}
+        if (owners is not None and not owners.is_even) or (
+            path is not None and averages_chosen(path, counts, is_mean=True)
+        ):
+            self.data[f"{describe(call.module)}, {DIVIDES}"] = None
 
     def _tell_foreign_uses(self) -> None:
         """Refuse parameters of extended models that functions use as well."""
