@@ -14,6 +14,7 @@ from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import derivatives_of, reductions
+from backpack.optim import DPSGD
 from backpack.utils.kroneckers import kfacs_to_mat
 from backpack.utils.subsampling import subsample
 
@@ -467,3 +468,32 @@ def test_bags_are_samples(include_last_offset: bool, with_data: bool, converter:
         for p, value in zip(model.parameters(), expected, strict=True):
             if value is not None:
                 close(p.grad_batch[n], value)
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_private_training_of_bags(is_mixed: bool, converter: Any) -> None:
+    """Bags treat samples alone; what else reads the list of tokens may not."""
+
+    class Mean(Bags):
+        """May add the mean of all tokens."""
+
+        def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
+            """Classify the bags."""
+            h = self.bag(tokens, offsets)
+            return self.last(h + self.data(tokens).mean(0) if is_mixed else h)
+
+    model = Mean(False)
+    model.data = embedding()
+    model = extend(model.double(), use_converter=converter)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    optimizer = DPSGD(
+        model.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with backpack(*optimizer.extensions):
+        lossfunc(model(FLAT, OFFSETS), torch.tensor([0, 2, 1, 1])).backward()
+    if is_mixed:
+        with pytest.raises(ValueError, match="data that has other rows"):
+            optimizer.step()
+    else:
+        optimizer.step()

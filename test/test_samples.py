@@ -23,6 +23,7 @@ from backpack.core.engine.backpropagation import slice_bytes
 from backpack.core.record import alive, data_notes
 from backpack.core.record.data_notes import noted
 from backpack.core.record.layout import Layout, Owners, Place
+from backpack.optim import DPSGD
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 Forward = Callable[[Any, Tensor], Tensor]
@@ -559,6 +560,13 @@ def test_data_that_is_no_argument_has_no_samples_if_it_has_other_rows(name: str,
     for p, value in zip(recorded.parameters(), expected, strict=True):
         if p.grad is not None:
             torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
+    optimizer = DPSGD(
+        recorded.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=n
+    )
+    with backpack(*optimizer.extensions):
+        extend(nn.CrossEntropyLoss())(recorded(x), y).backward()
+    with pytest.raises(ValueError, match="data that has other rows"):  # may be that of samples
+        optimizer.step()
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {

@@ -20,6 +20,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe
+from backpack.core.record.placed_call import TABLE
 from backpack.core.record.registry import register
 
 
@@ -232,6 +233,7 @@ class EmbeddingBagDerivatives(EmbeddingDerivatives):
         if not is_flat or known is None or not known.assumed or known.samples == bags:
             return super().layouts(call)
         known.mark_unbatched()
+        known.lost = TABLE  # for all who read it otherwise
         of_bags = (one for one in call.layouts_in[1:] if one is not None and one.samples == bags)
         return [next(of_bags, Layout(1, bags))]
 

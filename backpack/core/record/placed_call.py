@@ -20,6 +20,8 @@ from backpack.core.record.origins import Origin, is_foreign_function, parameter_
 from backpack.core.types import Rule
 
 _LAYOUT = operator.attrgetter("layout")
+# What was taken for a table, and may be data of the samples: that they meet in it, nothing shows.
+TABLE = "data that has other rows than the samples"
 
 
 class PlacedCall(ModuleState):
@@ -80,18 +82,25 @@ class PlacedCall(ModuleState):
                 layouts_in[i] = self._layout_in(i, leaves[i], self.origins_in[i])
         self.layouts_in: tuple[Layout | None, ...] = tuple(layouts_in)
         self._find_layouts_out()
+        if self.mixed_data is TABLE and not self.is_unbatched:
+            self.mixed_data = None
 
     def _layout_in(self, i: int, x: Tensor, mark: Origin | None) -> Layout | None:
         """Find the samples in an input of no recorded call; None if that is for this one to say."""
         if mark is None:
             known = noted(x)
             if known is not None:
-                if known.lost and x.is_floating_point():  # indices may be what they are
+                if known.lost is TABLE:
+                    self.mixed_data = TABLE
+                elif known.lost and x.is_floating_point():  # indices may be what they are
                     self.misplaced = f"{self!r} reads {known.lost}"
                 return known
-            is_table = x.requires_grad and parameter_behind(x) is not None
-            is_table |= bool(STATE.get().recorders) and has_other_rows(x)
-            return unbatched() if is_table else None
+            if x.requires_grad and parameter_behind(x) is not None:
+                return unbatched()
+            if not (STATE.get().recorders and has_other_rows(x)):
+                return None
+            self.mixed_data = TABLE
+            return unbatched()
         is_foreign = is_foreign_function(x.grad_fn)
         known = noted(x) if is_foreign else None
         if known is not None and (known.is_batched or known.lost not in (None, UNFILLED)):
