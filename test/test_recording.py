@@ -924,6 +924,27 @@ def test_leaves_that_are_called_with_modules() -> None:
     check(Adapted().double(), *data(), fields=fields, use_converter="record")
 
 
+class Parameters(nn.Module):
+    """Parameters that are compared one by one, as those of a tensordict: that is no truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_modules_that_hold_parameters_are_not_compared() -> None:
+    torch.manual_seed(0)
+    net = Net(lambda m, h: (h * m.parameters_of_net.scale).tanh(), {})
+    net.parameters_of_net = Parameters()
+    fields = [field for field in TRUTHS if field != "kflr"]
+    check(net.double(), *data(), fields=fields, use_converter="record")
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("rows", [[2, 0], [1], [True, False, True]], ids=str)
 def test_losses_of_some_samples(rows: list, route: Any) -> None:

@@ -693,7 +693,8 @@ def record_functions(root: Module) -> None:
     for module in root.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; extend() has warned
             continue
-        if module is root or is_open(module) or not _is_leaf(module):
+        is_called = type(module).forward is not Module.forward  # else it holds parameters
+        if module is root or not is_called or is_open(module) or not _is_leaf(module):
             vars(module)["_backpack_open"] = True
             _forget_leaf(module)
             continue
