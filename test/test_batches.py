@@ -98,6 +98,34 @@ def test_per_sample_quantities_of_different_batches(sizes: tuple[int, int], ext:
     assert not hasattr(model.weight, ext.savefield)
 
 
+def test_positions_that_functions_merge_with_samples() -> None:
+    """The error says that a conversion follows them, which is so."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = linear(3, 2)
+
+        def forward(self, x: Tensor, others: Tensor) -> Tensor:
+            compared = self.tower(others.reshape(-1, 3)).view(len(x), -1, 2)
+            return torch.einsum("nd,nkd->nk", self.tower(x), compared)
+
+    model, lossfunc = Pair(), extend(nn.MSELoss())
+    for converter in (False, True):
+        model = extend(model, use_converter=converter)
+        loss = lossfunc(model(double(4, 3), double(4, 2, 3)), double(4, 2))
+        if converter:
+            with backpack(extensions.BatchGrad()):
+                loss.backward()
+            for p in model.parameters():
+                torch.testing.assert_close(p.grad_batch.sum(0), p.grad, **TOLERANCE)
+        else:
+            advice = r"different sizes.*use_converter=True"
+            with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=advice):
+                loss.backward()
+            model.zero_grad()
+
+
 @pytest.mark.parametrize("ext", [extensions.BatchGrad, extensions.DiagGGNExact])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 6)])
 def test_subsampling_of_different_batches(sizes: tuple[int, int], ext: Any) -> None:

@@ -221,7 +221,7 @@ class Plan:
             uses = ", ".join(repr(call) for call, _ in self.uses[p])
             raise ValueError(
                 f"A parameter is used on batches of different sizes ({uses}): samples of one have "
-                "no partner in the other. Use one backward pass for each batch."
+                f"no partner in the other. {self._apart}"
             )
 
     def check_one_batch_for_all(self, what: str | Visit) -> None:
@@ -232,8 +232,17 @@ class Plan:
             name = what if isinstance(what, str) else f"{what!r} has no samples, and"
             raise ValueError(
                 f"{name} is used on batches of different sizes ({uses}): samples of one have no "
-                "partner in the other. Use one backward pass for each batch."
+                f"partner in the other. {self._apart}"
             )
+
+    @property
+    def _apart(self) -> str:
+        if any(is_converted(call.module) for call in self.calls):
+            return "Use one backward pass for each batch."
+        return (
+            "If functions merge other axes with that of the samples, use extend(model, "
+            "use_converter=True), which follows the samples; else one backward pass for each batch."
+        )
 
     @lazy
     def _samples_of_part(self) -> dict[Visit, int]:
