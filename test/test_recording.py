@@ -1432,6 +1432,27 @@ def a_function_of_the_user(net: Net, h: Tensor) -> Tensor:
     return Double.apply(h).sin()
 
 
+class Doubled(nn.Linear):
+    """A layer whose weight a function of the user has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Double.apply(self.weight), self.bias)
+
+
+def test_functions_of_the_user_that_read_weights() -> None:
+    """The error says what is not followed, and that a layer which reads data may do it."""
+    torch.manual_seed(0)
+    model, (X, y) = nn.Sequential(Doubled(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)), data()
+    outside = Net(lambda m, h: F.linear(h, Double.apply(m.table.exp())), {"table": (WIDTH, WIDTH)})
+    outside = extend(outside.double(), use_converter="record")
+    loss = extend(nn.CrossEntropyLoss())(outside(X), y)
+    message = r"autograd\.Function that is recorded.*one module without children.*reads data"
+    with backpack(extensions.BatchGrad()), pytest.raises(ValueError, match=message):
+        loss.backward()
+    with pytest.warns(UserWarning, match="No rule"):
+        check(model.double(), X, y, fields=FIRST, use_converter="record")
+
+
 class Swap(torch.autograd.Function):
     """Moves the samples from one axis to another."""
 

@@ -22,6 +22,14 @@ from backpack.core.types import Rule
 _LAYOUT = operator.attrgetter("layout")
 # What was taken for a table, and may be data of the samples: that they meet in it, nothing shows.
 TABLE = "data that has other rows than the samples"
+# What to do about functions of tensors that have no samples, or not along the first axis.
+UNCONVERTED = "Make the function a module, or use extend(model, use_converter=True)."
+UNSEEN = (
+    "Converters do not follow complex numbers, derivatives and torch.func, nor a "
+    "torch.autograd.Function that is recorded or in a parametrisation ('trace' follows others). "
+    "Let one module without children do all of that which reads data as well, between real "
+    "tensors, with use_converter='record' or none."
+)
 
 
 class PlacedCall(ModuleState):
@@ -127,10 +135,11 @@ class PlacedCall(ModuleState):
             )
         elsewhere = [m for m in above if m.layout is not None and not m.layout.samples_come_first]
         if elsewhere and not mark.is_output:  # else it is one number of all samples
+            is_converted = is_recorded or "_backpack_converted" in vars(self.module)
             self.misplaced = (
                 f"{self!r} reads a tensor of shape {list(x.shape)} that a function has computed "
-                "from one whose batch axis is not the first (or that has none). Make the function "
-                "a module, or use extend(model, use_converter=True)."
+                "from one whose batch axis is not the first (or that has none). "
+                f"{UNSEEN if is_converted else UNCONVERTED}"
             )
         return None
 
