@@ -1293,6 +1293,7 @@ ERRORS: list[tuple[nn.Module, str]] = [
     (Net(module_as_argument), r"gives 'linear' to a function"),
     (Net(lambda m, x, y: m.nothing), r"no attribute 'nothing'"),
     (Net(lambda m, x, y: torch.func.vmap(torch.sin)(x)), "ValueError: vmap.*'record'"),
+    (Net(lambda m, x, y: torch.autograd.grad(x.sum(), x)[0]), "graph of autograd.*'record'"),
     (Net(lambda m, x, y: silently(x)), r"OSError: raise OSError \(.*test_converter.py:\d+\)"),
 ]
 

@@ -19,6 +19,7 @@ import oracle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, prune
@@ -1584,10 +1585,90 @@ def test_gradients_in_forward(inside: bool) -> None:
     reference = copy.deepcopy(model)
     torch.testing.assert_close(recorded(model)(X), reference(X))
     with (
-        pytest.raises(ValueError, match="that a function has computed"),
+        pytest.raises(ValueError, match=r"that a function has computed.*without children"),
         backpack(extensions.BatchGrad()),
     ):
         lossfunc(model(X), y).backward()
+
+
+class Tangent(nn.Module):
+    """A layer, and how it changes along a direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            change = forward_ad.make_dual(x, torch.ones_like(x))
+            return torch.add(*forward_ad.unpack_dual(self.layer(change).tanh()))
+
+
+class Residual(nn.Module):
+    """The residual of a differential equation: derivatives of a network, which is no child."""
+
+    def __init__(self, derivative: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4) / 2)
+        self.derivative = derivative
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.derivative(lambda x: F.linear(x, self.weight).tanh().square().sum(-1), x)
+
+
+def by_autograd(network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(network(x).sum(), x, create_graph=True)[0]
+
+
+def by_func(network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(network))(x)
+
+
+def by_tangents(network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        value, slope = forward_ad.unpack_dual(network(forward_ad.make_dual(x, x.detach().cos())))
+        return torch.stack([value, slope, value * slope, slope], 1)
+
+
+DERIVATIVES = [by_autograd, by_func, by_tangents]
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("route", ROUTES)
+def test_derivatives_in_a_module_without_children(
+    derivative: Callable[..., Tensor], route: Any
+) -> None:
+    """It is taken as a whole, also where the model could be traced."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Residual(derivative), nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(x).sin())
+
+    torch.manual_seed(0)
+    fields = ("grad_batch", "diag_ggn_exact", "diag_h", "hmp")
+    check(Net().double(), *data(), fields=fields, use_converter=route)
+
+
+@pytest.mark.parametrize("samples", [1, N])
+@pytest.mark.parametrize("route", ROUTES)
+def test_tangents_in_forward(route: Any, samples: int) -> None:
+    """What they depend on is in no quantity, which is said, of one sample as well."""
+    X, y = data()
+    model = extend(nn.Sequential(nn.Linear(4, 4), Tangent()).double(), use_converter=route)
+    lossfunc = extend(nn.CrossEntropyLoss())
+    with (
+        pytest.warns(UserWarning, match="also used by a function"),
+        backpack(extensions.BatchGrad()),
+    ):
+        lossfunc(model(X[:samples]), y[:samples]).backward()
+    with pytest.raises(ValueError, match="without children"), backpack(extensions.DiagGGNExact()):
+        lossfunc(model(X[:samples]), y[:samples]).backward()
 
 
 MIXING: dict[str, Middle] = {

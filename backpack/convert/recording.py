@@ -100,6 +100,8 @@ PLAIN = (
 EXACT = frozenset(PLAIN) - {float, complex} | {bool}
 # Attributes of tensors that lead out of the graph.
 DETACHED = {"data", "grad"}
+# Functions of the graph, or of tangents, behind what they are given.
+DERIVATIVES = (Tensor.backward, torch._unpack_dual)
 # Functions that read a tensor and leave the entries of another one to be filled.
 UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 # Functions that fill all of a tensor.
@@ -229,7 +231,7 @@ class Recorder(TorchFunctionMode):
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.silent or STATE.get().disabled or in_transform():
             return func(*args, **kwargs)
-        if func is Tensor.backward or getattr(func, "__module__", None) == "torch.autograd":
+        if func in DERIVATIVES or getattr(func, "__module__", None) == "torch.autograd":
             with disable():  # this is no backward pass for extensions
                 return func(*args, **kwargs)
         tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)

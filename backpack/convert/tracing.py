@@ -408,6 +408,8 @@ class BackpackTracer(Tracer):
                 "pass. Use x.detach() for the one and x.to(dtype) for the other."
             )
         node = super().create_node(*args, **kwargs)
+        if getattr(node.target, "__module__", None) == "torch.autograd":
+            raise TraceError("Derivatives depend on the graph of autograd, which is not recorded.")
         node.meta["backpack_place"] = _users_place()
         if node.op in ("call_function", "call_method"):
             node.meta["backpack_kind"] = kind_of_call(node)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Size, Tensor
 from torch.nn import Module
 
@@ -42,8 +43,11 @@ class UnknownModuleDerivatives(FunctionDerivatives):
     _mixing: ClassVar[Known] = WeakKeyDictionary()
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return the output for other inputs and parameters; neither they nor buffers change."""
-        with attributes_kept(c.module):
+        """Return the output for other inputs and parameters; neither they nor buffers change.
+
+        Derivatives may be a part of it: the forward pass was in gradient mode.
+        """
+        with attributes_kept(c.module), torch.enable_grad():
             return super().evaluate(c, params, *inputs)
 
     def layouts(self, call: Call) -> list[Layout | None]:

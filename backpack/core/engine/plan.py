@@ -17,6 +17,7 @@ from backpack.core.lazy import lazy
 from backpack.core.record.calls import is_converted
 from backpack.core.record.context import context_of
 from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
+from backpack.core.record.placed_call import UNSEEN
 from backpack.core.record.visits import Visit, compute_in_one_precision
 from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
@@ -428,9 +429,8 @@ class Plan:
             )
         if not is_converted(consumer.module):
             return (
-                "It is outside of the model whose functions use_converter=True has found, or not "
-                "followed there (torch.func, torch.jit, complex numbers): move it into the forward "
-                f"of that model, as functions of torch, or {as_module}."
+                "If it is outside of the model whose functions use_converter=True has found, move "
+                f"it into its forward, as functions of torch, or {as_module}. {UNSEEN}"
             )
         return (
             "The converter has not seen it: call the model that extend() has returned, or "
