@@ -1655,6 +1655,27 @@ def test_derivatives_in_a_module_without_children(
     check(Net().double(), *data(), fields=fields, use_converter=route)
 
 
+class Slope(nn.Module):
+    """Derivatives with respect to what it is called with."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if y is None:
+            return torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)[0]
+        rows = torch.arange(len(x))
+        (slope,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+        return (slope.logsumexp(1) - x[rows, y]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@pytest.mark.parametrize("options", [{}, {"use_converter": True}], ids=["modules", "converted"])
+def test_derivatives_with_respect_to_an_input(options: dict[str, Any]) -> None:
+    """Of a module, and of a loss: here that is convex, log-sum-exp of exponentials."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), Slope(), nn.Linear(5, CLASSES)).double()
+    fields = ("grad_batch", "diag_ggn_exact", "diag_h", "hmp")
+    check(model, *data(), fields=fields, lossfunc=Slope(), **options)
+
+
 @pytest.mark.parametrize("samples", [1, N])
 @pytest.mark.parametrize("route", ROUTES)
 def test_tangents_in_forward(route: Any, samples: int) -> None:

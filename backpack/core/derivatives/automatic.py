@@ -201,6 +201,16 @@ def _or_zeros(product: Tensor | None, v: Tensor, *shape: int) -> Tensor:
     return v.new_zeros(len(v), *shape) if product is None else product
 
 
+def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
+    """Let inputs need a gradient that do in the call: derivatives may be a part of the output."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap does not know of that
+        return [*inputs]
+    return [
+        x.clone().requires_grad_() if i in needed and not x.requires_grad else x
+        for i, x in enumerate(inputs)
+    ]
+
+
 def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     """List the parameters that outputs depend on other than as arguments or own parameters.
 

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters
+from backpack.core.derivatives.automatic import (
+    attributes_kept,
+    hidden_parameters,
+    with_gradients,
+)
 from backpack.core.derivatives.basederivatives import constant, never
 from backpack.core.derivatives.by_autograd import (
     Evaluation,
@@ -73,8 +77,8 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
 
     def evaluate(self, c: Context, params: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return the loss for other inputs and parameters; what the user sees does not change."""
-        with attributes_kept(c.module):
-            return super().evaluate(c, params, *inputs)
+        with attributes_kept(c.module), torch.enable_grad():
+            return super().evaluate(c, params, *with_gradients(inputs, self.predictions(c)))
 
     def evaluation(self, c: Context) -> Evaluation:
         """Return how to evaluate the call at hand again: with its own arguments, never moved."""

@@ -16,6 +16,7 @@ from backpack.core.derivatives.automatic import (
     attributes_kept,
     is_repeatable,
     refuse_totals,
+    with_gradients,
 )
 from backpack.core.derivatives.basederivatives import always
 from backpack.core.derivatives.by_autograd import Evaluation, alone
@@ -48,7 +49,7 @@ class UnknownModuleDerivatives(FunctionDerivatives):
         Derivatives may be a part of it: the forward pass was in gradient mode.
         """
         with attributes_kept(c.module), torch.enable_grad():
-            return super().evaluate(c, params, *inputs)
+            return super().evaluate(c, params, *with_gradients(inputs, c.saved["needed"]))
 
     def layouts(self, call: Call) -> list[Layout | None]:
         """Find where the samples are in the outputs: in the same place, else by trying.
