@@ -239,7 +239,7 @@ class SampleFlow:
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
             self.reduction = LossReduction(name, describe(call.module), shape)
 
-    def _note_chosen(self, call: Call, paths: Mapping[int, Path]) -> None:
+    def _note_chosen(self, call: Visit, paths: Mapping[int, Path]) -> None:
         """Note a mean over chosen rows, which divides by their number."""
         if "mean" not in (getattr(call.module, what, None) for what in ("reduction", "name")):
             return
