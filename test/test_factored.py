@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from backpack import backpack, extend
-from backpack.core.derivatives import LinearDerivatives
+from backpack.core.derivatives import BaseDerivatives, BatchAxis, LinearDerivatives
 from backpack.core.engine import factored, sources
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.record.context import Context
@@ -286,6 +286,36 @@ def test_rules_that_derive_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
         found: Any = model.weight.grad_batch
         assert_close((found.dense() if keeps_factors else found).sum(0), 2 * model.weight.grad)
         model.zero_grad()
+
+
+class AtPositions(BaseDerivatives):
+    """A short rule, which leaves the axes of positions as they are."""
+
+    params = ("weight", "bias")
+    batch_axis = BatchAxis.LEADING
+
+    def vjp(self, c: Context, v: Tensor) -> Tensor:
+        return v @ c.params["weight"]
+
+    def affine(self, c: Context, name: str, v: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        return [(v, c.x if name == "weight" else None)]
+
+
+def test_rules_with_several_axes_of_positions(
+    keeps_factors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Layer(nn.Linear):
+        """Another class of modules."""
+
+    monkeypatch.setitem(REGISTRY, Layer, AtPositions())
+    model = extend(nn.Sequential(Layer(40, 30), nn.Tanh()).double())
+    X, found = torch.rand(5, 2, 3, 40, dtype=torch.float64), []
+    for is_factored in (False, True):
+        with backpack(BatchGrad(factored=is_factored)):
+            model(X).sum().backward()
+        found.append([vars(p)["grad_batch"] for p in model.parameters()])
+    for dense, g in zip(*found, strict=True):
+        agree(g, dense)
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -367,7 +367,7 @@ class BaseDerivatives(SampleAxes):
             y.new_zeros(()).expand(1, *self.shape_of_rows(y.shape, self.axis_out(c, i), c.rows))
             for i, y in enumerate(c.outputs)
         ]
-        pairs = self._flat_pairs(c, name, each[0] if len(each) == 1 else each)
+        pairs = self.flat_pairs(c, name, each[0] if len(each) == 1 else each)
         return None if pairs is None else [x for _, x in pairs]
 
     def assemble(self, c: Context, name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -409,13 +409,13 @@ class BaseDerivatives(SampleAxes):
         return self._transposed(c, lambda v: [self.param_vjp_sum(c, name, v)], [t])
 
     def _pairs(self, c: Context, name: str, v: Any) -> Pairs:
-        pairs = self._flat_pairs(c, name, v)
+        pairs = self.flat_pairs(c, name, v)
         if pairs is None:
             what = f"the parameter '{name}' of {describe(c.module)}"
             raise self._missing(f"{name}_vjp", f"_{name}_jac_t_mat_prod", what)
         return pairs
 
-    def _flat_pairs(self, c: Context, name: str, v: Any) -> Pairs | None:
+    def flat_pairs(self, c: Context, name: str, v: Any) -> Pairs | None:
         """Return the pairs of :meth:`affine` with one axis of positions, or without."""
         pairs = self.affine(c, name, v)
         if pairs is None:
@@ -446,7 +446,7 @@ class BaseDerivatives(SampleAxes):
         have weights ``[V, N]``.
         """
         acts_affinely = self.acts_affinely and not hasattr(self, f"{name}_vjp")
-        pairs = self._flat_pairs(c, name, v) if acts_affinely else None
+        pairs = self.flat_pairs(c, name, v) if acts_affinely else None
         if pairs is None:
             p = self.parameter(c, name)
 

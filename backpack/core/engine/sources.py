@@ -444,7 +444,7 @@ def source(
         return Cotangents(_kept_call(c, reads=True), name, kept, num_samples)
     if not rule.acts_affinely or hasattr(rule, f"{name}_vjp"):
         return None
-    pairs = call_products.param(c, "affine", name, mats)
+    pairs = call_products.param(c, "flat_pairs", name, mats)
     if pairs is None:
         return None
     parts = []
