@@ -96,6 +96,21 @@ def test_processes_whose_targets_do_not_count(tmp_path: Path) -> None:
     in_processes(_ignored, tmp_path)
 
 
+def _empty(rank: int, count: int) -> None:
+    """A process whose batches are all empty adds zeros."""
+    loss, world = nn.CrossEntropyLoss(), distributed.group.WORLD
+    own = [(X[: len(X) * rank], y[: len(y) * rank]) for X, y in batches(rank)]
+    for kind, options in OPERATORS:
+        given = {**options, "progress": False}
+        new = plain_net if "joint_bias" in options else model
+        whole = kind(new(), loss, batches(1), process_group=None, **given)
+        close(kind(new(), loss, own, process_group=world, **given).to_dense(), whole.to_dense())
+
+
+def test_processes_whose_batches_are_empty(tmp_path: Path) -> None:
+    in_processes(_empty, tmp_path)
+
+
 def test_vectors_are_told_apart() -> None:
     """Also those that have as many entries of each kind."""
     signs = torch.tensor(list(product([-1.0, 1.0], repeat=10)))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Size, Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from backpack import backpack, extensions
 from backpack.core.engine.extracted import IDENTITY, Bases, add
@@ -41,7 +41,7 @@ from backpack.linalg.structured import (
     entries_of,
     order_of,
 )
-from backpack.utils.batches import tensors_of
+from backpack.utils.batches import map_tensors, tensors_of
 from backpack.utils.convert_parameters import parameter_list_to_vector
 from backpack.utils.kroneckers import EigenKronecker, eigh_semidefinite
 
@@ -443,18 +443,42 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
         extended(objective.loss_function, False) as loss_of,
     ):
         for X, targets in objective:
-            with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
-                output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
-                has_samples = any(len(x) for x in tensors_of(output) if x.dim())
-                if not has_samples and (totals or objective.group is None):
-                    continue
-                weight = objective.weight(output, targets)
-                counting: Any = loss_of
-                if not weight:  # without targets that count, a mean is 0 / 0, and a sum 0
-                    counting = copy(loss_of)
-                    counting.reduction = "sum"
-                loss = (weight or 1) * counting(output, *targets)
-                (values,) = values_of(objective.params, [ext], loss)
+            weight, values = _of_batch(objective, ext, model, loss_of, X, targets)
             weights += weight
-            totals = [add(t, v) for t, v in zip(totals, values, strict=True)] if totals else values
+            if values:
+                totals = list(map(add, totals, values)) if totals else values
+        if not totals and objective.group is not None:
+            # others need sums of the same shapes: those of a sample of zeros, times zero
+            X, targets = map_tensors(_one_of_zeros, (X, targets))
+            _, values = _of_batch(objective, ext, model, loss_of, X, targets)
+            totals = tree_map_only(Tensor, torch.zeros_like, values)
+            if isinstance(ext, _KroneckerSums):
+                ext.num_samples.clear()
     return totals, weights
+
+
+def _of_batch(
+    objective: Objective,
+    ext: BackpropExtension,
+    model: Module,
+    loss_of: Any,
+    X: Any,
+    targets: Sequence[Any],
+) -> tuple[float, list[Any]]:
+    """Return the weight of a batch, and what an extension computes of its loss times that."""
+    with torch.inference_mode(False), torch.enable_grad(), backpack(ext, gradients=False):
+        output = output_drawing_nothing("The curvature", model, X, objective.loss_function)
+        if not any(len(x) for x in tensors_of(output) if x.dim()):
+            return 0.0, []
+        weight = objective.weight(output, targets)
+        if not weight:  # without targets that count, a mean is 0 / 0, and a sum 0
+            loss_of = copy(loss_of)
+            loss_of.reduction = "sum"
+        loss = (weight or 1) * loss_of(output, *targets)
+        (values,) = values_of(objective.params, [ext], loss)
+    return weight, values
+
+
+def _one_of_zeros(x: Tensor) -> Tensor:
+    """Return one row of zeros in the place of none."""
+    return x if not x.dim() or len(x) else x.new_zeros(1, *x.shape[1:])
