@@ -380,6 +380,57 @@ def test_jacobian_of_cumulative_sums_of_exponentials() -> None:
     assert_close(R_op(model(X), model.parameters(), v), expected)
 
 
+class Solver(torch.autograd.Function):
+    """Its backward pass computes a product of its own, which cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Return a linear map."""
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Solve something, without a graph."""
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            return grad @ weight.T, x.T @ grad
+
+
+class Solved(nn.Module):
+    """A layer, and what an adjoint method differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 4), nn.Parameter(torch.rand(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Solver.apply(self.layer(x), self.weight)
+
+
+def test_backward_passes_that_cannot_be_differentiated() -> None:
+    """A product with the Jacobian differentiates the gradient: it was zero, or without a part."""
+    model, data = Solved(), [(torch.rand(5, 4), torch.arange(5) % 3)]
+    operators = Jacobian(model, data), GGN(model, nn.CrossEntropyLoss(), data)
+    for operator in operators:
+        with pytest.raises(RuntimeError, match="not a linear function"):
+            operator @ torch.ones(operator.shape[1])
+    output = model(data[0][0])
+    J = torch.stack(
+        [
+            parameter_list_to_vector(
+                torch.autograd.grad(y, [*model.parameters()], retain_graph=True)
+            )
+            for y in output.flatten()
+        ]
+    )
+    u = torch.rand(len(J))
+    assert_close(operators[0].T @ u, J.T @ u)
+    parameters = [*model.parameters()]
+    with pytest.raises(RuntimeError, match="not a linear function"):
+        R_op(output, parameters, [torch.ones_like(p) for p in parameters])
+
+
 def test_nothing_is_left_behind() -> None:
     """Gradients, quantities and the mode of autograd stay what they were, wherever it happens."""
     problem = PROBLEMS["cnn"]()

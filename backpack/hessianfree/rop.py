@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +45,45 @@ def R_op(
     # anywhere but at zero, where torch has no derivative of logcumsumexp's gradient
     ws = tuple(torch.ones_like(y, requires_grad=True) for y in ys)
     transposed_products = L_op(ys, xs, ws, detach=False)
-    return vjp(transposed_products, ws, vs, retain_graph=retain_graph, detach=detach)
+    products = vjp(transposed_products, ws, vs, retain_graph=retain_graph, detach=detach)
+    if torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling():
+        check_adjoint(products, ws, vs, transposed_products)
+    return products
+
+
+def check_adjoint(
+    products: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    transposed: Sequence[Tensor],
+) -> None:
+    """Refuse two derivatives of which one is not the transposed: ``⟨J v, w⟩`` is ``⟨v, Jᵀ w⟩``.
+
+    Args:
+        products: ``J v``
+        ws: ``w``
+        vs: ``v``
+        transposed: ``Jᵀ w``
+
+    Raises:
+        RuntimeError: If that does not hold, up to coarse rounding (functions may be in ``TF32``).
+    """
+    first = ws[0]
+    if first.is_meta or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    pairs = [*zip(products, ws, strict=True)], [*zip(vs, transposed, strict=True)]
+    with torch.no_grad():
+        terms = [[(a * b).double() for a, b in each] for each in pairs]
+    one, other = (sum(float(x.sum()) for x in each) for each in terms)
+    scale = sum(float(x.abs().sum()) for each in terms for x in each)
+    if math.isfinite(scale) and abs(one - other) > torch.finfo(first.dtype).eps ** 0.25 * scale:
+        raise RuntimeError(
+            "The gradient is not a linear function of what it is multiplied with, as autograd "
+            "differentiates it, so products with the Jacobian would be wrong. A backward pass that "
+            "cannot be differentiated may be the reason (solvers with an adjoint method, hooks "
+            "with torch.no_grad()), or a hook that changes gradients: differentiate through the "
+            "solver (odeint in the place of odeint_adjoint)."
+        )
 
 
 jacobian_vector_product = R_op

@@ -23,6 +23,7 @@ from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.visits import Visit
 from backpack.distributed.data_group import ProcessGroupChoice, digest
 from backpack.hessianfree.lop import vjp
+from backpack.hessianfree.rop import check_adjoint
 from backpack.linalg.extended import extended
 from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
 from backpack.linalg.operators import LinearOperator
@@ -211,6 +212,7 @@ class JacobianOperator(MatrixFreeOperator):
 
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
             (tangents,) = vjp(transposed, (w,), tuple(vectors), several=True)
+            check_adjoint((tangents[0],), (w,), [v[0] for v in vectors], transposed)
             return vjp((output,), objective.params, (curvature(tangents),), several=True)
 
         return Batch(loss, weight, product)

@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from backpack import backpack, disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.hessianfree.lop import vjp
+from backpack.hessianfree.rop import check_adjoint
 from backpack.linalg.objective import Objective, check_read_again, flattened, output_of
 from backpack.linalg.operators import LinearOperator
 from backpack.linalg.order import SeenBatches
@@ -130,6 +131,7 @@ class Jacobian(LinearOperator):
             for some in self._spans(matrix.shape[1]):
                 tangents = tuple(v[some] for v in vectors)
                 (image,) = vjp(transposed, (w,), tangents, several=True)
+                check_adjoint((image[0],), (w,), [t[0] for t in tangents], transposed)
                 product[rows, some] = image.reshape(len(image), -1).T
         return product
 
