@@ -2189,3 +2189,53 @@ def test_hessian_of_some_samples_of_a_network_that_mixes_them_is_refused() -> No
     expected = pytest.raises(NotImplementedError, match="Use DiagHessian without subsampling")
     with expected, backpack(extensions.DiagHessian(subsampling=[0, 2])):
         lossfunc(model(X), y).backward()
+
+
+def _doubles(grad: Tensor) -> None:
+    grad.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "changes"),
+    [
+        (lambda grad: 2 * grad, True),
+        (_doubles, True),
+        (lambda grad: None, False),
+        (Tensor.clone, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("is_retained", [False, True])
+def test_hooks_of_tensors(
+    hook: Callable[[Tensor], Tensor | None] | None, changes: bool, is_retained: bool
+) -> None:
+    """Second order does not go through hooks that change gradients, and says so."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if hook is not None:
+                h.register_hook(hook)
+            return self.last(torch.tanh(h) + h)
+
+    model, lossfunc = extend(Network(), use_converter=True), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+    for retained in (True, False) if is_retained else (False,):
+        with backpack(extensions.DiagGGNExact()):
+            if changes:
+                with pytest.raises(NotImplementedError, match=r"gradient at the output of 'first'"):
+                    loss.backward(retain_graph=retained)
+                assert not hasattr(model.first.weight, "diag_ggn_exact")
+            else:
+                loss.backward(retain_graph=retained)
+    if changes:
+        loss = lossfunc(model(torch.rand(5, 3)), torch.rand(5, 2))
+        with backpack(extensions.BatchGrad()):
+            model.zero_grad()
+            loss.backward()
+        for p in model.parameters():
+            torch.testing.assert_close(p.grad_batch.sum(0), p.grad)

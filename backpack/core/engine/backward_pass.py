@@ -32,6 +32,7 @@ from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
+from backpack.core.engine.changed_gradients import CHANGED, Arrived, is_changed, look_before_hooks
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
@@ -135,6 +136,8 @@ class BackwardPass:
         self.reached_calls: dict[Call, Visit] = {}
         self.calls: list[Visit] = []  # those that are not done yet
         self.deferred: list[Visit] = []
+        self.arrived: Arrived = {}
+        self.changed: dict[Visit, None] = {}  # at whose outputs hooks have changed gradients
         self.unsupported: dict[Visit, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
@@ -359,6 +362,8 @@ class BackwardPass:
         """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
         visit = self._take_up(call) if known is None else known
+        if self.arrived and is_changed(grad, visit.origins_out[slot], self.arrived):
+            self.changed[visit] = None
         if visit.is_unbatched:  # it may become the gradient of a parameter, which others change
             grad = grad.clone()
         visit.g_out[slot] = (
@@ -408,8 +413,12 @@ class BackwardPass:
                     self._refuse_parts(visit, self.inside)
         if not self.has_parameters:
             self.has_parameters = bool(visit.params) or visit.has_parameters
-        if self.second_order and visit.shards:
-            self.combining.note_gathering(visit)
+        if self.second_order:
+            if visit.shards:
+                self.combining.note_gathering(visit)
+            for x, mark in zip(visit.inputs, visit.origins_in, strict=True):
+                if mark is not None and x._backward_hooks and x.grad_fn is not None:
+                    look_before_hooks(x, mark, self.arrived)
         self.calls.append(visit)
         return visit
 
@@ -750,6 +759,9 @@ class BackwardPass:
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
         check_losses(plan, () if self.entry is None else self.entry.roots)
+        for call in self.changed:
+            for ext in self.second_order:
+                ext.fail(CHANGED.format(call))
         self._check_support(plan)
         if self.has_parameters:  # else all of them are told
             self._tell_uncalled_layers(plan)

@@ -479,7 +479,7 @@ class Plan:
             return (
                 f"the output of {call!r} does not end in a supported loss. Second-order quantities "
                 "need a scalar loss that is the output of an extended loss module, such as "
-                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss. Visit extend() on the "
+                "torch.nn.MSELoss, CrossEntropyLoss or BCEWithLogitsLoss. Call extend() on the "
                 "loss, and use that module in place of a function such as F.cross_entropy; if the "
                 "model computes its loss, use extend(model, use_converter=True)."
             )
