@@ -44,6 +44,7 @@ from backpack.core.engine.hooks import extend_one, follow_inputs
 from backpack.core.engine.intercept import InterceptBackward
 from backpack.core.record import alive, calls, shards, tape, weights
 from backpack.core.record.compiler import may_leave_graph, set_compiler
+from backpack.core.record.data_flow import assign_samples
 from backpack.core.record.given import is_model, mark_model
 from backpack.core.record.registry import derivatives_of
 from backpack.custom_module.converted_module import ConvertedModule
@@ -57,6 +58,7 @@ __version__ = "1.8.0.dev0"
 
 __all__ = [
     "CTX",
+    "assign_samples",
     "backpack",
     "clear",
     "disable",

@@ -28,6 +28,7 @@ from backpack.core.record.data_notes import (
     mixed_by,
     note,
     note_mixed,
+    noted,
     running,
 )
 from backpack.core.record.functions import CONSTANT
@@ -75,6 +76,9 @@ def note_inputs(
         for packed in (x for x in (*args, *kwargs.values()) if type(x) is PackedSequence):
             count = _note_packed(inputs, packed)
             with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
+    assigned = {id(x): known for x in with_axes if (known := _assigned(x)) is not None}
+    with_axes = [x for x in with_axes if id(x) not in assigned]
+    count = count or max((known.samples for known in assigned.values()), default=0)
     inputs.samples = count = count or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
@@ -89,8 +93,11 @@ def note_inputs(
             continue
         if known is not None and (is_part or is_child or not (known.assumed or mark is not None)):
             continue
+        has_samples = len(x) == count
+        if assigned and x.dim() > 1 and not x.is_floating_point():
+            has_samples = False  # such as two rows of numbers of nodes, those that edges connect
         own = Layout.of_axis(x.shape, 0, assumed=True)
-        layout = own if len(x) == count else Layout(1, 0, True, x.dim())
+        layout = own if has_samples else Layout(1, 0, True, x.dim())
         if mark is None:
             inputs.note(x, layout)
         else:
@@ -107,7 +114,7 @@ def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
     order = torch.arange(sizes[0]) if order is None else order.cpu()
     numbers = torch.cat([order[:size] for size in sizes])
     x, mark = packed.data, origin(packed.data)
-    layout = Layout.of_numbers(numbers.view(-1, *[1] * (x.dim() - 1)).expand(x.shape), sizes[0])
+    layout = _layout_of_rows(x, numbers, sizes[0])
     assert layout is not None
     inputs.note(packed.batch_sizes, unbatched())
     if mark is None:
@@ -116,6 +123,65 @@ def _note_packed(inputs: Inputs, packed: PackedSequence) -> int:
         mark.layout = layout
         inputs.marks.append(mark)
     return sizes[0]
+
+
+def _layout_of_rows(x: Tensor, numbers: Tensor, samples: int) -> Layout | None:
+    """Describe a tensor whose rows belong to samples of these numbers."""
+    return Layout.of_numbers(numbers.view(-1, *[1] * (x.dim() - 1)).expand(x.shape), samples)
+
+
+def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None = None) -> Tensor:
+    """Say which sample each row of data belongs to, such as each node of a batch of graphs.
+
+    A model may then be called with it, or read it. That holds as long as the tensor has the same
+    shape and memory.
+
+    Args:
+        tensor: Data that requires no gradient, ``[R, *]``.
+        numbers: Number of the sample of each row, ``[R]``, or of each entry, in the shape of the
+            tensor; -1 for none. None: no entry belongs to a sample.
+        samples: N, if the last samples may have no row. Default: the largest number + 1.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: If the tensor requires a gradient, the numbers are no integers below N in one of
+            these shapes, or the samples are in no order that can be followed.
+    """
+    if tensor.requires_grad:
+        raise ValueError("assign_samples is for data: detach() a tensor that requires a gradient.")
+    if numbers is None:
+        note(tensor, unbatched())
+        return tensor
+    is_integer = not (numbers.is_floating_point() or numbers.is_complex())
+    if not is_integer or numbers.shape not in (tensor.shape, tensor.shape[:1]) or not tensor.dim():
+        raise ValueError(
+            f"assign_samples: the numbers are {numbers.dtype} of shape {list(numbers.shape)}. Give "
+            f"integers, one for each row, {list(tensor.shape[:1])}, or entry, {list(tensor.shape)}."
+        )
+    numbers = numbers.detach().cpu()
+    largest = int(numbers.max()) if numbers.numel() else -1
+    count = largest + 1 if samples is None else samples
+    if not count > largest:
+        raise ValueError(f"assign_samples: the largest number is {largest}, of {count} samples.")
+    if numbers.shape == tensor.shape:
+        layout = Layout.of_numbers(numbers, count)
+    else:
+        layout = _layout_of_rows(tensor, numbers, count)
+    if layout is None:
+        raise ValueError(
+            "assign_samples: entries that one axis has in common belong to several samples. Let "
+            "the samples be along one axis."
+        )
+    note(tensor, layout)
+    return tensor
+
+
+def _assigned(x: Tensor) -> Layout | None:
+    """Return what a program has said of where the samples of data are; None if nothing."""
+    known = None if x.requires_grad else noted(x)
+    return None if known is None or known.assumed else known
 
 
 def _number_of_samples(tensors: Sequence[Tensor]) -> int:

@@ -1,0 +1,227 @@
+"""Graphs and other ragged samples: ``assign_samples`` says which sample each row belongs to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import assign_samples, backpack, extend, extensions
+from backpack.optim import DPSGD
+
+Batch = tuple[Tensor, Tensor, Tensor]
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def graphs(sizes: Sequence[int], seed: int = 0) -> Batch:
+    """Nodes, edges of rings, and the graph of each node."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    ring = [(a + i, a + (i + 1) % n) for a, n in zip(starts, sizes, strict=True) for i in range(n)]
+    edges = torch.tensor(ring + [(j, i) for i, j in ring]).T
+    return torch.rand(len(numbers), 4, generator=generator, dtype=torch.float64), edges, numbers
+
+
+class Network(nn.Module):
+    """Two layers that pass messages, and a readout of graphs or of nodes."""
+
+    def __init__(self, passing: str = "sum", readout: str = "sum") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.attention, self.passing, self.readout = nn.Linear(10, 1), passing, readout
+        self.double()
+
+    def messages(self, h: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges[0], edges[1]
+        received = h[source]
+        if self.passing == "attention":
+            score = self.attention(torch.cat([h[source], h[target]], 1)).exp()
+            total = score.new_zeros(len(h), 1).index_add(0, target, score)
+            received = received * score / total[target]
+        return h + torch.zeros_like(h).index_add(0, target, received)
+
+    def forward(self, x: Tensor, edges: Tensor, numbers: Tensor, count: int) -> Tensor:
+        h = torch.tanh(self.messages(self.first(x), edges))
+        h = torch.tanh(self.messages(self.second(h), edges))
+        if self.readout == "max":
+            index = numbers.unsqueeze(1).expand_as(h)
+            h = h.new_zeros(count, 5).scatter_reduce(0, index, h, "amax", include_self=False)
+        elif self.readout != "nodes":
+            h = h.new_zeros(count, 5).index_add(0, numbers, h)
+        if self.readout == "mean":
+            h = h / torch.bincount(numbers, minlength=count).clamp(min=1).unsqueeze(1)
+        return self.last(h)
+
+
+def targets(network: Network, batch: Batch, count: int) -> Tensor:
+    return torch.arange(len(batch[0]) if network.readout == "nodes" else count) % 3
+
+
+def individual_gradients(network: Network, batch: Batch, count: int) -> list[Tensor]:
+    """Those of graphs one by one, of their part of the mean over all."""
+    x, edges, numbers = batch
+    y, rows = targets(network, batch, count), []
+    for g in range(count):
+        own = (numbers == g).nonzero().flatten()
+        renumbered = torch.full((len(x),), -1).index_put((own,), torch.arange(len(own)))
+        inside = renumbered[edges[:, numbers[edges[0]] == g]]
+        output = network(x[own], inside, torch.zeros(len(own), dtype=torch.long), 1)
+        target = y[own] if network.readout == "nodes" else y[g : g + 1]
+        loss = nn.functional.cross_entropy(output, target, reduction="sum") / len(y)
+        found = torch.autograd.grad(loss, [*network.parameters()], allow_unused=True)
+        pairs = zip(found, network.parameters(), strict=True)
+        rows.append([torch.zeros_like(p) if grad is None else grad for grad, p in pairs])
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+def ggn_diagonals(network: Network, batch: Batch, count: int) -> list[Tensor]:
+    output = network(*batch, count)
+    p = output.softmax(1).detach()
+    hessian = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) / len(p)
+    found = []
+    for w in network.parameters():
+        rows = [
+            torch.autograd.grad(o, w, retain_graph=True, allow_unused=True)[0]
+            for o in output.flatten()
+        ]
+        J = torch.stack([torch.zeros_like(w) if row is None else row for row in rows])
+        J = J.reshape(*output.shape, -1)
+        found.append(torch.einsum("nca,ncd,nda->a", J, hessian, J).reshape(w.shape))
+    return found
+
+
+def trained(network: Network) -> list[int]:
+    """Numbers of the parameters that the network uses."""
+    named = enumerate(network.named_parameters())
+    return [i for i, (name, _) in named if network.passing == "attention" or name[:2] != "at"]
+
+
+@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("readout", ["sum", "mean", "max", "nodes"])
+@pytest.mark.parametrize("passing", ["sum", "attention"])
+def test_batches_of_graphs(passing: str, readout: str, converter: Any) -> None:
+    """Batches of the same shapes hold other graphs: what one has shown is not used for others."""
+    plain = Network(passing, readout)
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter=converter),
+        extend(nn.CrossEntropyLoss()),
+    )
+    parameters = [*model.parameters()]
+    for sizes in ([3, 2, 4], [2, 4, 3], [5, 4], [9], [1, 1, 2]):
+        batch, count = graphs(sizes), len(sizes)
+        y = targets(plain, batch, count)
+        assign_samples(batch[0], batch[2])
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            lossfunc(model(*batch, count), y).backward()
+        individual, diagonals = (
+            individual_gradients(plain, batch, count),
+            ggn_diagonals(plain, batch, count),
+        )
+        for i in trained(plain):
+            torch.testing.assert_close(parameters[i].grad_batch, individual[i], **TOLERANCE)
+            torch.testing.assert_close(parameters[i].diag_ggn_exact, diagonals[i], **TOLERANCE)
+
+
+def test_rows_in_any_order_and_samples_without_rows() -> None:
+    plain = Network()
+    x, edges, numbers = graphs([3, 4, 2])
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    place = torch.argsort(order)
+    batch = x[order], place[edges], 2 * numbers[order]  # no rows of samples 1, 3 and 5
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter=True),
+        extend(nn.CrossEntropyLoss()),
+    )
+    assert assign_samples(batch[0], batch[2], 6) is batch[0]
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(*batch, 6), targets(plain, batch, 6)).backward()
+    wanted = individual_gradients(plain, batch, 6)
+    parameters = [*model.parameters()]
+    for i in trained(plain):
+        torch.testing.assert_close(parameters[i].grad_batch, wanted[i], **TOLERANCE)
+
+
+def test_edges_between_graphs_are_refused() -> None:
+    x, edges, numbers = graphs([3, 2, 4])
+    edges[1, 0] = 5
+    model, lossfunc = extend(Network(), use_converter="record"), extend(nn.CrossEntropyLoss())
+    assign_samples(x, numbers)
+    loss = lossfunc(model(x, edges, numbers, 3), torch.arange(3))
+    with (
+        pytest.raises(ValueError, match="combines different samples"),
+        backpack(extensions.BatchGrad()),
+    ):
+        loss.backward()
+
+
+def test_private_steps() -> None:
+    """Gradients of graphs are clipped."""
+    plain, batch = Network(), graphs([3, 2, 4])
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter=True),
+        extend(nn.CrossEntropyLoss()),
+    )
+    used = [[*model.parameters()][i] for i in trained(plain)]
+    optimizer = DPSGD(used, lr=1.0, max_grad_norm=0.1, noise_multiplier=0.0, expected_batch_size=3)
+    assign_samples(batch[0], batch[2])
+    with backpack(*optimizer.extensions):
+        lossfunc(model(*batch, 3), torch.arange(3)).backward()
+    optimizer.step()
+    each = individual_gradients(plain, batch, 3)
+    norms = sum(3**2 * g.flatten(1).square().sum(1) for g in each).sqrt()
+    factors = (0.1 / norms).clamp(max=1)
+    before = [*plain.parameters()]
+    for p, i in zip(used, trained(plain), strict=True):
+        step = torch.einsum("n,n...->...", factors, 3 * each[i]) / 3
+        torch.testing.assert_close(p, before[i] - step, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "numbers", "samples", "message"),
+    [
+        (torch.rand(3, 2), torch.rand(3), None, "Give integers"),
+        (torch.rand(3, 2), torch.arange(2), None, r"one for each row, \[3\]"),
+        (torch.rand(3, 2), torch.arange(3), 2, "largest number is 2, of 2 samples"),
+        (torch.rand(3, 2).requires_grad_(), torch.arange(3), None, "detach"),
+        (torch.rand(2, 2), torch.tensor([[0, 1], [1, 2]]), None, "along one axis"),
+    ],
+)
+def test_numbers_that_do_not_fit(
+    tensor: Tensor, numbers: Tensor, samples: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        assign_samples(tensor, numbers, samples)
+
+
+def test_data_without_samples() -> None:
+    """A table with as many rows as there are samples, which nobody could tell from data."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.last(torch.tanh(x @ self.layer(table).T))
+
+    torch.manual_seed(0)
+    plain = Lookup().double()
+    x, table = torch.rand(3, 3).double(), torch.rand(3, 2).double()
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter="record"),
+        extend(nn.MSELoss(reduction="sum")),
+    )
+    assign_samples(table, None)
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(x, table), torch.zeros(3, 1).double()).backward()
+    for n in range(3):
+        loss = plain(x[n : n + 1], table).square().sum()
+        wanted = torch.autograd.grad(loss, [*plain.parameters()])
+        for p, grad in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad, **TOLERANCE)
