@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -272,6 +272,12 @@ def test_options_that_the_class_of_a_loss_does_not_name(
             loss.backward()
         values.append(model.weight.diag_ggn_exact)
     torch.testing.assert_close(*values)
+
+
+def test_options_of_a_class_whose_constructor_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backpack.core.record.module_state._OPTIONS", {})
+    monkeypatch.setattr(nn.HuberLoss, "__init__", partialmethod(nn.HuberLoss.__init__))
+    test_options_that_the_class_of_a_loss_does_not_name(nn.HuberLoss, "delta")
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")

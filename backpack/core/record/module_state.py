@@ -68,7 +68,8 @@ class ModuleState:
         """Note what a module has now, and its own parameters that derivatives are about."""
         self.module = self.called = module
         self.training = module.training
-        names = _OPTIONS.get(type(module)) or _names_of_options(module)
+        kind = type(module)
+        names = _OPTIONS[kind] if kind in _OPTIONS else _names_of_options(module)
         self.options = names, tuple(map(vars(module).get, names, repeat(NOTHING)))
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
@@ -254,9 +255,12 @@ def _names_of_options(module: Module) -> tuple[str, ...]:
     plain = [name for name, value in has.items() if type(value) in PLAIN]
     names = tuple(dict.fromkeys((*getattr(kind, "__constants__", ()), *plain)))
     if kind.__module__.startswith("torch.nn.modules."):  # but for attributes that users add
-        made: Any = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-        own = {name for init in made[:-1] for name in init.__code__.co_names}
-        names = _OPTIONS[kind] = tuple(filter(own.__contains__, names))
+        own = kind.__mro__[: kind.__mro__.index(Module)]
+        codes = [
+            getattr(f, "__code__", None) for f in chain(*(vars(base).values() for base in own))
+        ]
+        named = {name for code in codes if code is not None for name in code.co_names}
+        names = _OPTIONS[kind] = tuple(filter(named.__contains__, names))
     return names
 
 
