@@ -115,6 +115,16 @@ def test_ops_are_differentiable(op: Callable[..., tuple[Tensor, ...]]) -> None:
     torch.testing.assert_close(grad_v, (3 * x**2).detach())
 
 
+@pytest.mark.parametrize("f", [torch.square, torch.abs, lambda z: z.conj() * 1j])
+def test_R_op_of_complex_numbers(f: Callable[[Tensor], Tensor]) -> None:
+    z, v = (torch.complex(rand(3, seed=s), rand(3, seed=s + 1)) for s in (0, 2))
+    z.requires_grad_()
+    (result,) = R_op(f(z), z, v)
+    with torch.no_grad():
+        difference = (f(z + 1e-6 * v) - f(z - 1e-6 * v)) / 2e-6
+    torch.testing.assert_close(result, difference, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("op", [R_op, L_op])
 def test_ops_can_free_the_graph(op: Callable[..., tuple[Tensor, ...]]) -> None:
     x, v = rand(3, requires_grad=True), rand(3, seed=1)

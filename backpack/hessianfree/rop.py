@@ -73,7 +73,7 @@ def check_adjoint(
         return
     pairs = [*zip(products, ws, strict=True)], [*zip(vs, transposed, strict=True)]
     with torch.no_grad():
-        terms = [[(a * b).double() for a, b in each] for each in pairs]
+        terms = [[(a * b.conj()).real.double() for a, b in each] for each in pairs]
     one, other = (sum(float(x.sum()) for x in each) for each in terms)
     scale = sum(float(x.abs().sum()) for each in terms for x in each)
     if math.isfinite(scale) and abs(one - other) > torch.finfo(first.dtype).eps ** 0.25 * scale:
