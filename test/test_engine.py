@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import oracle
@@ -36,7 +37,7 @@ from backpack.core.engine.products import Products
 from backpack.core.record import alive
 from backpack.core.record.context import Context
 from backpack.core.record.registry import REGISTRY
-from backpack.custom_module.branching import Parallel
+from backpack.custom_module.branching import Parallel, SumModule
 
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-10}
 N = 4
@@ -2227,7 +2228,7 @@ def test_hooks_of_tensors(
     for retained in (True, False) if is_retained else (False,):
         with backpack(extensions.DiagGGNExact()):
             if changes:
-                with pytest.raises(NotImplementedError, match=r"gradient at the output of 'first'"):
+                with pytest.raises(NotImplementedError, match=r"gradient of what .* reads"):
                     loss.backward(retain_graph=retained)
                 assert not hasattr(model.first.weight, "diag_ggn_exact")
             else:
@@ -2239,3 +2240,20 @@ def test_hooks_of_tensors(
             loss.backward()
         for p in model.parameters():
             torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("features", [4, 2**13])  # of which the record keeps no copy
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("on", ["output", "view"])
+def test_hooks_of_tensors_that_are_viewed(on: str, is_changed: bool, features: int) -> None:
+    """The gradient of one of several views is not that of the output."""
+    first, last, beside = nn.Linear(3, features), nn.Linear(features, 2), nn.Linear(features, 2)
+    model, lossfunc = map(extend, (nn.ModuleList([first, nn.ReLU(), last, beside]), nn.MSELoss()))
+    model.append(extend(SumModule()))
+    h = first(torch.rand(9, 3))
+    view = h.view(-1, features)
+    (h if on == "output" else view).register_hook(lambda g: 2 * g if is_changed else None)
+    z = model[4](last(model[1](view)), beside(h.view(9, features)))
+    expected = pytest.raises(NotImplementedError, match="changed the gradient of what")
+    with expected if is_changed else nullcontext(), backpack(extensions.DiagGGNMC()):
+        lossfunc(z, torch.rand(9, 2)).backward()

@@ -32,7 +32,7 @@ from backpack.core import memory
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.engine import call_products, checks, elided_gradients, results
-from backpack.core.engine.changed_gradients import CHANGED, Arrived, is_changed, look_before_hooks
+from backpack.core.engine.changed_gradients import CHANGED, look_around_hooks
 from backpack.core.engine.combining import NO_GRAPH, Combining
 from backpack.core.engine.factored import FactoredGrad
 from backpack.core.engine.factors import Factor
@@ -136,8 +136,7 @@ class BackwardPass:
         self.reached_calls: dict[Call, Visit] = {}
         self.calls: list[Visit] = []  # those that are not done yet
         self.deferred: list[Visit] = []
-        self.arrived: Arrived = {}
-        self.changed: dict[Visit, None] = {}  # at whose outputs hooks have changed gradients
+        self.changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
         self.unsupported: dict[Visit, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
@@ -362,8 +361,6 @@ class BackwardPass:
         """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
         visit = self._take_up(call) if known is None else known
-        if self.arrived and is_changed(grad, visit.origins_out[slot], self.arrived):
-            self.changed[visit] = None
         if visit.is_unbatched:  # it may become the gradient of a parameter, which others change
             grad = grad.clone()
         visit.g_out[slot] = (
@@ -417,8 +414,9 @@ class BackwardPass:
             if visit.shards:
                 self.combining.note_gathering(visit)
             for x, mark in zip(visit.inputs, visit.origins_in, strict=True):
-                if mark is not None and x._backward_hooks and x.grad_fn is not None:
-                    look_before_hooks(x, mark, self.arrived)
+                for t in () if mark is None else (x, x._base):  # of which it is a view
+                    if t is not None and t._backward_hooks and t.grad_fn is not None:
+                        look_around_hooks(t, repr(visit), self.changed)
         self.calls.append(visit)
         return visit
 
@@ -759,9 +757,9 @@ class BackwardPass:
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
         check_losses(plan, () if self.entry is None else self.entry.roots)
-        for call in self.changed:
+        for reader in self.changed:
             for ext in self.second_order:
-                ext.fail(CHANGED.format(call))
+                ext.fail(CHANGED.format(reader))
         self._check_support(plan)
         if self.has_parameters:  # else all of them are told
             self._tell_uncalled_layers(plan)

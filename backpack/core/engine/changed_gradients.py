@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from backpack.core.record.origins import Origin
-
-# A gradient before hooks of the program have seen it, and how often it had been changed in place.
-Arrived = dict[Origin, tuple[Tensor, int]]
-
 CHANGED = (
-    "a hook (tensor.register_hook) has changed the gradient at the output of {!r}. What travels "
+    "a hook (tensor.register_hook) has changed the gradient of what {} reads. What travels "
     "back for this quantity does not go through hooks. Let a module compute what the hook is for, "
     "or remove it."
 )
 
 
-def look_before_hooks(tensor: Tensor, mark: Origin, arrived: Arrived) -> None:
-    """Let the gradient of a tensor be noted before the hooks that a program has registered."""
+def look_around_hooks(tensor: Tensor, reader: str, changed: dict[str, None]) -> None:
+    """Note the reader of a tensor if hooks of the program change the gradient, perhaps in place."""
+    task = torch._C._current_graph_task_id()  # hooks may run other passes
+    arrived: list[tuple[Tensor, int]] = []
 
-    def note(grad: Tensor) -> None:
-        handle.remove()
-        arrived[mark] = grad, grad._version
+    def before(grad: Tensor) -> None:
+        if torch._C._current_graph_task_id() == task:
+            first.remove()
+            arrived.append((grad, grad._version))
+
+    def after(grad: Tensor) -> None:
+        if torch._C._current_graph_task_id() != task:
+            return
+        last.remove()
+        was, version = arrived.pop()
+        if was._version != version or (grad.data_ptr() != was.data_ptr() and not grad.equal(was)):
+            changed[reader] = None
 
     hooks: Any = tensor._backward_hooks
     others = [*hooks.items()]
     hooks.clear()
-    handle = tensor.register_hook(note)
+    first = tensor.register_hook(before)
     hooks.update(others)  # torch calls them in the order in which they came into the dictionary
-
-
-def is_changed(grad: Tensor, mark: Origin | None, arrived: Arrived) -> bool:
-    """Whether hooks have changed a gradient, perhaps in place."""
-    if mark is None or mark not in arrived:
-        return False
-    before, version = arrived.pop(mark)
-    if before._version != version:
-        return True
-    return grad.data_ptr() != before.data_ptr() and not grad.equal(before.reshape(grad.shape))
+    last = tensor.register_hook(after)

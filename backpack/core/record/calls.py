@@ -221,7 +221,8 @@ class Call(PlacedCall):
             if producer is None or producer.is_released or producer.recompute_depth >= MAX_DEPTH:
                 continue
             (stored,), x = producer.outputs, self.inputs[i]
-            if stored.shape == x.shape and stored.dtype == x.dtype:
+            # hooks are the program's: who has them keeps the tensor
+            if stored.shape == x.shape and stored.dtype == x.dtype and not x._backward_hooks:
                 self.producers = {**self.producers, i: producer}
                 self.inputs = (*self.inputs[:i], stored, *self.inputs[i + 1 :])
                 self.recompute_depth = max(self.recompute_depth, producer.recompute_depth + 1)
