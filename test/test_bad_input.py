@@ -1257,6 +1257,32 @@ def test_exception_of_somebody_else(ext: Any) -> None:
     check_works(model)
 
 
+def test_exception_is_caught_by_a_hook() -> None:
+    """What the backward pass around the one that has failed has written stays."""
+    model, (X, y) = mlp(), data()
+    reached: list[Tensor] = []
+
+    def stop(grad: Tensor) -> None:
+        reached.append(grad)
+        if len(reached) == 2:
+            raise Oops
+
+    def again(grad: Tensor) -> None:
+        with pytest.raises(Oops):
+            losses.pop().backward(retain_graph=True)
+
+    extend(model)
+    h = model[0](X)
+    h.register_hook(again)
+    a = model[1](h)
+    a.register_hook(stop)
+    losses = 2 * [extend(nn.CrossEntropyLoss())(model[2](a), y)]
+    with backpack(extensions.BatchGrad()):
+        losses.pop().backward(retain_graph=True)
+    for p in model.parameters():
+        assert p.grad_batch.shape == (len(X), *p.shape)
+
+
 def test_exception_is_caught_inside_the_context() -> None:
     """Another backward pass in the same context is not disturbed."""
     model, batch = mlp(), data()

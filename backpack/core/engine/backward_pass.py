@@ -315,7 +315,8 @@ class BackwardPass:
     def _undo(self) -> None:
         """Leave no results: those of the pass before would be taken for those of this one."""
         self.results.undo()
-        for call in () if self.combining.accumulates else calls_above(self.combining.nodes):
+        keeps = self.combining.accumulates or self.is_nested  # those of the pass around this one
+        for call in () if keeps else calls_above(self.combining.nodes):
             for p in map(shards.home, call.params.values()):
                 for ext in self.exts:
                     if results.is_result(p, ext.savefield):
