@@ -2257,3 +2257,4 @@ def test_hooks_of_tensors_that_are_viewed(on: str, is_changed: bool, features: i
     expected = pytest.raises(NotImplementedError, match="changed the gradient of what")
     with expected if is_changed else nullcontext(), backpack(extensions.DiagGGNMC()):
         lossfunc(z, torch.rand(9, 2)).backward()
+    assert len((h if on == "output" else view)._backward_hooks) == 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from backpack.context import (
     DEFAULT,
@@ -137,6 +138,7 @@ class BackwardPass:
         self.calls: list[Visit] = []  # those that are not done yet
         self.deferred: list[Visit] = []
         self.changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
+        self.looking: list[RemovableHandle] = []  # hooks that find that out
         self.unsupported: dict[Visit, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
@@ -314,6 +316,8 @@ class BackwardPass:
 
     def _undo(self) -> None:
         """Leave no results: those of the pass before would be taken for those of this one."""
+        for handle in self.looking:
+            handle.remove()
         self.results.undo()
         keeps = self.combining.accumulates or self.is_nested  # those of the pass around this one
         for call in () if keeps else calls_above(self.combining.nodes):
@@ -417,7 +421,7 @@ class BackwardPass:
             for x, mark in zip(visit.inputs, visit.origins_in, strict=True):
                 for t in () if mark is None else (x, x._base):  # of which it is a view
                     if t is not None and t._backward_hooks and t.grad_fn is not None:
-                        look_around_hooks(t, repr(visit), self.changed)
+                        self.looking += look_around_hooks(t, repr(visit), self.changed)
         self.calls.append(visit)
         return visit
 
@@ -596,6 +600,8 @@ class BackwardPass:
 
     def _end(self, error: Exception | None = None) -> None:
         """Write what others have a part in, unless an error has stopped it; release the calls."""
+        for handle in self.looking:
+            handle.remove()
         if error is not None or self.combining.is_waiting:
             if torch.is_grad_enabled() and self.combining.groups:
                 error = error or NotImplementedError(NO_GRAPH)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 CHANGED = (
     "a hook (tensor.register_hook) has changed the gradient of what {} reads. What travels "
@@ -14,20 +15,24 @@ CHANGED = (
 )
 
 
-def look_around_hooks(tensor: Tensor, reader: str, changed: dict[str, None]) -> None:
-    """Note the reader of a tensor if hooks of the program change the gradient, perhaps in place."""
+def look_around_hooks(
+    tensor: Tensor, reader: str, changed: dict[str, None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Note the reader of a tensor if hooks of the program change the gradient, perhaps in place.
+
+    Returns:
+        What to remove after the backward pass.
+    """
     task = torch._C._current_graph_task_id()  # hooks may run other passes
     arrived: list[tuple[Tensor, int]] = []
 
     def before(grad: Tensor) -> None:
         if torch._C._current_graph_task_id() == task:
-            first.remove()
             arrived.append((grad, grad._version))
 
     def after(grad: Tensor) -> None:
         if torch._C._current_graph_task_id() != task:
             return
-        last.remove()
         was, version = arrived.pop()
         if was._version != version or (grad.data_ptr() != was.data_ptr() and not grad.equal(was)):
             changed[reader] = None
@@ -37,4 +42,4 @@ def look_around_hooks(tensor: Tensor, reader: str, changed: dict[str, None]) -> 
     hooks.clear()
     first = tensor.register_hook(before)
     hooks.update(others)  # torch calls them in the order in which they came into the dictionary
-    last = tensor.register_hook(after)
+    return first, tensor.register_hook(after)
