@@ -216,7 +216,7 @@ def class_with_another_forward(p: Program) -> None:
 # ------------------------------------------------------------------ hooks of tensors and nodes
 
 
-@situation()
+@situation(warns="has changed the gradient of what")
 def hook_of_the_output(p: Program) -> None:
     p.extend()
     output = p.model(p.X)
@@ -233,7 +233,7 @@ def gradient_of_the_output_is_kept(p: Program) -> None:
     p.see("gradient of the output", output.grad)
 
 
-@situation()
+@situation(warns="has changed the gradient of what")
 def hooks_of_activations(p: Program) -> None:
     def attach(module: Any, inputs: Any, output: Any) -> None:
         output = output if isinstance(output, Tensor) else output[0]

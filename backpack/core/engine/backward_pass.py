@@ -764,9 +764,9 @@ class BackwardPass:
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
         check_losses(plan, () if self.entry is None else self.entry.roots)
-        for reader in self.changed:
-            for ext in self.second_order:
-                ext.fail(CHANGED.format(reader))
+        if self.changed:
+            names = ", ".join(type(ext).__name__ for ext in self.second_order)
+            warn(CHANGED.format(names, checks.listed([*self.changed])))
         self._check_support(plan)
         if self.has_parameters:  # else all of them are told
             self._tell_uncalled_layers(plan)

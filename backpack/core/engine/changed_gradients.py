@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 CHANGED = (
-    "a hook (tensor.register_hook) has changed the gradient of what {} reads. What travels "
-    "back for this quantity does not go through hooks. Let a module compute what the hook is for, "
-    "or remove it."
+    "{}: a hook (tensor.register_hook) has changed the gradient of what {} reads. Curvature is "
+    "that of what the forward pass has computed, and does not go through hooks. If a hook stands "
+    "for a derivative, such as that of a fixed point, let a module compute it."
 )
 
 
