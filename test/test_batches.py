@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,29 @@ def test_networks_that_mix_samples_and_reshape(subsampling: list[int] | None) ->
         torch.testing.assert_close(p.diag_ggn_exact.flatten(), block.diagonal(), **TOLERANCE)
         root = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
         torch.testing.assert_close(root.T @ root, block, **TOLERANCE)
+
+
+class MixesThenAdds(nn.Module):
+    """Two rows of each sample, BatchNorm in training mode of all, and a parameter that is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = linear(3, 4), nn.BatchNorm1d(4).double()
+        self.bias, self.last = nn.Parameter(double(4)), linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.linear(x.reshape(-1, 3))).tanh() + self.bias
+        return self.last(h.tanh().reshape(len(x), 8))
+
+
+def test_networks_that_mix_rows_and_add_parameters() -> None:
+    plain, X, y = MixesThenAdds(), double(4, 2, 3), torch.randint(2, (4,))
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    blocks = oracle.joint_ggn_blocks(plain, nn.CrossEntropyLoss(), X, y)
+    for p, block in zip(model.parameters(), blocks, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact.flatten(), block.diagonal(), **TOLERANCE)
 
 
 def test_subsampling_means_samples_at_every_layer() -> None:

@@ -79,7 +79,7 @@ class Factor:
 
     def gathered(self, groups: int) -> Factor:
         """Merge groups of rows and sum the rows of each, for a tensor that all of them share."""
-        factor = self.coarsened(groups)
+        factor = self.coarsened(min(groups, self.groups))
         return factor.holding(factor.mat.unflatten(1, (groups, -1)).sum(2))
 
     def reduced(self) -> Factor:
