@@ -225,3 +225,92 @@ def test_data_without_samples() -> None:
         wanted = torch.autograd.grad(loss, [*plain.parameters()])
         for p, grad in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(p.grad_batch[n], grad, **TOLERANCE)
+
+
+def test_integers_beside_data_without_samples() -> None:
+    """Tokens have samples, whatever is said of a table."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.position = nn.Embedding(7, 5), nn.Linear(2, 5)
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, tokens: Tensor, table: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.embedding(tokens) + self.position(table)).mean(1))
+
+    torch.manual_seed(0)
+    plain = Tokens().double()
+    tokens, table = torch.randint(7, (4, 6)), torch.rand(6, 2).double()
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter="record"),
+        extend(nn.CrossEntropyLoss()),
+    )
+    assign_samples(table, None)
+    y = torch.arange(4) % 3
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(tokens, table), y).backward()
+    for n in range(4):
+        loss = nn.functional.cross_entropy(plain(tokens[n : n + 1], table), y[n : n + 1]) / 4
+        wanted = torch.autograd.grad(loss, [*plain.parameters()])
+        for p, grad in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad, **TOLERANCE)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_padding(is_sorted: bool) -> None:
+    """Rows behind the graphs of a batch, connected with themselves, that reach no loss."""
+    plain = Network()
+    x, edges, numbers = graphs([3, 2, 4])
+    rows = torch.arange(12) if is_sorted else torch.randperm(12)
+    place = torch.argsort(rows)
+    padded = torch.cat([x, torch.zeros(3, 4).double()])[rows]
+    own = torch.cat([numbers, torch.full((3,), -1)])[rows]
+    edges = place[torch.cat([edges, torch.arange(9, 12).expand(2, 3)], 1)]
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter="record"),
+        extend(nn.CrossEntropyLoss()),
+    )
+    assign_samples(padded, own)
+    output = model(padded, edges, torch.where(own < 0, 3, own), 4)
+    y = torch.tensor([0, 1, 2, -100])
+    with backpack(extensions.BatchGrad()):
+        lossfunc(output, y).backward()
+    individual = individual_gradients(plain, graphs([3, 2, 4]), 3)
+    for p, wanted in zip(model.parameters(), individual, strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad_batch, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("said", ["nothing", "none", "rows"])
+def test_private_steps_with_other_features_of_nodes(said: str) -> None:
+    """What may be data of the samples is refused until somebody says whose it is."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.position, self.last = nn.Linear(4, 5), nn.Linear(2, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, position: Tensor, numbers: Tensor) -> Tensor:
+            h = torch.tanh(self.layer(x) + self.position(position - position.mean(0)))
+            return self.last(h.new_zeros(3, 5).index_add(0, numbers, h))
+
+    (x, _, numbers), position = graphs([3, 2, 4]), torch.rand(9, 2).double()
+    model, lossfunc = (
+        extend(Positions().double(), use_converter="record"),
+        extend(nn.CrossEntropyLoss()),
+    )
+    optimizer = DPSGD(
+        model.parameters(), lr=1.0, max_grad_norm=0.1, noise_multiplier=0.0, expected_batch_size=3
+    )
+    assign_samples(x, numbers)
+    if said != "nothing":
+        assign_samples(position, numbers if said == "rows" else None)
+    with backpack(*optimizer.extensions):
+        lossfunc(model(x, position, numbers), torch.arange(3)).backward()
+    if said == "none":
+        optimizer.step()
+        return
+    message = "assign_samples" if said == "nothing" else "function of the data"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()

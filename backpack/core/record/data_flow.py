@@ -36,6 +36,7 @@ from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import treatment
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs, origin
+from backpack.core.record.placed_call import TABLE
 from backpack.core.record.registry import derivatives_of
 from backpack.core.record.weights import COUNTER, TENSORS
 from backpack.custom_module.function_module import FunctionModule
@@ -78,8 +79,8 @@ def note_inputs(
             with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
     assigned = {id(x): known for x in with_axes if (known := _assigned(x)) is not None}
     with_axes = [x for x in with_axes if id(x) not in assigned]
-    count = count or max((known.samples for known in assigned.values()), default=0)
-    inputs.samples = count = count or _number_of_samples(with_axes)
+    numbered = max((known.samples for known in assigned.values()), default=0)
+    inputs.samples = count = count or numbered or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
     if inputs.others:
@@ -94,10 +95,12 @@ def note_inputs(
         if known is not None and (is_part or is_child or not (known.assumed or mark is not None)):
             continue
         has_samples = len(x) == count
-        if assigned and x.dim() > 1 and not x.is_floating_point():
+        if numbered and x.dim() > 1 and not x.is_floating_point():
             has_samples = False  # such as two rows of numbers of nodes, those that edges connect
         own = Layout.of_axis(x.shape, 0, assumed=True)
         layout = own if has_samples else Layout(1, 0, True, x.dim())
+        if numbered and not has_samples and len(x) > 1 and x.is_floating_point():
+            layout.lost = TABLE
         if mark is None:
             inputs.note(x, layout)
         else:
@@ -139,7 +142,8 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     Args:
         tensor: Data that requires no gradient, ``[R, *]``.
         numbers: Number of the sample of each row, ``[R]``, or of each entry, in the shape of the
-            tensor; -1 for none. None: no entry belongs to a sample.
+            tensor; -1 for padding, which counts as rows of the last sample: leave it out of the
+            loss. None: no entry belongs to a sample.
         samples: N, if the last samples may have no row. Default: the largest number + 1.
 
     Returns:
@@ -165,6 +169,7 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     count = largest + 1 if samples is None else samples
     if not count > largest:
         raise ValueError(f"assign_samples: the largest number is {largest}, of {count} samples.")
+    numbers = numbers.where(numbers >= 0, count - 1)
     if numbers.shape == tensor.shape:
         layout = Layout.of_numbers(numbers, count)
     else:
