@@ -2255,3 +2255,22 @@ def test_hooks_of_tensors_that_are_viewed(on: str, is_changed: bool, features: i
     with expected if is_changed else nullcontext(), backpack(extensions.DiagGGNMC()):
         lossfunc(z, torch.rand(9, 2)).backward()
     assert len((h if on == "output" else view)._backward_hooks) == 1
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("features", [4, 2**13])
+def test_backward_hooks_of_modules(features: int, name: str, is_changed: bool) -> None:
+    """As those of tensors: second order does not go through them, and says so."""
+
+    def hook(module: nn.Module, *grads: Any) -> Any:
+        return (2 * grads[0][0],) if is_changed else None
+
+    model = nn.Sequential(nn.Linear(3, features), nn.Tanh(), nn.Linear(features, 2))
+    getattr(model[1], name)(hook)
+    lossfunc = extend(nn.MSELoss())
+    loss = lossfunc(extend(model)(torch.rand(9, 3)), torch.rand(9, 2))
+    expected = pytest.warns(UserWarning, match="changed the gradient of what")
+    for _ in range(2):
+        with expected if is_changed else nullcontext(), backpack(extensions.DiagGGNMC()):
+            loss.backward(retain_graph=True)

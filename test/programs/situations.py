@@ -60,6 +60,8 @@ SITUATIONS: dict[str, Situation] = {}
 ORDERS = ("first", "second")
 # Second order has to know every function. First order asks autograd, which does.
 UNKNOWN_FUNCTION = {"second": "through an operation that is not a module"}
+# Second order goes without hooks that change gradients.
+CHANGED_GRADIENT = "has changed the gradient of what"
 CHANGED = "was changed (in place )?afte(r the forward pass|rwards)"
 
 
@@ -161,12 +163,19 @@ for _kind in HOOKS:
         for _prepend in (True, False):
             _place = f"{'first' if _prepend else 'last'}_{'before' if _before else 'after'}_extend"
             act = hooks_of_modules(_kind, _before, _prepend)
-            add(act, f"{_kind}_{_place}", refused=refused(_kind, _place), lost=lost(_kind, _place))
+            add(
+                act,
+                f"{_kind}_{_place}",
+                refused=refused(_kind, _place),
+                lost=lost(_kind, _place),
+                warns=CHANGED_GRADIENT if "backward" in _kind else "",
+            )
     add(
         global_hooks(_kind),
         f"global_{_kind}",
         refused=refused(_kind, "global"),
         lost=lost(_kind, "global"),
+        warns=CHANGED_GRADIENT if "backward" in _kind else "",
     )
 
 
@@ -216,7 +225,7 @@ def class_with_another_forward(p: Program) -> None:
 # ------------------------------------------------------------------ hooks of tensors and nodes
 
 
-@situation(warns="has changed the gradient of what")
+@situation(warns=CHANGED_GRADIENT)
 def hook_of_the_output(p: Program) -> None:
     p.extend()
     output = p.model(p.X)
@@ -233,7 +242,7 @@ def gradient_of_the_output_is_kept(p: Program) -> None:
     p.see("gradient of the output", output.grad)
 
 
-@situation(warns="has changed the gradient of what")
+@situation(warns=CHANGED_GRADIENT)
 def hooks_of_activations(p: Program) -> None:
     def attach(module: Any, inputs: Any, output: Any) -> None:
         output = output if isinstance(output, Tensor) else output[0]

@@ -51,7 +51,7 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
-from backpack.core.record.origins import has_parameters
+from backpack.core.record.origins import WRAPPERS, has_parameters
 from backpack.core.record.tape import calls_above
 from backpack.core.record.visits import Visit
 from backpack.core.record.weights import KeptParameters
@@ -420,7 +420,8 @@ class BackwardPass:
                 self.combining.note_gathering(visit)
             for x, mark in zip(visit.inputs, visit.origins_in, strict=True):
                 for t in () if mark is None else (x, x._base):  # of which it is a view
-                    if t is not None and t._backward_hooks and t.grad_fn is not None:
+                    node = None if t is None else t.grad_fn
+                    if node is not None and (t._backward_hooks or type(node).__name__ in WRAPPERS):
                         self.looking += look_around_hooks(t, repr(visit), self.changed)
         self.calls.append(visit)
         return visit

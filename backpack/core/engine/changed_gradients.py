@@ -1,4 +1,4 @@
-"""Hooks of tensors that change gradients: first order sees what they made, nothing else does."""
+"""Hooks that change gradients on their way: first order sees that, all that travels does not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from backpack.core.record.origins import WRAPPERS
+
 CHANGED = (
-    "{}: a hook (tensor.register_hook) has changed the gradient of what {} reads. Curvature is "
-    "that of what the forward pass has computed, and does not go through hooks. If a hook stands "
-    "for a derivative, such as that of a fixed point, let a module compute it."
+    "{}: a hook (tensor.register_hook, or a backward hook of a module) has changed the gradient of "
+    "what {} reads. Curvature is that of what the forward pass has computed, and does not go "
+    "through hooks. If a hook stands for a derivative, such as that of a fixed point, let a module "
+    "compute it."
 )
 
 
@@ -30,16 +33,19 @@ def look_around_hooks(
         if torch._C._current_graph_task_id() == task:
             arrived.append((grad, grad._version))
 
-    def after(grad: Tensor) -> None:
-        if torch._C._current_graph_task_id() != task:
+    def after(grad: Tensor | None) -> None:
+        if torch._C._current_graph_task_id() != task or grad is None:
             return
         was, version = arrived.pop()
         if was._version != version or (grad.data_ptr() != was.data_ptr() and not grad.equal(was)):
             changed[reader] = None
 
-    hooks: Any = tensor._backward_hooks
+    hooks: Any = tensor._backward_hooks or {}
     others = [*hooks.items()]
     hooks.clear()
     first = tensor.register_hook(before)
     hooks.update(others)  # torch calls them in the order in which they came into the dictionary
+    node, slot = tensor.grad_fn, tensor.output_nr
+    if node is not None and type(node).__name__ in WRAPPERS:  # hooks of modules are those of a node
+        return first, node.register_hook(lambda grads, _: after(grads[slot]))
     return first, tensor.register_hook(after)

@@ -27,7 +27,7 @@ from backpack.core.record.averaging import Averaging
 from backpack.core.record.data_notes import layout_of
 from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import describe, placeholder
-from backpack.core.record.origins import flatten_outputs, origin, origin_at
+from backpack.core.record.origins import WRAPPERS, flatten_outputs, origin, origin_at
 from backpack.core.record.placed_call import PlacedCall
 from backpack.core.record.registry import (
     derivatives_of_call,
@@ -221,8 +221,8 @@ class Call(PlacedCall):
             if producer is None or producer.is_released or producer.recompute_depth >= MAX_DEPTH:
                 continue
             (stored,), x = producer.outputs, self.inputs[i]
-            # hooks are the program's: who has them keeps the tensor
-            if stored.shape == x.shape and stored.dtype == x.dtype and not x._backward_hooks:
+            is_hooked = x._backward_hooks or type(x.grad_fn).__name__ in WRAPPERS
+            if stored.shape == x.shape and stored.dtype == x.dtype and not is_hooked:
                 self.producers = {**self.producers, i: producer}
                 self.inputs = (*self.inputs[:i], stored, *self.inputs[i + 1 :])
                 self.recompute_depth = max(self.recompute_depth, producer.recompute_depth + 1)

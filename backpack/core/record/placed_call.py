@@ -22,8 +22,8 @@ from backpack.core.types import Rule
 _LAYOUT = operator.attrgetter("layout")
 # What was taken for a table, and may be data of the samples: that they meet in it, nothing shows.
 TABLE = (
-    "data that has other rows than the samples (assign_samples says whose they are, register_buffer "
-    "that it is a constant)"
+    "data that has other rows than the samples (assign_samples says whose they are, "
+    "register_buffer that it is a constant)"
 )
 # What to do about functions of tensors that have no samples, or not along the first axis.
 UNCONVERTED = "Make the function a module, or use extend(model, use_converter=True)."
