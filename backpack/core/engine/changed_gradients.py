@@ -29,8 +29,8 @@ def look_around_hooks(
     task = torch._C._current_graph_task_id()  # hooks may run other passes
     arrived: list[tuple[Tensor, int]] = []
 
-    def before(grad: Tensor) -> None:
-        if torch._C._current_graph_task_id() == task:
+    def before(grad: Tensor | None) -> None:
+        if torch._C._current_graph_task_id() == task and grad is not None:
             arrived.append((grad, grad._version))
 
     def after(grad: Tensor | None) -> None:
