@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -314,3 +315,35 @@ def test_private_steps_with_other_features_of_nodes(said: str) -> None:
     message = "assign_samples" if said == "nothing" else "function of the data"
     with pytest.raises(ValueError, match=message):
         optimizer.step()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 1], [2, 1], [4, 1, 1]])
+@pytest.mark.parametrize("made_of", ["nodes", "messages"])
+def test_nodes_that_receive_no_message(sizes: list[int], made_of: str) -> None:
+    """What a row of zeros belongs to is known of ``zeros_like``, not of zeros as many as edges."""
+
+    class Received(Network):
+        def forward(self, x: Tensor, edges: Tensor, numbers: Tensor, count: int) -> Tensor:
+            h = torch.tanh(self.first(x))
+            sent = h[edges[0]]
+            zeros = torch.zeros_like(h) if made_of == "nodes" else sent.new_zeros(len(h), 5)
+            h = torch.tanh(self.second(zeros.index_add(0, edges[1], sent)))
+            return self.last(h.new_zeros(count, 5).index_add(0, numbers, h))
+
+    plain, (x, _, numbers) = Received(), graphs(sizes)
+    first = int((numbers == sizes.index(max(sizes))).nonzero()[0])
+    edges = torch.tensor([[first, first + 1, first], [first + 1, first, first + 1]])
+    batch, count = (x, edges, numbers), len(sizes)
+    model, lossfunc = (
+        extend(copy.deepcopy(plain), use_converter="record"),
+        extend(nn.CrossEntropyLoss()),
+    )
+    assign_samples(x, numbers)
+    loss = lossfunc(model(*batch, count), targets(plain, batch, count))
+    is_told = made_of == "nodes"
+    refuses = nullcontext() if is_told else pytest.raises(ValueError, match="samples of the batch")
+    with refuses, backpack(extensions.BatchGrad()):
+        loss.backward()
+    wanted, parameters = individual_gradients(plain, batch, count), [*model.parameters()]
+    for i in trained(plain) if is_told else []:
+        torch.testing.assert_close(parameters[i].grad_batch, wanted[i], **TOLERANCE)

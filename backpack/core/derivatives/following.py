@@ -269,6 +269,8 @@ class Following:
                 found.append((*layout.facts, True))
                 continue
             chosen = any(one.owners is not None for one in batched.values())
+            if self.call.index < 0:  # rows of zeros may be of any sample, unless each has one
+                chosen &= len(each) == self.samples
             if is_constant and layout is None and chosen and not len(each) % self.samples:
                 found.append((1, self.samples, None, True))  # none of the rows was chosen
                 continue
@@ -284,7 +286,13 @@ class Following:
         there = None if layout is None else layout.place(shape)
         if place is None or there is None:
             return False
-        return (there.axis, there.samples) == (place.axis, place.samples)
+        if (there.axis, there.samples, there.owners) != (place.axis, place.samples, place.owners):
+            return False
+        if place.owners is None or self.treatment != CONSTANT:
+            return True
+        leaves = list(self.call.inputs)  # zeros of as many rows by chance are those of others
+        leaves[i] = leaves[i].narrow(place.axis, 0, 0)
+        return all(y.numel() == 0 for y in self.evaluate(leaves))
 
     def _single(self, shape: Size) -> tuple[Any, ...]:
         """Guess where the only sample is: an axis of one entry, where the input has its own."""
