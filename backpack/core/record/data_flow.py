@@ -78,8 +78,10 @@ def note_inputs(
             count = _note_packed(inputs, packed)
             with_axes = [x for x in with_axes if x is not packed.data and x is not packed[1]]
     assigned = {id(x): known for x in with_axes if (known := _assigned(x)) is not None}
-    with_axes = [x for x in with_axes if id(x) not in assigned]
-    numbered = max((known.samples for known in assigned.values()), default=0)
+    numbered = 0
+    if assigned:
+        with_axes = [x for x in with_axes if id(x) not in assigned]
+        numbered = max(known.samples for known in assigned.values())
     inputs.samples = count = count or numbered or _number_of_samples(with_axes)
     inputs.others = {len(x) for x in with_axes} - {count, 1}
     inputs.rows = {id(x) for x in with_axes if isinstance(x, Parameter) and len(x) == count}
