@@ -34,7 +34,7 @@ def look_around_hooks(
             arrived.append((grad, grad._version))
 
     def after(grad: Tensor | None) -> None:
-        if torch._C._current_graph_task_id() != task or grad is None:
+        if torch._C._current_graph_task_id() != task or grad is None or not arrived:
             return
         was, version = arrived.pop()
         if was._version != version or (grad.data_ptr() != was.data_ptr() and not grad.equal(was)):
