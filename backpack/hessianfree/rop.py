@@ -60,10 +60,10 @@ def check_adjoint(
     """Refuse two derivatives of which one is not the transposed: ``⟨J v, w⟩`` is ``⟨v, Jᵀ w⟩``.
 
     Args:
-        products: ``J v``
-        ws: ``w``
-        vs: ``v``
-        transposed: ``Jᵀ w``
+        products: ``J v``, in the shapes of the outputs.
+        ws: ``w``, in these shapes, too.
+        vs: ``v``, in the shapes of the inputs.
+        transposed: ``Jᵀ w``, in these shapes, too.
 
     Raises:
         RuntimeError: If that does not hold, up to coarse rounding (functions may be in ``TF32``).

@@ -39,6 +39,7 @@ class Situation:
     # what the error says, by order, or by order and network ("" if there is none on this one)
     refused: dict[str, str] = field(default_factory=dict)
     warns: str = ""  # what warnings say that plain PyTorch has not (some are given only once)
+    told: str = ""  # what a warning of second order has to say, and none of first order
     lost: str = ""  # what a warning says about parameters that have no quantities
     tolerance: float = 1e-10
     quantities: bool = True  # whether they are compared
@@ -168,14 +169,14 @@ for _kind in HOOKS:
                 f"{_kind}_{_place}",
                 refused=refused(_kind, _place),
                 lost=lost(_kind, _place),
-                warns=CHANGED_GRADIENT if "backward" in _kind else "",
+                told=CHANGED_GRADIENT if "backward" in _kind else "",
             )
     add(
         global_hooks(_kind),
         f"global_{_kind}",
         refused=refused(_kind, "global"),
         lost=lost(_kind, "global"),
-        warns=CHANGED_GRADIENT if "backward" in _kind else "",
+        told=CHANGED_GRADIENT if "backward" in _kind else "",
     )
 
 
@@ -225,7 +226,7 @@ def class_with_another_forward(p: Program) -> None:
 # ------------------------------------------------------------------ hooks of tensors and nodes
 
 
-@situation(warns=CHANGED_GRADIENT)
+@situation(told=CHANGED_GRADIENT)
 def hook_of_the_output(p: Program) -> None:
     p.extend()
     output = p.model(p.X)
@@ -242,7 +243,7 @@ def gradient_of_the_output_is_kept(p: Program) -> None:
     p.see("gradient of the output", output.grad)
 
 
-@situation(warns=CHANGED_GRADIENT)
+@situation(told=CHANGED_GRADIENT)
 def hooks_of_activations(p: Program) -> None:
     def attach(module: Any, inputs: Any, output: Any) -> None:
         output = output if isinstance(output, Tensor) else output[0]

@@ -222,7 +222,7 @@ class Plan:
             uses = ", ".join(repr(call) for call, _ in self.uses[p])
             raise ValueError(
                 f"A parameter is used on batches of different sizes ({uses}): samples of one have "
-                f"no partner in the other. {self._apart}"
+                f"no partner in the other. {self._how_to_part_batches}"
             )
 
     def check_one_batch_for_all(self, what: str | Visit) -> None:
@@ -233,11 +233,12 @@ class Plan:
             name = what if isinstance(what, str) else f"{what!r} has no samples, and"
             raise ValueError(
                 f"{name} is used on batches of different sizes ({uses}): samples of one have no "
-                f"partner in the other. {self._apart}"
+                f"partner in the other. {self._how_to_part_batches}"
             )
 
     @property
-    def _apart(self) -> str:
+    def _how_to_part_batches(self) -> str:
+        """Say what to do where samples of one batch have no partner in another."""
         if any(is_converted(call.module) for call in self.calls):
             return "Use one backward pass for each batch."
         return (
