@@ -97,7 +97,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(F.relu(self.first(x)))
+        return self.second(F.relu(self.first(x), inplace=True))
 
 
 class Centre(nn.Module):
@@ -162,8 +162,8 @@ def function_extended() -> None:
     extend(F.cross_entropy)  # type: ignore[type-var]
 
 
-@mistake("The model's forward calls functions", ValueError, "ReluBackward0", "use_converter=True")
-def function_in_forward() -> None:
+@mistake("The model's forward works in place", ValueError, "ReluBackward0", "use_converter=True")
+def forward_in_place() -> None:
     model, loss_function = extend(Net()), extend(nn.CrossEntropyLoss())
     with backpack(DiagGGNExact()):
         loss_function(model(X), y).backward()

@@ -117,7 +117,7 @@ def output_of(model: Around) -> Tensor | None:
     return out if is_usual else None
 
 
-def outcome(model: Around, target: Tensor, extension: Any) -> str:
+def outcome(model: Around, target: Tensor, extension: Any, converter: bool = True) -> str:
     """Compare one quantity; ``"right"``, ``"refused"``, ``"undefined"`` or what is wrong."""
     lossfunc = nn.MSELoss(reduction="sum")
     try:
@@ -127,7 +127,7 @@ def outcome(model: Around, target: Tensor, extension: Any) -> str:
     if not all(bool(e.isfinite().all()) for e in expected):
         return "undefined"
     try:
-        extended = extend(model, use_converter=True)
+        extended = extend(model, use_converter=converter)
         with backpack(extension()):
             extend(lossfunc)(extended(model.data), target).backward()
     except (ValueError, NotImplementedError):
@@ -176,6 +176,30 @@ def test_right_or_refused(part: int, are_trained: bool) -> None:
                     wrong.append(" ".join(map(str, what)))
     assert not wrong, "\n".join(wrong)
     assert counts["right"] > counts["refused"], counts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_right_or_refused_without_a_converter() -> None:
+    """What second-order quantities read from the graph of a function is right."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    counts: Counter[str] = Counter()
+    for op in op_db:
+        if not (op.supports_autograd and op.supports_dtype(torch.float64, "cpu")):
+            continue
+        torch.manual_seed(0)
+        for model in islice(examples(op, False), 1):
+            model = model.double()
+            out = output_of(model)
+            if out is None:
+                continue
+            target = torch.rand_like(out).detach()
+            for extension in (extensions.DiagGGNExact, extensions.DiagHessian):
+                result = outcome(model, target, extension, converter=False)
+                assert result in ("right", "refused", "undefined"), (op.name, extension, result)
+                counts[result] += 1
+    assert counts["right"] > 100, counts
 
 
 # --- Chains ---------------------------------------------------------------------------------------
@@ -249,31 +273,45 @@ class Chain(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("converter", [True, "record"])
+@pytest.mark.parametrize("converter", [True, "record", False])
 @pytest.mark.parametrize("chosen", [None, [2, 0]], ids=str)
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
 def test_chains(loss: nn.Module, chosen: list[int] | None, converter: Any) -> None:
-    """Quantities of all samples or some, in slices of samples, agree with autograd."""
-    drawn = random.Random(f"{loss} {chosen} {converter}")
+    """Quantities of all samples or some, in slices of samples, agree with autograd.
+
+    Without a converter, they may be refused; individual gradients are those of rows.
+    """
+    drawn, right = random.Random(f"{loss} {chosen} {converter}"), 0
     rows = chosen or slice(None)
     for _ in range(CHAINS // 8):
-        numbers = drawn.sample(range(len(STEPS)), 3)
+        numbers = drawn.sample(range(len(STEPS)), 3 if converter else 1)
         torch.manual_seed(0)
         model = Chain([STEPS[n] for n in numbers]).double()
+        for p in (model.gain, model.token):
+            p.requires_grad_(bool(converter))
         X = torch.randn(3, 3, 4, dtype=torch.float64)
         y = torch.rand(3, 2).double() if isinstance(loss, nn.MSELoss) else torch.tensor([1, 0, 1])
         with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
             truths = [
-                (extensions.BatchGrad, oracle.batch_grad(model, loss, X, y)),
                 (extensions.BatchDiagGGNExact, oracle.batch_ggn_diag(model, loss, X, y)),
                 (extensions.BatchDiagHessian, oracle.batch_hessian_diag(model, loss, X, y)),
             ]
+        if converter:
+            truths.append((extensions.BatchGrad, oracle.batch_grad(model, loss, X, y)))
         extended = extend(model, use_converter=converter)
-        with slice_bytes(2**8), backpack(*[extension(chosen) for extension, _ in truths]):
-            extend(loss)(extended(X), y).backward()
+        try:
+            with slice_bytes(2**8), backpack(*[extension(chosen) for extension, _ in truths]):
+                extend(loss)(extended(X), y).backward()
+        except ValueError:
+            if converter:
+                raise
+            continue
+        trained = [p for p in extended.parameters() if p.requires_grad]
         for extension, truth in truths:
-            for p, expected in zip(extended.parameters(), truth, strict=True):
+            for p, expected in zip(trained, truth, strict=True):
                 if p.grad is not None:
-                    found, right = getattr(p, extension().savefield), expected[rows]
-                    what = extension.__name__, numbers, found - right
-                    assert torch.allclose(found, right, rtol=1e-6, atol=1e-8), what
+                    found, wanted = getattr(p, extension().savefield), expected[rows]
+                    what = extension.__name__, numbers, found - wanted
+                    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-8), what
+        right += 1
+    assert right > CHAINS // 32

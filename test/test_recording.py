@@ -1491,10 +1491,6 @@ def a_kernel_of_the_user(net: Net, h: Tensor) -> Tensor:
     return Kernel.apply(h, False).sin()
 
 
-def vmapped(net: Net, h: Tensor) -> Tensor:
-    return torch.vmap(lambda row: row.sin() * row.sum())(h)
-
-
 def scripted(net: Net, h: Tensor) -> Tensor:
     return torch.jit.script(torch_cube)(h)
 
@@ -1517,7 +1513,7 @@ def gradients_of_rows(net: Net, h: Tensor) -> Tensor:
 
 GAPS = [
     *(a_function_of_the_user, moved_there_and_back, a_kernel_of_the_user),
-    *(vmapped, scripted, pulled_back, pushed_forward, gradients_of_rows),
+    *(scripted, pulled_back, pushed_forward, gradients_of_rows),
 ]
 
 

@@ -75,7 +75,7 @@ from backpack.core.record.lookup import (
     INDEX,
     NOT_IN_PLACE,
     Function,
-    change_clone,
+    application,
     change_view,
     geometry_of,
     name_of,
@@ -87,7 +87,7 @@ from backpack.core.record.origins import origin, own_node
 from backpack.core.record.registry import derivatives_of, is_leaf
 from backpack.core.record.tape import GRAD_FN, has_rules, record
 from backpack.core.record.weights import IS_SOMETHING, TENSORS, version_of
-from backpack.custom_module.function_module import FunctionModule, Slot, map_leaves
+from backpack.custom_module.function_module import Slot, map_leaves
 from backpack.custom_module.parameter_module import ParameterModule
 
 # Calls a function, and returns what it returns, and a fact about its random numbers.
@@ -446,30 +446,13 @@ class Recorder(TorchFunctionMode):
         if what is None:
             numbers = {id(x): Slot(i) for i, x in enumerate(tensors)}
             args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (args, kwargs))
-            what = self._new_application(function, args, kwargs, len(tensors), at_once)
+            what = application(function, args, kwargs, len(tensors), at_once)
+            self._extend_all(what, f"{name_of(function)} at {_place()}")
             if key is not None:
                 self.functions.keep(key, what)
         elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:
             self.functions.keep(key, what)
         return what, tensors
-
-    def _new_application(
-        self, function: Function, args: Any, kwargs: Any, count: int, at_once: bool
-    ) -> Apply:
-        what = None
-        if function.row is not None and function.row.convert is not None:
-            try:
-                what = function.row.convert(*args, **kwargs)
-            except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
-                what = None
-        name = name_of(function)
-        if what is None or (at_once and what.is_nested):
-            target: Any = function.target
-            if function.on_clone:
-                args, target = (target, *args), change_clone
-            what = Apply(FunctionModule(target, args, kwargs, name), tuple(map(Slot, range(count))))
-        self._extend_all(what, f"{name} at {_place()}")
-        return what
 
     def _extend_all(self, what: Apply, name: str) -> None:
         extend_one(what.module, name)

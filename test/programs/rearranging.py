@@ -1593,6 +1593,7 @@ def difference(mine: Any, expected: Sequence[Tensor], near: Sequence[Tensor] | N
 def names_a_part(message: str, program: Program) -> bool:
     """Whether a message says which function or module, or which loss, it is about."""
     classes = re.findall(r"nn\.(\w+)", " ".join((*program.submodules, program.loss)))
+    classes.append("of Model")
     calls = re.findall(r"'[^']+' \(\w+\)", message)  # functions too have a name and a class
     return bool(calls) or any(re.search(rf"\b{name}\b", message) for name in classes)
 
@@ -1610,7 +1611,7 @@ def outcomes(
     """Run a program on those routes that apply to it."""
     truth = truth_of(program)
     assert truth is not None
-    has_plain = check == "first order" and (program.plain or program.mixes)
+    has_plain = program.plain or program.mixes
     return {
         route: run(program, truth, route, check)
         for route in routes

@@ -42,6 +42,7 @@ from backpack.core.engine.modified_losses import check_losses
 from backpack.core.engine.plan import Plan, set_apart
 from backpack.core.engine.products import Use, extract
 from backpack.core.engine.propagations import UserRules
+from backpack.core.engine.read_back import ReadBack
 from backpack.core.engine.results import Writer
 from backpack.core.engine.sample_flow import SampleFlow
 from backpack.core.engine.separate_samples import separate_samples
@@ -139,6 +140,7 @@ class BackwardPass:
         self.deferred: list[Visit] = []
         self.changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
         self.looking: list[RemovableHandle] = []  # hooks that find that out
+        self.read_back = ReadBack()
         self.unsupported: dict[Visit, str | None] = {}  # why; None if a call is supported
         self.results = Writer(configuration.debug)
         self.threads: set[int] = set()  # in which it has run
@@ -316,7 +318,7 @@ class BackwardPass:
 
     def _undo(self) -> None:
         """Leave no results: those of the pass before would be taken for those of this one."""
-        for handle in self.looking:
+        for handle in (*self.looking, *self.read_back.handles):
             handle.remove()
         self.results.undo()
         keeps = self.combining.accumulates or self.is_nested  # those of the pass around this one
@@ -418,7 +420,9 @@ class BackwardPass:
         if self.second_order:
             if visit.shards:
                 self.combining.note_gathering(visit)
-            for x, mark in zip(visit.inputs, visit.origins_in, strict=True):
+            for i, (x, mark) in enumerate(zip(visit.inputs, visit.origins_in, strict=True)):
+                if mark is not None and (not mark.is_output or mark.by_container):
+                    self.read_back.read(visit, i)
                 for t in () if mark is None else (x, x._base):  # of which it is a view
                     node = None if t is None else t.grad_fn
                     if node is not None and (t._backward_hooks or type(node).__name__ in WRAPPERS):
@@ -601,7 +605,7 @@ class BackwardPass:
 
     def _end(self, error: Exception | None = None) -> None:
         """Write what others have a part in, unless an error has stopped it; release the calls."""
-        for handle in self.looking:
+        for handle in (*self.looking, *self.read_back.handles):
             handle.remove()
         if error is not None or self.combining.is_waiting:
             if torch.is_grad_enabled() and self.combining.groups:
@@ -761,7 +765,7 @@ class BackwardPass:
         if not has_results and any(call.params for call in self.calls):
             return  # such as for the gradient of an output with respect to data
         set_apart(self.calls, self.second_order)
-        plan = Plan(self.calls)
+        plan = Plan([*self.calls, *self.read_back.take_part()])
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
         check_losses(plan, () if self.entry is None else self.entry.roots)

@@ -21,7 +21,7 @@ class Users:
 
     def __init__(self) -> None:
         """Look at no call yet."""
-        self._seen: set[int] = set()  # calls
+        self._seen: set[float] = set()  # calls
         self._used: set[int] = set()  # parameters, by id
         self._shared: set[int] = set()
         self._last: int | None = None

@@ -52,7 +52,7 @@ DROPPED_OUTPUTS = fast.path(
 LARGE = 2**16
 # How many calls in a row may have to run to compute a tensor again (sums of sums of …).
 MAX_DEPTH = 3
-LIVE: dict[int, ref[Call]] = {}  # by index; an entry goes with its call
+LIVE: dict[float, ref[Call]] = {}  # by index; an entry goes with its call
 RELEASED: Mapping[str, Any] = {  # what a call holds when its tensors are gone
     **dict.fromkeys(("inputs", "outputs", "read"), ()),
     **dict.fromkeys(("saved", "producers"), MappingProxyType({})),
@@ -80,6 +80,7 @@ class Call(PlacedCall):
         recompute_depth: How many calls in a row have to run to compute the output again.
     """
 
+    index: float
     saved: dict[str, Any]
     producers: Mapping[int, Call] = MappingProxyType({})
     computed_with: list[State] | None = None

@@ -24,10 +24,12 @@ from backpack.core.record.functions import (
     TENSORS,
     UNKNOWN,
     VALUE,
+    Apply,
     Kind,
     Row,
     kind,
 )
+from backpack.custom_module.function_module import FunctionModule, Slot
 
 NAMESPACES = {"F": F, "operator": operator, "builtins": builtins, "math": math}
 # Methods that overwrite their tensor, whatever the method without the underscore does.
@@ -248,6 +250,28 @@ def name_of(function: Function) -> str:
     target = function.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "function")
     return SYNONYMS.get(name, name).strip("_")
+
+
+def application(
+    function: Function, args: Any, kwargs: Any, count: int, at_once: bool = True
+) -> Apply:
+    """Return the module that stands for a call, whose ``count`` tensors are slots.
+
+    With ``at_once`` it has to be one module: what it returns is computed already.
+    """
+    what = None
+    if function.row is not None and function.row.convert is not None:
+        try:
+            what = function.row.convert(*args, **kwargs)
+        except (TypeError, ValueError, AssertionError):  # arguments that the module refuses
+            what = None
+    if what is None or (at_once and what.is_nested):
+        target: Any = function.target
+        if function.on_clone:
+            args, target = (target, *args), change_clone
+        module = FunctionModule(target, args, kwargs, name_of(function))
+        what = Apply(module, tuple(map(Slot, range(count))))
+    return what
 
 
 def nodes_in(*arguments: Any) -> list[Node]:

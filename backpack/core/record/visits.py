@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.record import shards
 from backpack.core.record.calls import LIVE, RELEASED, Call, saved_by
+from backpack.core.record.layout import Layout
 from backpack.core.record.module_state import NOTHING, cast, describe, placeholder
 from backpack.core.record.origins import Origin, flatten_outputs
 from backpack.core.record.registry import fallback
@@ -195,6 +196,36 @@ class Visit(Call):
         self.origins_in = tuple(mark if o is behind else o for o in self.origins_in)
         if self.is_transparent:
             self.origins_out = tuple(mark if o is behind else o for o in self.origins_out)
+
+    def read_functions(self, marks: Mapping[int, Origin]) -> None:
+        """Note which functions have computed inputs, where that was found out after the call.
+
+        A loss is told where the samples are. What any other call has taken for that must be right,
+        because others rely on it: else it does not know the functions.
+
+        Raises:
+            ValueError: If a loss cannot have the samples there.
+        """
+        layouts = list(self.layouts_in)
+        for i, mark in marks.items():
+            layouts[i] = mark.layout
+        if self.derivatives.is_loss:
+            self.layouts_in = tuple(layouts)
+            self._find_layouts_out()
+            if self.misplaced is not None:
+                raise ValueError(self.misplaced)
+        elif all(self._has_assumed(i, layouts[i]) for i in marks):
+            self.set_layouts_in(layouts)
+        else:
+            return
+        self.origins_in = tuple([marks.get(i, o) for i, o in enumerate(self.origins_in)])
+
+    def _has_assumed(self, i: int, layout: Layout | None) -> bool:
+        """Whether the samples of an input are where the call has taken them to be."""
+        known = self.layouts_in[i]
+        expected = [known] if known is not None else self.layouts_out
+        facts = [one.facts for one in expected if one is not None]
+        return layout is not None and layout.facts in facts
 
     def become_function(self) -> None:
         """Take the automatic derivatives of any leaf, in the place of those of a loss.

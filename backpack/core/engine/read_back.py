@@ -1,0 +1,456 @@
+"""Functions between modules that nobody has recorded, read back from the autograd graph.
+
+A node of the graph tells which function it belongs to, its options, and where its arguments come
+from. Those functions are run again, on what recorded calls have returned: then second-order
+quantities pass through them as through those of a converted model. What a node does not tell (a
+constant that was added), or tells of no known function, cannot be read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from math import floor, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from backpack.context import disable
+from backpack.core.engine.paths import is_unpacked
+from backpack.core.engine.spread import kind, shape_of
+from backpack.core.record import alive
+from backpack.core.record.calls import LIVE, Call
+from backpack.core.record.data_notes import note
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.lookup import INDEX, Function, application
+from backpack.core.record.origins import (
+    RESHAPES,
+    WRAPPERS,
+    BackpackOutput,
+    Origin,
+    flatten_outputs,
+    origin,
+)
+from backpack.core.record.registry import derivatives_of
+from backpack.core.record.visits import Visit
+from backpack.custom_module.function_module import Slot, map_leaves
+
+# A function, what it is called with, and options.
+Reading = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+# From a node, its arguments (None for constants), and its value (None if it is not known).
+Reader = Callable[[Any, Sequence[Any], Any], Reading]
+
+# A result is that of the forward pass up to this many roundings, or else a node was misunderstood.
+ROUNDINGS = 8
+
+
+class UnreadableError(RuntimeError):
+    """A node does not tell all that it takes to run its function again."""
+
+
+# --- From a node to what was called, by the declarations of torch ---------------------------------
+
+# Where functions are, and how their names begin in declarations.
+NAMESPACES: Sequence[tuple[Any, str]] = (
+    (torch, ""),
+    (F, ""),
+    (Tensor, ""),
+    (torch.linalg, "linalg_"),
+    (torch.special, "special_"),
+)
+OTHER_NAMES: dict[str, Any] = {
+    "MaxPool2DWithIndices": F.max_pool2d,
+    "ScaledDotProductFlashAttention": F.scaled_dot_product_attention,
+    "ScaledDotProductFlashAttentionForCpu": F.scaled_dot_product_attention,
+    "ScaledDotProductEfficientAttention": F.scaled_dot_product_attention,
+    "Unfold": Tensor.unfold,
+}
+
+
+@cache
+def _function_of(name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Return the function that a kind of node belongs to, and the declarations of its forms."""
+    for space, prefix in NAMESPACES:
+        plain = (key for key in dir(space) if not key.endswith("_"))  # else it works in place
+        names = {f"{prefix}{key}".replace("_", "").lower(): key for key in plain}
+        function = OTHER_NAMES.get(name) or getattr(space, names.get(name.lower(), ""), None)
+        if callable(function):
+            own = function.__name__
+            forms = torch._C._jit_get_schemas_for_operator(f"aten::{own}")
+            forms = forms or torch._C._jit_get_schemas_for_operator(f"aten::{prefix}{own}")
+            if forms:
+                return function, forms
+    raise UnreadableError
+
+
+def _stored(node: Any, name: str) -> Any:
+    """Return what a node has stored; whole numbers below zero are stored without a sign."""
+
+    def signed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(signed, value))
+        return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
+
+    return signed(getattr(node, f"_saved_{name}", None))
+
+
+def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Find what a function was called with if that had the form of a declaration.
+
+    ``arguments`` are those that may have a gradient, in their order.
+    """
+    waiting, options = list(arguments), {}
+    args: list[Any] = []
+    tensors = [one for one in form.arguments if str(one.type) in ("Tensor", "Optional[Tensor]")]
+    for one in form.arguments:
+        value, may_be_none = _stored(node, one.name), str(one.type).startswith("Optional")
+        if str(one.type) == "List[Tensor]":
+            value, waiting = waiting, []
+            if None in value:
+                raise UnreadableError
+        elif one in tensors:
+            # others, such as indices, have no gradient
+            is_index = isinstance(value, Tensor) and not value.is_floating_point()
+            is_asked = len(tensors) == len(arguments) or not is_index
+            given = waiting.pop(0) if is_asked and waiting else None
+            value = value if given is None else given
+            if not (isinstance(value, Tensor) or (value is None and may_be_none)):
+                raise UnreadableError
+        elif isinstance(value, Tensor) or (value is None and not one.has_default_value()):
+            raise UnreadableError
+        if value is None and one.has_default_value():
+            continue
+        if one.kwarg_only or len(args) < form.arguments.index(one):
+            options[one.name] = value
+        else:
+            args.append(value)
+    if waiting:
+        raise UnreadableError
+    return args, options
+
+
+def _declared(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """Read a node by the declaration of its function that uses most of what is stored."""
+    function, forms = _function_of(kind(node))
+    fitting = []
+    for form in forms:
+        with suppress(UnreadableError):
+            fitting.append(_fitted(node, form, arguments))
+    if not fitting:
+        raise UnreadableError
+    args, options = max(fitting, key=lambda fit: len(fit[0]) + len(fit[1]))
+    return function, args, options
+
+
+# --- Nodes that store less, or something else, than their functions were given --------------------
+
+
+def _known(x: Any) -> Any:
+    """Return an argument, or a value, that the function cannot be run without."""
+    if x is None:
+        raise UnreadableError
+    return x
+
+
+def _sum(sign: int) -> Reader:
+    """``x ± alpha y``; a constant is the difference between the result and the other term."""
+
+    def read(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+        (x, y), alpha = arguments, sign * _stored(node, "alpha")
+        if y is None:
+            return torch.add, (x, (_known(value) - x).detach()), {}
+        if x is None:
+            x = (_known(value) - alpha * y).detach()
+        return (torch.sub, (x, y), {}) if alpha == -1 else (torch.add, (x, y), {"alpha": alpha})
+
+    return read
+
+
+def _rsub(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """``c - alpha x``."""
+    (x,), alpha = arguments, _stored(node, "alpha")
+    return torch.sub, ((_known(value) + alpha * x).detach(), x), {"alpha": alpha}
+
+
+def _slice(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    (x,), part = arguments, slice(*(_stored(node, name) for name in ("start", "end", "step")))
+    return operator.getitem, (x, (slice(None),) * (_stored(node, "dim") % x.dim()) + (part,)), {}
+
+
+def _index(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    chosen = tuple(slice(None) if i is None else i for i in _stored(node, "indices"))
+    return operator.getitem, (arguments[0], chosen), {}
+
+
+def _elu(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """ELU, or SELU: the check of the result tells whether it is that."""
+    is_plain = _stored(node, "scale") == _stored(node, "input_scale") == 1
+    options = {"alpha": _stored(node, "alpha")} if is_plain else {}
+    return F.elu if is_plain else F.selu, arguments, options
+
+
+def _where(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """A choice; a constant is the result where it was chosen, if that is known, and else zero."""
+    form = shape_of(node, 0)
+    zero = torch.zeros((), dtype=form.dtype, device=form.device)
+    chosen = [(zero if value is None else value) if x is None else x for x in arguments]
+    return torch.where, (_stored(node, "condition"), *chosen), {}
+
+
+def _masked_fill(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    (x,) = arguments
+    constant = torch.zeros((), dtype=x.dtype, device=x.device) if value is None else value
+    return torch.where, (_stored(node, "mask"), constant, x), {}
+
+
+def _pad(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """Padding with zeros: the check of the result tells whether it is that."""
+    return F.pad, (arguments[0], _stored(node, "pad")), {}
+
+
+def _expand(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    return Tensor.expand, (arguments[0], tuple(shape_of(node, 0).shape)), {}
+
+
+def _adaptive_pool(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    return F.adaptive_avg_pool2d, (arguments[0], tuple(shape_of(node, 0).shape[-2:])), {}
+
+
+def _dropout(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """Dropout of an accelerator: a product with what was drawn."""
+    (x,), kept, p = arguments, _stored(node, "result1"), _stored(node, "p")
+    return torch.mul, (x, kept.to(x.dtype) / (1 - p) if p < 1 else kept.to(x.dtype)), {}
+
+
+READERS: dict[str, Reader] = {
+    "AdaptiveAvgPool2D": _adaptive_pool,
+    "Add": _sum(1),
+    "ConstantPadNd": _pad,
+    "Elu": _elu,
+    "Expand": _expand,
+    "Index": _index,
+    "MaskedFill": _masked_fill,
+    "NativeDropout": _dropout,
+    "Rsub": _rsub,
+    "Slice": _slice,
+    "Sub": _sum(-1),
+    "Where": _where,
+}
+
+
+# --- A backward pass ------------------------------------------------------------------------------
+
+
+class ReadBack:
+    """The calls of functions that one backward pass has read from the graph.
+
+    Attributes:
+        visits: These calls.
+        marks: For each call that reads results of them the identities of these, by input.
+        handles: Hooks that tell gradients, to be removed after the backward pass.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was read."""
+        self.visits: list[Visit] = []
+        self.marks: dict[Visit, dict[int, Origin]] = {}
+        self.handles: list[RemovableHandle] = []
+        self._returned: dict[Origin, tuple[Call, int]] = {}  # by recorded calls
+        self._sources: dict[Origin, Tensor] = {}
+        self._results: dict[Any, tuple[Tensor, ...] | None] = {}  # of nodes; None: unreadable
+        self._values: dict[Any, Tensor] = {}  # of nodes, as far as others have stored them
+        self._visits: dict[Origin, Visit] = {}
+        self._depths: dict[Visit, int] = {}  # how many functions come before
+
+    def read(self, visit: Visit, i: int) -> None:
+        """Read the functions that have computed an input, while the graph has what it takes."""
+        x = visit.inputs[i]
+        if not self._returned:
+            for call in alive.all_live_calls():
+                if call.derivatives is not None and not call.is_transparent:
+                    marks = enumerate(call.origins_out)
+                    self._returned |= {o: (call, slot) for slot, o in marks if o is not None}
+        try:
+            with torch.enable_grad(), disable():
+                mark = origin(self._computed(x.grad_fn, x.output_nr, x.detach()))
+        except (UnreadableError, RuntimeError, TypeError, ValueError, IndexError):
+            return
+        if mark in self._visits:
+            self.marks.setdefault(visit, {})[i] = mark
+
+    def take_part(self) -> list[Visit]:
+        """Let calls read the results of functions; return these calls of functions."""
+        for visit, marks in self.marks.items():
+            visit.read_functions(marks)
+        return self.visits
+
+    # ------------------------------------------------------------------ the way up the graph
+
+    def _computed(self, node: Any, slot: int, value: Tensor) -> Tensor:
+        """Compute an output of a node again, whose value is known, and all it depends on."""
+        end = self._end(node, slot)
+        if not isinstance(end, tuple):
+            raise UnreadableError
+        self._note_value(end, value)
+        waiting = [end[0]]
+        while waiting:  # arguments first
+            last = waiting[-1]
+            parents = [self._end(*parent) for parent in last.next_functions]
+            missing = [p[0] for p in parents if isinstance(p, tuple) and p[0] not in self._results]
+            if missing and last not in self._results:
+                for parent, name in zip(parents, ("self", "other"), strict=False):
+                    self._note_value(parent, _stored(last, name))
+                waiting += missing
+            elif waiting.pop() not in self._results:
+                self._results[last] = None
+                self._results[last] = self._run(last, parents)
+        result = _known(self._formed(node, slot, end))
+        size = float(value.abs().nan_to_num(0, 0).amax()) if value.numel() else 0.0
+        error = ROUNDINGS * torch.finfo(value.dtype).eps * size
+        if not torch.allclose(result, value, 0.0, error, equal_nan=True):
+            raise UnreadableError
+        return result
+
+    def _end(self, node: Any, slot: int) -> Any:
+        """Go up what only reshapes.
+
+        Returns:
+            A node and the number of its output, the identity of what a call has returned, data that
+            gradients are asked for, or None for a constant.
+        """
+        while node is not None:
+            mark = node.metadata.get(("backpack", slot))
+            if mark in self._returned:
+                return mark
+            if hasattr(node, "variable"):
+                if isinstance(node.variable, Parameter):
+                    raise UnreadableError
+                return node.variable.detach()
+            name = type(node).__name__
+            if name not in RESHAPES:
+                return node, slot
+            node, slot = node.next_functions[slot if name in WRAPPERS else 0]
+        return None
+
+    def _note_value(self, end: Any, value: Any) -> None:
+        """Note the first output of a node, if the value is that in another shape."""
+        if isinstance(end, tuple) and end[1] == 0 and isinstance(value, Tensor):
+            form = shape_of(*end)
+            if value.numel() == prod(form.shape) and value.dtype == form.dtype:
+                self._values[end[0]] = value.detach().reshape(form.shape)
+
+    def _formed(self, node: Any, slot: int, end: Any) -> Tensor | None:
+        """Give what is at the end of a way the shape and the precision that it has at a node."""
+        if end is None:
+            return None
+        x: Any = end
+        if isinstance(end, tuple):
+            x = _known(self._results[end[0]])[end[1]]
+        elif isinstance(end, Origin):
+            x = self._source(end)
+        form = shape_of(node, slot)
+        return x.reshape(form.shape).to(form.device, form.dtype)
+
+    def _source(self, mark: Origin) -> Tensor:
+        """Return what a recorded call has returned, of the same identity, in its own graph."""
+        if mark not in self._sources:
+            call, slot = self._returned[mark]
+            if call.is_released or call.has_changed_outputs:
+                raise UnreadableError
+            own = BackpackOutput.apply(call.whole_outputs()[slot].detach().requires_grad_())
+            own.grad_fn.metadata["backpack", 0] = mark
+            self._sources[mark] = own
+        return self._sources[mark]
+
+    # ------------------------------------------------------------------ functions as calls
+
+    def _run(self, node: Any, parents: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Run the function of a node again, and note that as a call."""
+        if not is_unpacked(node):
+            raise UnreadableError
+        ways = zip(node.next_functions, parents, strict=True)
+        arguments = [self._formed(parent, slot, end) for (parent, slot), end in ways]
+        reader = READERS.get(kind(node), _declared)
+        module, inputs = _application(*reader(node, arguments, self._values.get(node)))
+        vars(module)["_backpack_name"] = f"{kind(node)}, read from the graph"
+        outputs = flatten_outputs(module(*inputs))
+        if not all(y.dim() for y in outputs):  # of all samples
+            raise UnreadableError
+        _note_constants(module, inputs, outputs)
+        call = Call(module, inputs, {}, outputs, derivatives_of(module), True)
+        LIVE.pop(call.index)
+        # behind what it reads, and before all that comes later
+        before = [self._visits[o] for o in call.origins_in if o in self._visits]
+        indices = [self._returned[o][0].index for o in call.origins_in if o in self._returned]
+        indices += [floor(visit.index) for visit in before]
+        if not indices:
+            raise UnreadableError
+        visit = Visit.of(call, False)
+        depth = max((self._depths[one] for one in before), default=0) + 1
+        visit.index = max(indices) + depth / 2**20
+        self._depths[visit] = depth
+        self.visits.append(visit)
+        self._visits |= {mark: visit for mark in call.origins_out if mark is not None}
+        self.handles.append(node.register_prehook(partial(_note_gradients, visit)))
+        return outputs
+
+
+def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    """Note where the samples are in constants: in their rows, if these change places with others.
+
+    Else a constant is the same for all samples.
+    """
+    marks = {x: origin(x) for x in inputs if isinstance(x, Tensor)}
+    for x in (x for x, mark in marks.items() if mark is None):
+        note(x, unbatched())
+    known = {x: mark.layout for x, mark in marks.items() if mark is not None}
+    counts = {layout.samples for layout in known.values() if layout is not None}
+    rows = {x for x in marks if x not in known and x.dim() and {len(x)} == counts != {1}}
+    are_first = [layout is not None and layout.is_first(x.shape) for x, layout in known.items()]
+    if not (rows and all(are_first)):
+        return
+
+    def differing(x: Any) -> Any:
+        """Let rows of constants differ that happen to be alike."""
+        if not isinstance(x, Tensor) or x not in rows or not x.is_floating_point():
+            return x
+        return torch.linspace(1, 2, x.numel()).view(x.shape).to(x) * x
+
+    turns = [isinstance(x, Tensor) and (x in known or x in rows) for x in inputs]
+    with torch.no_grad():
+        drawn = list(map(differing, inputs))
+        turned = [x.flip(0) if turns[i] else x for i, x in enumerate(drawn)]
+        one, other = flatten_outputs(module(*drawn)), flatten_outputs(module(*turned))
+    pairs = zip(one, other, strict=True)
+    if all(y.dim() and torch.allclose(y.flip(0), z, 0.0, 0.0, equal_nan=True) for y, z in pairs):
+        for x in rows:
+            note(x, Layout.of_axis(x.shape, 0))
+
+
+def _application(
+    function: Callable[..., Any], args: Any, options: Any
+) -> tuple[Module, tuple[Any, ...]]:
+    """Return the module that stands for a function, and what to call it with."""
+    name = function.__name__
+    known = INDEX.functions.get(function) or Function(function, INDEX.methods.get(name))
+    tensors: list[Tensor] = []
+
+    def slot(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        tensors.append(x if x.grad_fn is not None else x.detach())  # notes of a constant are ours
+        return Slot(len(tensors) - 1)
+
+    args, options = map_leaves(slot, (args, options))
+    what = application(known, args, options, len(tensors))
+    return what.module, tuple(tensors[x.index] if isinstance(x, Slot) else x for x in what.inputs)
+
+
+def _note_gradients(visit: Visit, grads: Sequence[Tensor | None]) -> None:
+    visit.g_out[:] = grads[: len(visit.g_out)]

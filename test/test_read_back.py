@@ -1,0 +1,270 @@
+"""Functions that nobody has recorded: second-order quantities read them from the autograd graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core.engine.paths import is_unpacked
+
+N, T, C = 3, 5, 4
+
+# Else a checkpoint may hold what nodes have stored: it is not looked at.
+TELLS = is_unpacked(torch.ones(1, requires_grad=True).exp().grad_fn)
+pytestmark = pytest.mark.skipif(
+    not TELLS, reason="PyTorch does not tell whether hooks hold tensors"
+)
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    """Build everything in float64, repeatably."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def quantities_agree(
+    model: nn.Module, extended: nn.Module, lossfunc: nn.Module, X: Tensor, y: Tensor
+) -> None:
+    """Compare with autograd: of the whole batch, and of two samples."""
+    truths: list[tuple[Any, list[Tensor]]] = [
+        (extensions.DiagGGNExact, oracle.ggn_diag(model, lossfunc, X, y)),
+        (extensions.BatchDiagGGNExact, oracle.batch_ggn_diag(model, lossfunc, X, y)),
+        (extensions.DiagHessian, oracle.hessian_diag(model, lossfunc, X, y)),
+        (extensions.BatchDiagHessian, oracle.batch_hessian_diag(model, lossfunc, X, y)),
+    ]
+    with backpack(*[ext() for ext, _ in truths]):
+        extend(copy.deepcopy(lossfunc))(extended(X), y).backward()
+    for ext, truth in truths:
+        for p, expected in zip(extended.parameters(), truth, strict=True):
+            torch.testing.assert_close(getattr(p, ext().savefield), expected)
+    chosen = [2, 0]
+    with backpack(extensions.BatchDiagGGNExact(subsampling=chosen)):
+        extend(copy.deepcopy(lossfunc))(extended(X), y).backward()
+    for p, expected in zip(extended.parameters(), truths[1][1], strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact_batch, expected[chosen])
+
+
+# --- Between the model and its loss ---------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Returns scores of classes for each position, ``[N, T, C]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, C)
+        self.activation = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.activation(self.first(x)))
+
+
+class OfPositions(nn.Module):
+    """The same model, with what comes between it and the loss."""
+
+    def __init__(self, model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.model(x))
+
+
+WEIGHTS = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
+MASK = torch.tensor([[True, True, False, True, True]] * N)
+BEFORE_LOSS: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes first": lambda z: z.transpose(1, 2),
+    "last position": lambda z: z[:, -1],
+    "mean of positions": lambda z: z.mean(1),
+    "scaled": lambda z: z[:, 0] * 0.5 + 1,
+    "log_softmax": lambda z: F.log_softmax(z, -1).movedim(-1, 1),
+    "gathered": lambda z: z.gather(1, torch.arange(N).view(N, 1, 1).expand(N, 1, C)).squeeze(1),
+    "of each sample": lambda z: z[:, 1] * WEIGHTS[:, None],
+    "of each class": lambda z: z[:, 1] * torch.arange(1, C + 1),
+    "chosen classes": lambda z: torch.where(z[:, 1] > 0, z[:, 1], z[:, 1].exp()),
+    "masked": lambda z: z.masked_fill(~MASK[..., None], 0.0).sum(1),
+    "concatenated": lambda z: torch.cat([z[:, 0], z[:, 1].sin()], -1),
+}
+
+
+@pytest.mark.parametrize("converter", [False, True, "record"], ids=str)
+@pytest.mark.parametrize("name", BEFORE_LOSS)
+def test_between_model_and_loss(name: str, converter: Any) -> None:
+    function = BEFORE_LOSS[name]
+    model, X = Positions(), torch.rand(N, T, 3)
+    whole, extended = OfPositions(copy.deepcopy(model), function), extend(model, False, converter)
+    shape = function(model(X)).shape
+    y = torch.randint(C, (shape[0], *shape[2:]))
+    quantities_agree(whole, OfPositions(extended, function), nn.CrossEntropyLoss(), X, y)
+
+
+def test_next_token() -> None:
+    """Scores of all but the last token, and the tokens behind them, in one row each."""
+    model, X = Positions(), torch.rand(N, T, 3)
+    y = torch.randint(C, (N, T))
+    truth = copy.deepcopy(model)
+
+    def rows(z: Tensor) -> Tensor:
+        return z[:, :-1].contiguous().view(-1, C)
+
+    extended, lossfunc = extend(model, use_converter="record"), extend(nn.CrossEntropyLoss())
+    exts = extensions.DiagGGNExact(), extensions.DiagHessian(), extensions.BatchDiagGGNExact()
+    with backpack(*exts, extensions.KFLR()):
+        lossfunc(rows(extended(X)), y[:, 1:].flatten()).backward()
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+    plain = OfPositions(truth, lambda z: z[:, :-1].transpose(1, 2))
+    args = plain, nn.CrossEntropyLoss(), X, y[:, 1:]
+    for savefield, truths in {
+        "diag_ggn_exact": oracle.ggn_diag(*args),
+        "diag_ggn_exact_batch": oracle.batch_ggn_diag(*args),
+        "diag_h": oracle.hessian_diag(*args),
+    }.items():
+        for p, expected in zip(model.parameters(), truths, strict=True):
+            torch.testing.assert_close(getattr(p, savefield), expected)
+    torch.testing.assert_close(loss(truth(X)[:, :-1], y[:, 1:]), loss(model(X)[:, :-1], y[:, 1:]))
+
+
+# --- Between modules ------------------------------------------------------------------------------
+
+IN_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.relu": F.relu,
+    "method": lambda h: h.tanh(),
+    "sum with itself": lambda h: h + h,
+    "constant factor": lambda h: 2 * h,
+    "transpose": lambda h: h.transpose(0, 1).transpose(0, 1),
+    "slice": lambda h: torch.cat([h[:, 2:], h[:, :2]], 1),
+    "not extended": nn.Sigmoid(),
+    "residual": lambda h: h + h.detach(),
+    "two": lambda h: F.softplus(h.view(-1)).view(-1, 4),
+    "many": lambda h: reduce(lambda h, _: h + torch.tanh(h), range(60), h),  # 2⁶⁰ ways
+    "softmax": lambda h: F.softmax(h, 1) * h.norm(dim=1, keepdim=True),
+    "options": lambda h: F.elu(F.leaky_relu(h, 0.3), 0.7).clamp(-0.5, 0.9),
+    "products": lambda h: (h.unsqueeze(2) @ h.unsqueeze(1)).sum(-1) / (1 + h**2),
+    "split": lambda h: torch.cat([part.cos() for part in h.split([1, 3], -1)][::-1], -1),
+    "SELU": F.selu,
+    "variance": lambda h: h.var(1, keepdim=True) * h.flip(1).cumsum(1),
+}
+
+
+class WithFunction(nn.Module):
+    """A function between two layers, around which a connection goes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.front, self.middle, self.back = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(x)
+        return self.back(h + self.middle(self.function(h)))
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum")], ids=str)
+@pytest.mark.parametrize("name", IN_FORWARD)
+def test_in_forward(name: str, loss: nn.Module) -> None:
+    """Functions need no converter where the graph tells what they are."""
+    model, X = WithFunction(IN_FORWARD[name]), torch.randn(N, 3)
+    y = torch.rand(N, 2) if isinstance(loss, nn.MSELoss) else torch.randint(2, (N,))
+    quantities_agree(copy.deepcopy(model), extend(model), loss, X, y)
+
+
+EXTENSIONS = [
+    extensions.DiagGGNExact,
+    extensions.BatchDiagGGNExact,
+    extensions.SqrtGGNExact,
+    extensions.KFLR,
+    extensions.DiagHessian,
+    extensions.BatchDiagHessian,
+    extensions.GGNMP,
+    extensions.HMP,
+    extensions.PCHMP,
+]
+
+
+@pytest.mark.parametrize("ext", EXTENSIONS, ids=lambda ext: ext.__name__)
+def test_as_with_modules(ext: Any) -> None:
+    """Every extension finds what it finds where modules stand for the functions."""
+    plain, X, y = WithFunction(torch.tanh), torch.randn(N, 3), torch.randint(2, (N,))
+    found = []
+    for converter in (False, True):
+        model = extend(copy.deepcopy(plain), use_converter=converter)
+        with backpack(ext()):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        results = [getattr(p, ext().savefield) for p in model.parameters()]
+        if callable(results[0]):
+            results = [
+                f(torch.ones(1, *p.shape)) for f, p in zip(results, model.parameters(), strict=True)
+            ]
+        found.append(results)
+    torch.testing.assert_close(*found)
+
+
+def test_vmap_in_a_recorded_model() -> None:
+    """What a converter does not follow leaves a graph all the same."""
+    model = WithFunction(torch.vmap(lambda row: row.sin() * row.sum()))
+    X, y = torch.randn(N, 3), torch.randint(2, (N,))
+    args = copy.deepcopy(model), extend(model, use_converter="record"), nn.CrossEntropyLoss(), X, y
+    quantities_agree(*args)
+
+
+def test_frozen_parameter_of_a_container() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(2, 2), nn.Parameter(torch.rand(2))
+            self.scale.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).tanh() * self.scale
+
+    model = nn.Sequential(nn.Linear(3, 2), Scaled(), nn.Linear(2, 2))
+    truth, X, y = copy.deepcopy(model), torch.randn(N, 3), torch.randint(2, (N,))
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(extend(model)(X), y).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p, expected in zip(
+        trained, oracle.ggn_diag(truth, nn.CrossEntropyLoss(), X, y), strict=True
+    ):
+        torch.testing.assert_close(p.diag_ggn_exact, expected)
+
+
+def test_several_passes() -> None:
+    """Each backward pass of one graph reads the functions again."""
+    model, X, y = WithFunction(torch.tanh), torch.randn(N, 3), torch.randint(2, (N,))
+    truth = oracle.ggn_diag(copy.deepcopy(model), nn.CrossEntropyLoss(), X, y)
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    for keeps in (True, False):
+        with backpack(extensions.DiagGGNExact()):
+            loss.backward(retain_graph=keeps)
+        for p, expected in zip(model.parameters(), truth, strict=True):
+            torch.testing.assert_close(p.diag_ggn_exact, expected)
+            del p.diag_ggn_exact
+
+
+def test_gradients_stay_what_they_are() -> None:
+    """What autograd computes does not change, nor the state of the generator."""
+    plain, X, y = WithFunction(F.gelu), torch.randn(N, 3), torch.randint(2, (N,))
+    nn.CrossEntropyLoss()(plain(X), y).backward()
+    model = extend(copy.deepcopy(plain))
+    model.zero_grad()
+    state = torch.get_rng_state()
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+        extend(nn.CrossEntropyLoss())(model(X), y).backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
