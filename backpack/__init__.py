@@ -210,16 +210,12 @@ class backpack(ShowsOptions):
         )
         # a mode notices what backward() is called on: first-order extensions ask that of losses
         # that are not extended (if one is, short steps do not pay for a mode)
-        elides = (
-            bool(configuration.second_order)
-            or not self._gradients
-            or self._sum_individual_gradients
-        )
+        elides = self._sum_individual_gradients or not self._gradients
         # perhaps extend() was forgotten
         is_suspicious = bool(self.exts) and checks.is_suspicious(scope)
         looks = any(ext.looks_at_loss for ext in self.exts) or not _is_loss(alive.last_call())
         configure(configuration)
-        if elides or is_suspicious or (looks and self.exts):
+        if elides or is_suspicious or configuration.second_order or (looks and self.exts):
             scope.interceptor = InterceptBackward(BackwardPass.completed, elides)
             scope.interceptor.__enter__()
         self._entered[scope] = configuration

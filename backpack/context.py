@@ -80,7 +80,7 @@ class Configuration:
     gradients: bool = True  # whether p.grad is wanted
     process_group: Any = "module"  # of torch.distributed; None: each process on its own
     accumulate: bool = False
-    slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/backpropagation.py
+    slice_bytes: int | None = None  # see slice_bytes in backpack/core/engine/slices.py
     progress: bool = False
     scope: Scope | None = field(default=None, compare=False, repr=False)
     passes: Passes = field(default_factory=Passes, compare=False, repr=False)
@@ -88,21 +88,18 @@ class Configuration:
     # extensions that read the gradient alone, and those for which something else travels back
     first_order: tuple[Extension, ...] = field(init=False, compare=False, repr=False)
     second_order: tuple[Extension, ...] = field(init=False, compare=False, repr=False)
+    is_active: bool = field(init=False, compare=False, repr=False)  # whether there is work to do
 
     def __post_init__(self) -> None:
         """Sort the extensions."""
         vars(self)["first_order"] = tuple(filterfalse(PROPAGATES, self.exts))
         vars(self)["second_order"] = tuple(filter(PROPAGATES, self.exts))
+        vars(self)["is_active"] = bool(self.exts) or self.extension_hook is not None
 
     @property
     def savefields(self) -> set[str]:
         """Attributes of parameters that the extensions save."""
         return {ext.savefield for ext in self.exts}
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a backward pass has anything to do."""
-        return bool(self.exts) or self.extension_hook is not None
 
 
 class State(NamedTuple):

@@ -22,6 +22,8 @@ from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
 from backpack.core.engine import backpropagation
 from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.extracted import REDUCTIONS
+from backpack.core.engine.slices import Gathered, Part
 from backpack.core.record import calls
 from backpack.core.record.compiler import set_compiler
 from backpack.custom_module.branching import Parallel, SumModule
@@ -663,8 +665,8 @@ def test_slices_of_large_networks_are_smaller(
 
 def test_slices_of_columns_are_added_in_place() -> None:
     """The sum over slices stays where it is."""
-    every = backpropagation.Part(range(1), range(1), range(3), range(3))
-    total, places = backpropagation.Gathered(backpropagation.REDUCTIONS["square"]), set()
+    every = Part(range(1), range(1), range(3), range(3))
+    total, places = Gathered(REDUCTIONS["square"]), set()
     for part in every.split(1, 1):
         total.add(torch.ones(5), part)
         places.add(total.value.data_ptr())

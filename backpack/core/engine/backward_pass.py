@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, filterfalse, groupby
+from itertools import filterfalse, groupby
 from operator import attrgetter
 from threading import get_ident
 from types import FrameType
@@ -51,11 +51,11 @@ from backpack.core.record import alive, calls, shards, visits, weights
 from backpack.core.record.calls import Call
 from backpack.core.record.context import context_of
 from backpack.core.record.given import Given
-from backpack.core.record.module_state import describe, moved, parameters_of, placeholder
+from backpack.core.record.kept_parameters import ParametersBefore
+from backpack.core.record.module_state import describe, placeholder
 from backpack.core.record.origins import WRAPPERS, has_parameters
 from backpack.core.record.tape import calls_above
 from backpack.core.record.visits import Visit
-from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows
 from backpack.core.types import Extension
 from backpack.utils.subsampling import subsample
@@ -89,6 +89,9 @@ NOT_LEFT_ALONE = (
 )
 
 
+_RULES = attrgetter("rules")
+
+
 class BackwardPass:
     """Collects the calls that one ``backward()`` reaches, and runs the extensions on them.
 
@@ -103,7 +106,6 @@ class BackwardPass:
     # what it finds out as it goes on
     has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
     restricted = True  # whether autograd tells which parameters it accumulates into
-    kept: KeptParameters | None = None  # what parameters were before hooks could change them
     copied: shards.copied | None = None  # whole parameters that deferred calls read
     first: Any = None  # the node of the first call
     has_parameters = False  # whether one had
@@ -121,12 +123,7 @@ class BackwardPass:
         self.wanted: set[str] = set()  # of first order
         self.whole_batch = True  # of first order
         self.has_rules = False  # of modules, for a first-order extension
-        # whether code of users sees inputs and outputs of calls
-        self.shows_calls = self.configuration.extension_hook is not None
         self.notes_accumulation = False
-        for ext in self.exts:
-            if ext.rules:
-                self.shows_calls = True
         for ext in self.first_order:
             self.wanted.update(ext.needs)
             if ext.rules or not ext.needs:
@@ -154,8 +151,6 @@ class BackwardPass:
         self.reads_gradients = any(map(_reads_gradients, self.second_order))
         self.sample_flow = SampleFlow(self.first_order, entry)
         self.sharded = checks.sharded_modules()
-        self.keeping: dict[Call, list[Tensor]] = {}
-        self.moved: set[Call] = set()  # whose parameters changed between the passes
         self.users = alive.Users()
         # whether there was a gradient before, of parameters whose result belongs to this one
         self.accumulated: dict[Parameter, Tensor] = {}
@@ -167,7 +162,9 @@ class BackwardPass:
         self.retains = configuration.retain_graph or keeps_graph
         self.start = next(weights.COUNTER)
         self.corrections = alive.corrections
-        self._keep_parameters()
+        # code of users sees inputs and outputs of calls
+        shows = configuration.extension_hook is not None or any(map(_RULES, self.exts))
+        self.before = ParametersBefore(bool(self.second_order), shows)
 
     # ------------------------------------------------------------------ life cycle
 
@@ -330,40 +327,6 @@ class BackwardPass:
 
     # ------------------------------------------------------------------ during the backward pass
 
-    def _keep_parameters(self, newest: Call | None = None) -> None:
-        """Keep what hooks could change, where it is read after others have run.
-
-        By all calls, or by the ``newest``, that was recorded since the pass has begun.
-        """
-        live = alive.all_live_calls() if newest is None else [newest]
-        found = calls.reading_parameters(live, bool(self.second_order), self.shows_calls)
-        if not found:
-            return
-        reading = parameters_of(found)
-        self.moved.update(moved(reading))
-        self.keeping |= reading
-        if self.kept is None:
-            everything = live if newest is None else alive.all_live_calls()
-            self.kept = KeptParameters(copies=_have_hooks(everything))
-        self.kept.add(chain.from_iterable(reading.values()))
-        if self.kept.copies:
-            storages = self.kept.storages()
-            for call in reading:
-                call.keep_views(storages)
-
-    def _see_parameters_before(self, calls: Iterable[Visit]) -> None:
-        """Let rules read parameters as they were before hooks of this pass have changed them."""
-        assert self.kept is not None
-        reading = list(filter(self.keeping.__contains__, calls))
-        own = chain.from_iterable(map(self.keeping.__getitem__, reading))
-        changed = self.kept.changed(own)
-        for call in reading:
-            if changed:
-                call.see_parameters_before(changed)
-            for p, was in call.kept_values.items():
-                assert was.value is not None
-                self.results.originals[was.value] = p
-
     def _reach(self, call: Call, slot: int, grad: Tensor) -> None:
         """Store the gradient of an output; do what needs no other call."""
         known = self.reached_calls.get(call)
@@ -391,11 +354,11 @@ class BackwardPass:
     def _take_up(self, call: Call) -> Visit:
         """Check a call that was not reached before, and return what this pass works on."""
         if call.index > self.start:  # such as that of a checkpoint
-            self._keep_parameters(call)
+            self.before.keep(call)
         known = None if self.entry is None else self.entry.visits.pop(call, None)
         only = not self.second_order  # frozen parameters do not matter
         visit = Visit.of(call, only) if known is None else known.checked(only)
-        if call in self.moved:
+        if call in self.before.moved:
             call.refuse_moved()
         if self.sharded and call.called in self.sharded:
             raise NotImplementedError(checks.NO_SHARDS.format(describe(call.module)))
@@ -405,8 +368,8 @@ class BackwardPass:
             self.configuration.passes.own += 1
             self.first = torch._C._current_autograd_node()
         self.reached_calls[call] = visit
-        if call in self.keeping:
-            self.keeping[visit] = self.keeping.pop(call)
+        if call in self.before.read:
+            self.before.read[visit] = self.before.read.pop(call)
         if self.is_nested and any(call in other.reached_calls for other in self._others()):
             self.results.is_mute = True  # results are those of the outer pass, which has some
         if visit.params:
@@ -568,9 +531,9 @@ class BackwardPass:
             if alive.corrections != self.corrections:  # such as by a checkpoint that has run again
                 for call in self.calls:
                     call.note_correction()
-            if self.keeping:
-                self._see_parameters_before(self.calls)
-                self.kept = None
+            if self.before.read:
+                self.before.show(self.calls, self.results.originals)
+                self.before.kept = None
             if self.deferred:  # first order
                 with self.copied or nullcontext():
                     reached = self.reached_calls.values()
@@ -580,14 +543,16 @@ class BackwardPass:
                     self._run_first_order(Plan(seen, dict.fromkeys(self.deferred)))
                     for call in self.deferred if self.owed else ():
                         self._accumulate(call)
-            self.results.finish_extensions()
+            if self.results.collected:
+                self.results.finish_extensions()
             if not self.combining.is_waiting:
                 self._note_first_order()
             if self.sample_flow.hidden:
                 self.sample_flow.tell_hidden_gradients(self.inside)
             if self.second_order:
                 self._run_second_order()
-                self.results.finish_extensions()
+                if self.results.collected:
+                    self.results.finish_extensions()
 
     def _gathered(self) -> AbstractContextManager[Any]:
         """Let weights that are sharded be there when they are read.
@@ -654,8 +619,8 @@ class BackwardPass:
 
     def _run_alone(self, call: Visit) -> None:
         """Run first order at a call that needs no other."""
-        if call in self.keeping:
-            self._see_parameters_before([call])
+        if call in self.before.read:
+            self.before.show([call], self.results.originals)
         if not (call.is_container or call.is_transparent):
             visits.compute_in_one_precision([call])
         exts = self.first_order
@@ -847,17 +812,6 @@ def _of_transform(grad: Tensor) -> bool:
     """Whether a gradient is that of a transform, such as of ``is_grads_batched=True``."""
     of_torch: Any = torch._C._functorch
     return of_torch.is_functorch_wrapped_tensor(grad) or of_torch.is_legacy_batchedtensor(grad)
-
-
-def _have_hooks(calls: Iterable[Call]) -> bool:
-    """Whether hooks of the calls' modules or parameters will run in a backward pass."""
-    for call in calls:
-        if call.module._backward_hooks or call.module._backward_pre_hooks:
-            return True
-        for p in call.params.values():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                return True
-    return False
 
 
 def _is_called_from_here() -> bool:

@@ -68,7 +68,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
 
     Args:
         completed: Called when autograd will bring nothing more to a call, where that is known.
-        elides: Whether gradients may be left out. Looking for them does not pay in a short step.
+        elides: Whether gradients may be left out.
     """
 
     _ENTRIES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -16,10 +16,10 @@ from backpack.core.engine.call_products import shape_in, shape_out
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import is_converted
 from backpack.core.record.context import context_of
+from backpack.core.record.kept_parameters import KeptParameters
 from backpack.core.record.origins import RESHAPES, Origin, parameter_behind, upstream
 from backpack.core.record.placed_call import UNSEEN
 from backpack.core.record.visits import Visit, compute_in_one_precision
-from backpack.core.record.weights import KeptParameters
 from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension
 from backpack.hessianfree.graph import nodes_above

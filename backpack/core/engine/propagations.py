@@ -16,16 +16,10 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import Columns, is_negative
 from backpack.core.derivatives.vectors import first_of
 from backpack.core.engine import call_products
-from backpack.core.engine.backpropagation import (
-    Backpropagation,
-    LossSource,
-    ResidualSource,
-    Source,
-    loss_scale,
-    root_of_scale,
-)
+from backpack.core.engine.backpropagation import Backpropagation, LossSource, Source
 from backpack.core.engine.batch_averaged import BatchAveragedBackpropagation
 from backpack.core.engine.curvature_product import CurvatureBlock, Modify, clip, identity
+from backpack.core.engine.diagonals import ResidualSource
 from backpack.core.engine.extracted import (
     IDENTITY,
     REDUCTIONS,
@@ -35,6 +29,7 @@ from backpack.core.engine.extracted import (
     named,
 )
 from backpack.core.engine.factors import Factor
+from backpack.core.engine.loss_scale import loss_scale, root_of_scale
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.user_rules import (
@@ -151,10 +146,10 @@ class LossFactor(Propagation):
             NotImplementedError: If columns of several losses are to be kept as factors: parameters
                 that one of them does not depend on would lack its columns.
         """
-        losses = backpropagation.plan.losses
-        if len(losses) > 1 and not UNSLICED.isdisjoint(backpropagation.wanted):
+        losses, extraction = backpropagation.plan.losses, backpropagation.extraction
+        if len(losses) > 1 and extraction.is_unsliced:
             raise NotImplementedError(
-                f"{backpropagation.savefields}: the loss is the sum of {len(losses)} losses, whose "
+                f"{extraction.savefields}: the loss is the sum of {len(losses)} losses, whose "
                 "columns are not kept together as factors. Use SqrtGGNExact() or SqrtGGNMC() "
                 "without factored=True, or one backward pass for each loss."
             )
@@ -162,7 +157,7 @@ class LossFactor(Propagation):
 
     def source(self, call: Visit, backpropagation: Backpropagation) -> Source:
         """Return what starts at a loss: columns of a rule that a user has for it, or of its own."""
-        scale = root_of_scale(call, backpropagation.savefields)
+        scale = root_of_scale(call, backpropagation.extraction.savefields)
         rule = user_loss_rule(call, backpropagation.exts)
         emit = rule or self.emission(call, backpropagation, scale)
         return LossSource(call, emit, self.sampled)
@@ -177,9 +172,8 @@ class ExactFactor(LossFactor):
     ) -> Emission:
         """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
-        thin = (
-            backpropagation.sliced and not backpropagation.shows_columns and backpropagation.is_long
-        )
+        sees = backpropagation.rules is not None or backpropagation.extraction.shows_columns
+        thin = not sees and backpropagation.is_long
         return lambda rows: (scaled(LossHessian(call, rows).root(thin), scale), None)
 
 
@@ -223,8 +217,8 @@ class EmpiricalFactor(LossFactor):
         hessian = LossHessian(call)
         if not hessian.is_of_one_prediction:
             raise NotImplementedError(
-                f"{backpropagation.savefields}: several inputs of {call!r} are predictions, so "
-                "that a sample has no gradient at one of them. Use fisher='exact'."
+                f"{backpropagation.extraction.savefields}: several inputs of {call!r} are "
+                "predictions, so that a sample has no gradient at one of them. Use fisher='exact'."
             )
         return _of_whole_batch(hessian.gradient_root(), scale)
 

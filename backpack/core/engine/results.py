@@ -107,6 +107,7 @@ class Writer:
         originals: Parameters by the copies that rules see.
         untrained: Parameters without results, left out by ``backward(inputs=...)``.
         is_mute: Whether nothing is to be written.
+        collected: What all parameters have, for extensions that make results of that.
     """
 
     def __init__(self, debug: bool):
@@ -115,8 +116,7 @@ class Writer:
         self.originals: dict[Tensor, Any] = {}
         self.untrained: set[Parameter] = set()
         self.is_mute = False
-        # of extensions that make results of what all parameters have
-        self._collected: dict[Extension, dict[Parameter, Any]] = {}
+        self.collected: dict[Extension, dict[Parameter, Any]] = {}
         # ids of the values, which would outlive what an extension hook drops
         self._written: list[tuple[Parameter, str, int]] = []
         # what results that were replaced had accumulated
@@ -137,7 +137,7 @@ class Writer:
         if self.is_mute or (self.untrained and p in self.untrained):
             return
         if ext.collects and savefield is None:
-            self._collected.setdefault(ext, {})[p] = value
+            self.collected.setdefault(ext, {})[p] = value
             return
         name, dtype = savefield or ext.savefield, ext.result_dtype or p.dtype
         if isinstance(value, Tensor):
@@ -168,8 +168,8 @@ class Writer:
 
     def finish_extensions(self) -> None:
         """Write what extensions make of what all parameters have, and free that."""
-        while self._collected:
-            ext, values = self._collected.popitem()
+        while self.collected:
+            ext, values = self.collected.popitem()
             for p, savefield, *value in ext.finish(values):
                 self.write(p, ext, value, savefield)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from backpack.core.record.context import context_of
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
-from backpack.core.types import Extension
+from backpack.core.types import Extension, Save
+
+# Takes columns at each input of a call.
+Deliver = Callable[[Iterable[Tensor | None]], None]
 
 
 def sample_counts(
@@ -131,3 +134,55 @@ class InputGradients(Sequence[Any]):
             found = torch.autograd.grad(ys, [xs[i] for i in needed], gs, allow_unused=True)
         by_index = dict(zip(needed, found, strict=True))
         return tuple(by_index.get(i) for i in range(len(xs)))
+
+
+class ColumnRules:
+    """Rules of users where columns travel: they save something, and carry on what they return."""
+
+    def __init__(self, plan: Plan, exts: Sequence[Extension]):
+        """No rule has returned anything so far."""
+        self._plan, self._exts = plan, exts
+        self._values: dict[tuple[Parameter, Extension], Any] = {}
+
+    def through(
+        self, call: Visit, mats: Sequence[Tensor | None], samples: Rows, deliver: Deliver
+    ) -> bool:
+        """Run the rule for a call, and ``deliver`` the columns at its inputs; False if none."""
+        for ext in self._exts:
+            rule = ext.rule_for(call.module)
+            if rule is not None:
+                break
+        else:
+            return False
+        c = context_of(call, self._plan.rows(call, samples), whole=True)
+        shown = [None if m is None else call_products.shown(c, i, m) for i, m in enumerate(mats)]
+        arrived = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
+        counts = sample_counts(call, ext.get_subsampling(), self._plan.base)
+        with c.shown() as module:
+            back = rule.run(
+                ext, module, *call_gradients(call), arrived, self._add, call.goes_on, counts
+            )
+        if call not in self._plan.going_on:
+            return True
+        parts = back if isinstance(back, tuple) else (back,)
+        check_passed_on(ext, rule, call, parts, c.rows)
+        try:
+            deliver(
+                None if part is None else call_products.read_back(c, i, part)
+                for i, part in enumerate(parts)
+            )
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{what_is_passed_on(ext, rule, call, parts)} ({error})") from error
+        return True
+
+    def _add(self, p: Parameter, ext: Extension, value: Any) -> None:
+        """Sum what is returned over the losses."""
+        check_used_once(self._plan, p, ext)
+        if (p, ext) in self._values:
+            value = ext.accumulate_backpropagated_quantities(self._values[p, ext], value)
+        self._values[p, ext] = value
+
+    def save(self, save: Save) -> None:
+        """Save what rules have returned for parameters."""
+        for p, ext in list(self._values):
+            save(p, ext, self._values.pop((p, ext)))

@@ -25,7 +25,6 @@ from backpack.core.record.weights import (
     IS_SOMETHING,
     Kept,
     State,
-    addresses_of,
     state_of_one,
     tensors_of,
 )
@@ -267,11 +266,6 @@ def _names_of_options(module: Module) -> tuple[str, ...]:
 def parameters_of(states: Iterable[T]) -> dict[T, list[Tensor]]:
     """Return the parameters that calls have read."""
     return {one: one.own() for one in states}
-
-
-def moved(states: Iterable[T]) -> Iterator[T]:
-    """List those of which a parameter has other memory now than at the call (``p.data = …``)."""
-    return (one for one in states if one.addresses and one.addresses != addresses_of(one.read))
 
 
 def copied(module: Module, options: Mapping[str, Any] | None = None) -> Module:

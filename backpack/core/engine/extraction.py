@@ -1,0 +1,144 @@
+"""What extensions want of the columns that reach parameters, put together from slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from torch.nn import Parameter
+
+from backpack.core.engine.extracted import (
+    ARRIVED,
+    GRAMS,
+    IN_BASES,
+    KRONECKER,
+    OF_COLUMNS,
+    REDUCTIONS,
+    UNSLICED,
+    Bases,
+    max_factor_size,
+)
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan
+from backpack.core.engine.positions import counted
+from backpack.core.engine.products import Products, Use
+from backpack.core.engine.slices import Gathered, Part
+from backpack.core.record.visits import Visit
+from backpack.core.rows import row_numbers
+from backpack.core.types import Extension, Save
+
+_NEEDS, _SAVEFIELD = map(attrgetter, ("needs", "savefield"))
+
+
+class Extraction:
+    """What a group of extensions wants at parameters, and what slices and sources have brought.
+
+    Attributes:
+        savefields: Names of the extensions' results.
+        wanted: Names of all that is extracted.
+        is_unsliced: Whether some of it comes in one piece.
+        shows_columns: Whether somebody wants the columns themselves, not just the matrix they
+            stand for.
+        options: What products are told of the group: the largest Kronecker factor, and at which
+            positions the loss counts a target.
+        bases: Bases of sums of squares, by parameter.
+        rows_per_sample: How many rows of a call belong to one independent sample.
+        of_source: For each parameter what slices of the source at hand have brought.
+        totals: For each parameter the quantities of the sources before.
+        is_second: Whether sums of squares in bases alone are left to be summed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        exts: Sequence[Extension],
+        subsampling: Sequence[int] | None,
+        bases: Mapping[Parameter, Bases] | None,
+    ):
+        """Read what the extensions want."""
+        self._plan, self._exts, self._subsampling = plan, exts, subsampling
+        self.savefields = ", ".join(map(_SAVEFIELD, exts))
+        wanted = frozenset().union(*map(_NEEDS, exts))
+        in_bases = wanted & IN_BASES.keys()
+        if in_bases:  # comes with the factors that the bases are of
+            wanted |= {IN_BASES[name][0] for name in in_bases}
+        rows = counted(plan, subsampling, self.savefields) if GRAMS["expand"] in wanted else None
+        self.wanted = wanted if rows is None else wanted | {ARRIVED}
+        self.options = inf if KRONECKER.isdisjoint(wanted) else max_factor_size(exts), rows
+        self.is_unsliced = not UNSLICED.isdisjoint(wanted)
+        self.shows_columns = self.is_unsliced or not OF_COLUMNS.isdisjoint(wanted)
+        self.bases = dict(bases or {})
+        # what needs bases of the whole batch is summed in a second turn, if the first has slices:
+        # then the bases are known
+        self.is_second = False
+        self._in_bases = frozenset() if self.bases.keys() >= plan.uses.keys() else in_bases
+        self._summed = self.wanted - self._in_bases
+        if self.is_unsliced:  # what does not come in one piece is made of the products themselves
+            self._summed = self._summed - UNSLICED | {"individual"}
+        self.rows_per_sample: dict[Visit, int] = {}
+        self.totals: dict[Parameter, dict[str, Any]] = {}
+        self.of_source: dict[Parameter, dict[str, Gathered]] = {}
+
+    def gather(self, uses_of: Mapping[Parameter, list[Use]], part: Part, terms: int | None) -> None:
+        """Add the products of a slice to those of its source."""
+        for p, uses in uses_of.items():
+            if not self.is_second or p in self.bases:
+                bases = self.bases.get(p)
+                self._add(Products(p, uses, self.wanted, terms, bases, *self.options), part)
+
+    def _add(self, products: Products, part: Part) -> None:
+        p, before = products.parameter, self.totals.get(products.parameter, {})
+        if p not in self.of_source:
+            if before and any(REDUCTIONS[n].sample_axis is not None for n in self._summed):
+                self._plan.check_one_batch(p)
+            self.of_source[p] = {
+                name: Gathered(REDUCTIONS[name], before.get(name)) for name in self._summed
+            }
+        for name, gathered in self.of_source[p].items():
+            gathered.add(products[name], part)
+
+    def end_source(self) -> None:
+        """Join what has come from a source with what has come from those before."""
+        for p, whole in self.of_source.items():
+            found = {name: gathered.total() for name, gathered in whole.items()}
+            self.totals[p] = self.totals.get(p, {}) | found
+        self.of_source = {}
+
+    def start_second(self) -> bool:
+        """Find the bases of sums that are left, for which all columns have to come again."""
+        if not self._in_bases:
+            return False
+        for p in self.totals:
+            products = self._whole(p)
+            self.bases[p] = {name: products.eigenbases(name) for name in self._in_bases}
+        self._summed, self.is_second = self._in_bases, True
+        return True
+
+    def save(self, save: Save) -> None:
+        """Save what the extensions make of the totals, which are dropped before."""
+        for p in list(self.totals):
+            products = self._whole(p)
+            del self.totals[p]  # nobody else has them, see results.owned
+            products.extract(self._exts, save)
+
+    def _whole(self, p: Parameter) -> Products:
+        """Return the products that were put together, without columns."""
+        terms = 1 if self._plan.mixing else None
+        wanted, bases = self.wanted - UNSLICED, self.bases.get(p)
+        products = Products(p, self._whole_uses(p), wanted, terms, bases, *self.options)
+        products.set_values(self.totals[p])
+        return products
+
+    def _whole_uses(self, p: Parameter) -> list[Use]:
+        """List the uses of a parameter with columns that have a shape but take no memory."""
+        plan, uses = self._plan, []
+        for call, name in plan.uses[p]:
+            rows = plan.rows(call, None if plan.mixing else self._subsampling)
+            count = len(row_numbers(plan.num_rows(call), rows))
+            shape_only = call.outputs[0].new_empty(1).expand(1, count)
+            groups = count // self.rows_per_sample.get(call, 1)
+            rows = plan.rows(call, self._subsampling)
+            uses.append(Use(call, name, Factor(shape_only, groups), rows))
+        return uses
