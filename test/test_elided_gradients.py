@@ -19,7 +19,7 @@ import backpack as library
 from backpack import extend
 from backpack.core.derivatives import recurrent, recurrent_network
 from backpack.core.engine import elided_gradients
-from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.backward_pass import Collector
 from backpack.core.record import alive
 from backpack.core.record.origins import is_output
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -739,7 +739,7 @@ def test_a_gradient_that_does_not_arrive_is_an_error(
     """Better than a parameter that silently keeps its old gradient."""
     model, lossfunc = extend(network()), extend(nn.CrossEntropyLoss())
     loss = plain(model, lossfunc)
-    monkeypatch.setattr(BackwardPass, "_reach", lambda *_: None)
+    monkeypatch.setattr(Collector, "reach", lambda *_: None)
     with backpack(BatchGrad()), pytest.raises(RuntimeError, match="are missing"):
         loss.backward()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import register
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.second_order import SecondOrder
 from backpack.core.record import alive, calls
 from backpack.core.record.visits import Visit
 from backpack.custom_module.branching import SumModule
@@ -135,13 +135,13 @@ def test_gradients_are_kept_for_second_derivatives(
     model, lossfunc = extended()
     x, y = data()
     found: dict[nn.Module, bool] = {}
-    run = BackwardPass._run_second_order
+    run = SecondOrder.run
 
-    def look(self: BackwardPass) -> None:
-        found.update({call.module: gradient_is_kept(call) for call in self.calls})
-        run(self)
+    def look(self: SecondOrder, calls: Sequence[Any], *arguments: Any) -> None:
+        found.update({call.module: gradient_is_kept(call) for call in calls})
+        run(self, calls, *arguments)
 
-    monkeypatch.setattr(BackwardPass, "_run_second_order", look)
+    monkeypatch.setattr(SecondOrder, "run", look)
     loss = lossfunc(model(x), y)
     with backpack(*(getattr(extensions, name)() for name in names)):
         loss.backward()

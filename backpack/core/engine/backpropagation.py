@@ -396,8 +396,9 @@ class Backpropagation:
     ) -> None:
         """Carry columns at the inputs of a call on, of the groups and weights of a factor."""
         factors: list[Factor | None] = []
+        groups, weights, adds_up = factor.groups, factor.weights, factor.adds_up
         for mat in mats:
-            factors.append(None if mat is None else factor.holding(mat))
+            factors.append(None if mat is None else Factor(mat, groups, weights, adds_up))
         deliver(self.plan, call, factors, state.cotangents, state.samples)
 
     def _hand_over(

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import call_products
-from backpack.core.engine.loss_scale import loss_scale
+from backpack.core.engine.modified_losses import loss_scale
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.sources import cat
 from backpack.core.record.context import SHARED, Context, context_of

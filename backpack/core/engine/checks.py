@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack.context import CTX, OUTSIDE, Configuration, Scope
 from backpack.core.engine.combining import are_several
-from backpack.core.engine.extracted import REDUCTIONS, UNSLICED, named
+from backpack.core.engine.extracted import REDUCTIONS, UNSLICED, named, names_of
 from backpack.core.engine.propagations import Blocks, InputsAlone
 from backpack.core.record import alive, calls, weights
 from backpack.core.types import Extension
@@ -128,7 +128,7 @@ def warn_of_nothing(configuration: Configuration) -> None:
     passes = configuration.passes
     if not configuration.exts or passes.own or passes.told:
         return
-    names = ", ".join(type(ext).__name__ for ext in configuration.exts)
+    names = names_of(configuration.exts)
     if passes.hidden:
         warn(
             f"The extensions of backpack({names}) have not run: each backward() inside was also "

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from backpack.context import Configuration
 from backpack.core.engine import results
-from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED
+from backpack.core.engine.extracted import IN_BASES, OVER_PARTS, UNSLICED, names_of
 from backpack.core.engine.products import Products
 from backpack.core.engine.results import Writer
 from backpack.core.engine.statistics import Loaded, Name, OfProducts, Statistics, of_value
@@ -160,8 +160,8 @@ class Combining:
         averaged = self._averaged(call)
         is_plain = TENSORS.issuperset(map(type, whole)) or not (averaged or self._travels)
         if not is_plain and any(map(shards.is_distributed, whole)):
-            names = ", ".join(type(ext).__name__ for ext in self.exts)
-            raise NotImplementedError(shards.TENSOR_PARALLEL.format(names, describe(call.module)))
+            what = shards.TENSOR_PARALLEL.format(names_of(self.exts), describe(call.module))
+            raise NotImplementedError(what)
         if averaged:
             for name, p in call.params.items():
                 if p in averaged:

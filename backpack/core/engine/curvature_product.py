@@ -22,7 +22,7 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine import call_products
 from backpack.core.engine.combining import gathered
 from backpack.core.engine.intercept import not_intercepted
-from backpack.core.engine.loss_scale import loss_scale
+from backpack.core.engine.modified_losses import loss_scale
 from backpack.core.engine.plan import Feed, Plan
 from backpack.core.lazy import lazy
 from backpack.core.record.calls import reading_parameters

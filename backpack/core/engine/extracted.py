@@ -135,6 +135,11 @@ KRONECKER = frozenset({*GRAMS.values(), *OF_INPUTS, *IN_BASES, IDENTITY})
 UNNAMED = KRONECKER - {GRAMS[None]} | {ARRIVED}
 
 
+def names_of(exts: Sequence[Extension]) -> str:
+    """List the names of extensions."""
+    return ", ".join(type(ext).__name__ for ext in exts)
+
+
 def named(names: Iterable[str]) -> str:
     """List quantities for a message."""
     return ", ".join(sorted(set(names) - UNNAMED))

@@ -1,17 +1,21 @@
-"""What second-order quantities need: scalar losses, and a ``backward()`` of a sum of them."""
+"""What second-order quantities need: a ``backward()`` of constants times scalar losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack.core.engine.loss_terms import BILINEAR
 from backpack.core.engine.plan import Plan
 from backpack.core.engine.spread import words
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import origin
+from backpack.core.record.visits import Visit
+from backpack.core.values import has_values
 from backpack.utils.warning import warn
 
 # Autograd nodes that scale, add or reshape: what a loss may pass through before backward().
@@ -76,3 +80,35 @@ def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:
             return node.name()
         stack += parents
     return None
+
+
+def loss_scale(call: Visit) -> Tensor:
+    """Return the constant that the loss was multiplied with before ``backward()``: ``[]``.
+
+    The rule of a loss with several outputs multiplies each with its own.
+    """
+    if len(call.g_out) > 1:
+        return torch.ones_like(call.outputs[0])
+    (scale,) = call.g_out
+    assert scale is not None
+    return scale.reshape(())
+
+
+def root_of_scale(call: Visit, savefields: str) -> Tensor | None:
+    """Return :func:`root_of_factor` for the constant factor of a loss."""
+    return root_of_factor(loss_scale(call), call.module, savefields)
+
+
+def root_of_factor(scale: Tensor, loss: Module, savefields: str) -> Tensor | None:
+    """Return the square root of what a loss was multiplied with; None for 1.
+
+    Raises:
+        ValueError: If it is negative: there is no real square root of the curvature.
+    """
+    value = float(scale) if has_values(scale) else None
+    if value is not None and value < 0:
+        raise ValueError(
+            f"{savefields}: the loss {describe(loss)} was multiplied with a negative "
+            f"number ({value:g}). Its curvature has no square root."
+        )
+    return None if value == 1 and not scale.requires_grad else scale.sqrt()

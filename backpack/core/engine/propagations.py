@@ -29,14 +29,14 @@ from backpack.core.engine.extracted import (
     named,
 )
 from backpack.core.engine.factors import Factor
-from backpack.core.engine.loss_scale import loss_scale, root_of_scale
+from backpack.core.engine.modified_losses import loss_scale, root_of_scale
 from backpack.core.engine.plan import Plan, Producer
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.user_rules import (
     call_gradients,
     check_passed_on,
     check_used_once,
-    sample_counts,
+    run_rule,
 )
 from backpack.core.record.context import context_of
 from backpack.core.record.visits import Visit
@@ -470,10 +470,7 @@ class UserRules(Propagation):
     ) -> None:
         quantity, rule = self._arrived(plan, call, ext, subsampling), ext.rule_for(call.module)
         if rule is not None:
-            with context_of(call, whole=True).shown() as module:
-                gradients = call_gradients(call)
-                counts = sample_counts(call, subsampling, plan.base)
-                back = rule.run(ext, module, *gradients, quantity, save, call.goes_on, counts)
+            back = run_rule(ext, rule, context_of(call, whole=True), quantity, save, plan.base)
             backs = back if isinstance(back, tuple) and len(call.origins_in) > 1 else (back,)
         elif call.repeats is not None:
             backs = (*[None] * call.repeats, quantity)

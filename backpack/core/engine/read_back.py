@@ -253,14 +253,13 @@ class ReadBack:
     Attributes:
         visits: These calls.
         marks: For each call that reads results of them the identities of these, by input.
-        handles: Hooks that tell gradients, to be removed after the backward pass.
     """
 
-    def __init__(self) -> None:
-        """Nothing was read."""
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        """Nothing was read; ``handles`` are those of hooks, to be removed after the pass."""
         self.visits: list[Visit] = []
         self.marks: dict[Visit, dict[int, Origin]] = {}
-        self.handles: list[RemovableHandle] = []
+        self._handles = handles
         self._returned: dict[Origin, tuple[Call, int]] = {}  # by recorded calls
         self._sources: dict[Origin, Tensor] = {}
         self._results: dict[Any, tuple[Tensor, ...] | None] = {}  # of nodes; None: unreadable
@@ -397,7 +396,7 @@ class ReadBack:
         self._depths[visit] = depth
         self.visits.append(visit)
         self._visits |= {mark: visit for mark in call.origins_out if mark is not None}
-        self.handles.append(node.register_prehook(partial(_note_gradients, visit)))
+        self._handles.append(node.register_prehook(partial(_note_gradients, visit)))
         return outputs
 
 

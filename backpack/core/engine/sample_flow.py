@@ -26,6 +26,7 @@ from backpack.core.derivatives.elementwise_losses import (
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks
+from backpack.core.engine.extracted import names_of
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.loss_terms import LossReduction, averages_chosen
 from backpack.core.engine.paths import (
@@ -544,12 +545,11 @@ class SampleFlow:
             own.update(p for m in containers for p in m._parameters.values() if p is not None)
         shapes = [f"{list(p.shape)} ({name})" for p, name in leaves.items() if p in own]
         if shapes:
-            names = ", ".join(type(ext).__name__ for ext in self.exts)
             warn(
-                f"{names}: functions beside the extended modules read parameters of these, of "
-                f"shapes {checks.listed(shapes)}, as a penalty does. Their part of p.grad is in no "
-                "quantity. Leave a penalty to the optimiser (weight_decay), or add its part by "
-                "hand; a function of samples belongs into a module, or use "
+                f"{names_of(self.exts)}: functions beside the extended modules read parameters of "
+                f"these, of shapes {checks.listed(shapes)}, as a penalty does. Their part of "
+                "p.grad is in no quantity. Leave a penalty to the optimiser (weight_decay), or add "
+                "its part by hand; a function of samples belongs into a module, or use "
                 "extend(model, use_converter=True).",
             )
 

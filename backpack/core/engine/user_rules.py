@@ -13,7 +13,7 @@ from backpack.context import disable
 from backpack.core.engine import call_products
 from backpack.core.engine.plan import Plan
 from backpack.core.lazy import lazy
-from backpack.core.record.context import context_of
+from backpack.core.record.context import Context, context_of
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.visits import Visit
 from backpack.core.rows import Rows, row_numbers
@@ -96,6 +96,16 @@ def call_gradients(call: Visit) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return InputGradients(call), tuple(call.g_out)  # type: ignore[return-value]
 
 
+def run_rule(
+    ext: Extension, rule: Any, c: Context, arrived: Any, save: Any, samples: int | None = None
+) -> Any:
+    """Let a rule save, and return what it passes on; all calls may agree on ``samples``."""
+    call, counts = c.call, sample_counts(c.call, ext.get_subsampling(), samples)
+    with c.shown() as module:
+        gradients = call_gradients(call)
+        return rule.run(ext, module, *gradients, arrived, save, call.goes_on, counts)
+
+
 class InputGradients(Sequence[Any]):
     """Gradients with respect to the inputs of a call, computed when somebody looks at them."""
 
@@ -157,11 +167,7 @@ class ColumnRules:
         c = context_of(call, self._plan.rows(call, samples), whole=True)
         shown = [None if m is None else call_products.shown(c, i, m) for i, m in enumerate(mats)]
         arrived = shown[0] if all(mat is None for mat in shown[1:]) else tuple(shown)
-        counts = sample_counts(call, ext.get_subsampling(), self._plan.base)
-        with c.shown() as module:
-            back = rule.run(
-                ext, module, *call_gradients(call), arrived, self._add, call.goes_on, counts
-            )
+        back = run_rule(ext, rule, c, arrived, self._add, self._plan.base)
         if call not in self._plan.going_on:
             return True
         parts = back if isinstance(back, tuple) else (back,)

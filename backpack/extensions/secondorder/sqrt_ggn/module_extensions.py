@@ -17,7 +17,7 @@ from torch.nn import Module
 from backpack.core.derivatives.aliases import publish
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
-from backpack.core.engine.loss_scale import root_of_factor
+from backpack.core.engine.modified_losses import root_of_factor
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import REGISTRY
 from backpack.custom_module.branching import SumModule

@@ -1,0 +1,157 @@
+"""Second order: what a backward pass lets travel through its calls once all are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from backpack.core import memory
+from backpack.core.engine import checks
+from backpack.core.engine.changed_gradients import CHANGED, look_around_hooks
+from backpack.core.engine.combining import Combining
+from backpack.core.engine.extracted import names_of
+from backpack.core.engine.first_order import unsupported_reasons
+from backpack.core.engine.modified_losses import check_losses
+from backpack.core.engine.plan import Plan, set_apart
+from backpack.core.engine.propagations import UserRules
+from backpack.core.engine.read_back import ReadBack
+from backpack.core.engine.sample_flow import SampleFlow
+from backpack.core.engine.separate_samples import separate_samples
+from backpack.core.record import alive
+from backpack.core.record.visits import Visit
+from backpack.core.types import Extension
+from backpack.utils.warning import warn
+
+NESTED = (
+    "modules were reached by a backward pass inside of another one, in which there is no loss. If "
+    "that is torch.utils.checkpoint, use it with use_reentrant=False."
+)
+
+
+class SecondOrder:
+    """The second-order extensions of a backward pass: they run when it is over.
+
+    Attributes:
+        exts: The extensions.
+        looking: Hooks that look at gradients, to be removed at the end.
+        read_back: Reads the functions that nobody has recorded.
+    """
+
+    def __init__(self, exts: Sequence[Extension], save: Combining) -> None:
+        """Look at no hook yet."""
+        self.exts, self._save = exts, save
+        self._reads_gradients = any(map(_reads_gradients, exts))
+        self._has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
+        self._changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
+        self.looking: list[RemovableHandle] = []
+        self.read_back = ReadBack(self.looking)
+
+    def is_read_later(self, grad: Tensor) -> bool:
+        """Whether a large gradient is that of a loss, or second-order quantities read it."""
+        if grad.dim() == 0 or self._reads_gradients:
+            return True
+        if self._has_copies is None:
+            self._has_copies = any(call.is_unbatched for call in alive.all_live_calls())
+        return self._has_copies
+
+    def look_around(self, tensor: Tensor, reader: Visit) -> None:
+        """Look whether hooks change the gradient of a tensor that a call reads."""
+        self.looking += look_around_hooks(tensor, repr(reader), self._changed)
+
+    def run(
+        self,
+        calls: Sequence[Visit],
+        roots: Sequence[Any],
+        is_nested: bool,
+        sample_flow: SampleFlow | None,
+    ) -> None:
+        """Let everything travel that the extensions name.
+
+        Args:
+            calls: The reached calls.
+            roots: What ``backward()`` was called on, as far as it is known.
+            is_nested: Whether the pass is inside of another one.
+            sample_flow: Knows which parameters belong to layers; None if all are told already.
+        """
+        exts = self.exts
+        has_rules = any(ext.rules for ext in exts)
+        has_results = has_rules or any(call.trained for call in calls)
+        if not has_results and any(call.params for call in calls):
+            return  # such as for the gradient of an output with respect to data
+        if has_rules:
+            set_apart(calls, exts)
+        plan = Plan([*calls, *self.read_back.take_part()])
+        if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
+            return
+        check_losses(plan, roots)
+        if self._changed:
+            warn(CHANGED.format(names_of(exts), checks.listed([*self._changed])))
+        self._check_support(plan, is_nested)
+        if sample_flow is not None:
+            self._tell_uncalled_layers(plan, sample_flow)
+        separate_samples(plan)
+        groups = _grouped(
+            exts,
+            lambda ext: (
+                ext.propagation or UserRules(),
+                ext.get_subsampling(),
+                id(ext) if ext.rules else None,
+            ),
+        )
+        for (propagation, subsampling, _), members in groups:
+            for ext in members:
+                propagation.check(ext)
+            if subsampling is not None:
+                plan.check_subsampling(subsampling, members)
+            is_holding = not self._save.accumulates and memory.reuse(plan.uses, members)
+            propagation.run(plan, members, subsampling, self._save)
+            if is_holding:
+                memory.clear()
+
+    def _check_support(self, plan: Plan, is_nested: bool) -> None:
+        """Let every extension object to what it does not know before anything is written."""
+        gap = plan.find_gap()
+        unreached = plan.find_unreached() if gap is None else None
+        looked_at = [call for call in plan.everything if call.trained or call in plan.calls]
+        unsupported = unsupported_reasons(looked_at)
+        for ext in self.exts:
+            if unreached is not None and ext.needs:
+                nested = is_nested and not plan.losses
+                ext.fail(NESTED if nested else plan.why_unreached(unreached), ValueError)
+            for call, reason in unsupported.items():
+                if not ext.rules or ext.rule_for(call.module) is None:
+                    ext.fail(reason)
+            if gap is not None:
+                ext.fail(gap, ValueError)
+
+    def _tell_uncalled_layers(self, plan: Plan, sample_flow: SampleFlow) -> None:
+        """Warn of parameters that functions have read, and no call: nothing is computed."""
+        for p, call in plan.read_by_functions.items():
+            if p.grad is not None and sample_flow.is_of_layer(p):
+                warn(
+                    f"{names_of(self.exts)}: a parameter of shape {list(p.shape)} has no result. "
+                    "No module that was called has it, and a function has read it whose result "
+                    f"{call!r} reads. "
+                    f"{plan.advice(call)}"
+                )
+
+
+def _reads_gradients(ext: Extension) -> bool:
+    return bool(ext.rules) or ext.propagation is None or ext.propagation.reads_gradients
+
+
+def _grouped(exts: Sequence[Extension], key: Any) -> list[tuple[Any, list[Any]]]:
+    """Group extensions with equal keys (which need not be hashable)."""
+    groups: list[tuple[Any, list[Any]]] = []
+    for ext in exts:
+        own = key(ext)
+        for other, members in groups:
+            if other == own:
+                members.append(ext)
+                break
+        else:
+            groups.append((own, [ext]))
+    return groups
