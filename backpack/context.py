@@ -109,7 +109,7 @@ class State(NamedTuple):
     disabled: int = 0  # how many ``disable()`` are active
     entry: Any = None  # the ``backward()`` that runs, if noticed: see core/engine/intercept.py
     # for each recorded model that is running, what records its functions (the same one inside of
-    # another model, None without gradients): see convert/recording.py
+    # another model, None without gradients): see convert/recorder.py
     recorders: tuple[Any, ...] = ()
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import CTX, backpack, disable, extend, extensions
 from backpack.context import STATE
-from backpack.convert import recording
+from backpack.convert import recorder
 from backpack.convert.recording import is_recorded
 from backpack.core.derivatives import AutomaticDerivatives
 from backpack.core.engine import hooks
@@ -1393,7 +1393,7 @@ class Changing(Small):
 
 def test_options_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the modules for functions, a number is kept; those in a living graph are usable."""
-    monkeypatch.setattr(recording, "MAX_APPLICATIONS", 4)
+    monkeypatch.setattr(recorder, "MAX_APPLICATIONS", 4)
     torch.manual_seed(0)
     model, (X, y) = Changing().double(), data()
     reference = copy.deepcopy(model)

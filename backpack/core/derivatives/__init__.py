@@ -21,6 +21,7 @@ from backpack.core.derivatives import (  # noqa: F401
     linear,
     linear_maps,
     margin_losses,
+    multihead_attention,
     normalization,
     pooling,
     prelu,
@@ -29,10 +30,7 @@ from backpack.core.derivatives import (  # noqa: F401
     upsample,
     weighted_loss,
 )
-from backpack.core.derivatives.attention import (
-    MultiheadAttentionDerivatives,
-    ScaledDotProductAttentionDerivatives,
-)
+from backpack.core.derivatives.attention import ScaledDotProductAttentionDerivatives
 from backpack.core.derivatives.automatic import (
     AutomaticDerivatives,
     FunctionDerivatives,
@@ -44,15 +42,13 @@ from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.check import check_rule
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.derivatives.elementwise import (
-    ElementwiseDerivatives,
-    PiecewiseLinearDerivatives,
-)
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives, PiecewiseLinearDerivatives
 from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives
 from backpack.core.derivatives.embedding import EmbeddingBagDerivatives, EmbeddingDerivatives
 from backpack.core.derivatives.functions import ParameterModuleDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
+from backpack.core.derivatives.multihead_attention import MultiheadAttentionDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.unknown_module import UnknownModuleDerivatives
 from backpack.core.derivatives.weighted_loss import WeightedLossDerivatives

@@ -17,27 +17,20 @@ from torch.nn import Module, Parameter
 from backpack.context import disable
 from backpack.core.derivatives.basederivatives import BaseDerivatives, never
 from backpack.core.derivatives.by_autograd import (
-    Evaluation,
-    drawn,
-    is_real,
     moved_products,
     per_sample_products,
     products,
     second_of_samples,
     transposed_products,
 )
+from backpack.core.derivatives.evaluation import Evaluation, drawn, is_real
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
-from backpack.core.record.data_flow import (
-    assumption_behind,
-    is_all_data,
-    is_of_inputs,
-    tensors_in,
-)
+from backpack.core.record.data_flow import assumption_behind, is_all_data, is_of_inputs, tensors_in
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched

@@ -13,18 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from backpack.core.derivatives.automatic import (
-    attributes_kept,
-    hidden_parameters,
-    with_gradients,
-)
+from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters, with_gradients
 from backpack.core.derivatives.basederivatives import constant, never
-from backpack.core.derivatives.by_autograd import (
+from backpack.core.derivatives.by_autograd import second_of_samples
+from backpack.core.derivatives.evaluation import (
     Evaluation,
     alone,
     close,
     is_same,
-    second_of_samples,
     with_other_samples,
 )
 from backpack.core.derivatives.following import Known, once

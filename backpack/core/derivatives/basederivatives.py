@@ -19,12 +19,8 @@ from torch.nn import Module, Parameter
 
 from backpack.core import fast
 from backpack.core.derivatives import affine, reductions
-from backpack.core.derivatives.by_autograd import (
-    Evaluation,
-    has_second_derivative,
-    second_products,
-    transposed,
-)
+from backpack.core.derivatives.by_autograd import has_second_derivative, second_products, transposed
+from backpack.core.derivatives.evaluation import Evaluation
 from backpack.core.derivatives.interface import own_attributes
 from backpack.core.derivatives.sample_axes import SampleAxes
 from backpack.core.derivatives.vectors import listed

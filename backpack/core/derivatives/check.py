@@ -15,7 +15,7 @@ from backpack.context import disable
 from backpack.core.derivatives import affine, by_autograd, reductions
 from backpack.core.derivatives.automatic import AutomaticDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.by_autograd import close, is_real
+from backpack.core.derivatives.evaluation import Evaluation, close, is_real, spread
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.calls import Call
@@ -405,7 +405,7 @@ def _with_axis(x: Any) -> Any:
     return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() else x
 
 
-def _check_axes_are_alike(rule: Any, c: Context, truth: by_autograd.Evaluation) -> None:
+def _check_axes_are_alike(rule: Any, c: Context, truth: Evaluation) -> None:
     """Require that the first two axes may change places, if there are two before the last ones."""
     tensors = [x for x in (*c.inputs, *c.outputs) if isinstance(x, Tensor)]
     if any(x.dim() - rule.trailing_axes(c.module) < 2 for x in tensors):
@@ -609,7 +609,7 @@ def _of_loss(rule: Any, c: Context, keys: Sequence[int], given: Given) -> Iterat
     x, t = c.input, _random(given, c.x)
     (loss,) = rule.evaluation(c).outputs({keys[0]: x}, c.inputs)
     (g,) = torch.autograd.grad(loss, x, create_graph=True)
-    whole = t if c.rows is None else by_autograd.spread(t, 1, c.rows, len(x), c.module)
+    whole = t if c.rows is None else spread(t, 1, c.rows, len(x), c.module)
     g = g + 0 * x  # it may be constant
     each = [torch.autograd.grad(g, x, one, retain_graph=True)[0] for one in whole]
     expected = c.select(torch.stack(each), 1)

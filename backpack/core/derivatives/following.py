@@ -21,7 +21,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.derivatives.by_autograd import drawn, is_real
+from backpack.core.derivatives.evaluation import drawn, is_real
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
 from backpack.core.record.functions import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES

@@ -244,7 +244,9 @@ class Backpropagation:
             per_column = -(-size * whole // max(1, plan.base))
         samples = max(1, limit // (per_column * num_v))
         columns = max(1, limit // per_column) if samples == 1 else num_v
-        count = len(row_numbers(plan.base, self.subsampling)) if plan.base else 1
+        count = plan.base or 1
+        if plan.base and self.subsampling is not None:
+            count = len(row_numbers(plan.base, self.subsampling))
         part = Part(range(count), range(count), range(num_v), range(num_v))
         return [part] if samples >= count and columns >= num_v else part.split(samples, columns)
 

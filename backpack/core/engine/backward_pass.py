@@ -147,8 +147,7 @@ class BackwardPass:
             entry = None  # this pass is inside of the one that it has started
         if entry is None and not configuration.gradients:
             raise NotImplementedError(NOT_LEFT_ALONE)
-        scope = configuration.scope
-        around = [other.collector for other in outer if other.configuration.scope is scope]
+        around = [o.collector for o in outer if o.configuration.scope is configuration.scope]
         new = cls(task, Collector(configuration, entry, around))
         current = cls._running.setdefault(task, new)  # threads of several devices may be here
         if current is new:
@@ -310,17 +309,18 @@ class Collector:
         if visit.is_unbatched:  # it may become the gradient of a parameter, which others change
             grad = grad.clone()
         first, second = self.first_order, self.second_order
-        is_large = grad.numel() >= calls.LARGE
-        is_kept = bool(first.exts) or not is_large or second.is_read_later(grad)
-        visit.g_out[slot] = grad if is_kept else placeholder(grad)
         if first.exts:
+            visit.g_out[slot] = grad
             if known is None:
                 self.sample_flow.visit(visit, self.has_parameters)
-        elif second.exts:
-            return
+        else:
+            is_kept = grad.numel() < calls.LARGE or second.is_read_later(grad)
+            visit.g_out[slot] = grad if is_kept else placeholder(grad)
+            if second.exts:
+                return
         if len(visit.outputs) == 1 and self._is_independent(visit):
             self._finish_alone(visit)
-            if second.exts and is_large and not second.is_read_later(grad):
+            if second.exts and grad.numel() >= calls.LARGE and not second.is_read_later(grad):
                 visit.g_out[slot] = placeholder(grad)
         else:
             self.deferred.append(visit)
@@ -362,7 +362,7 @@ class Collector:
                 self.combining.note_gathering(visit)
             for i, (x, mark) in enumerate(zip(visit.inputs, visit.origins_in, strict=True)):
                 if mark is not None and (not mark.is_output or mark.by_container):
-                    self.second_order.read_back.read(visit, i)
+                    self.second_order.read_back(visit, i)
                 for t in () if mark is None else (x, x._base):  # of which it is a view
                     node = None if t is None else t.grad_fn
                     if node is not None and (t._backward_hooks or type(node).__name__ in WRAPPERS):
@@ -395,8 +395,9 @@ class Collector:
             first.run_alone(call)
         if self.trained.owed:
             self.trained.accumulate(call)
-        shows = self.configuration.extension_hook is not None
-        if not (self.second_order.exts or (shows and self.combining.is_waiting)):
+        if self.second_order.exts:
+            return
+        if not self.combining.is_waiting or self.configuration.extension_hook is None:
             self._done([call])
             self.calls.remove(call)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.core.derivatives.by_autograd import spread
+from backpack.core.derivatives.evaluation import spread
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of, listed
 from backpack.core.record.context import Context

@@ -7,8 +7,11 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.engine.extracted import (
     ARRIVED,
     GRAMS,
@@ -22,9 +25,9 @@ from backpack.core.engine.extracted import (
 )
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.plan import Plan
-from backpack.core.engine.positions import counted
 from backpack.core.engine.products import Products, Use
 from backpack.core.engine.slices import Gathered, Part
+from backpack.core.record.layout import Owners
 from backpack.core.record.visits import Visit
 from backpack.core.rows import row_numbers
 from backpack.core.types import Extension, Save
@@ -64,7 +67,7 @@ class Extraction:
         in_bases = wanted & IN_BASES.keys()
         if in_bases:  # comes with the factors that the bases are of
             wanted |= {IN_BASES[name][0] for name in in_bases}
-        rows = counted(plan, subsampling, self.savefields) if GRAMS["expand"] in wanted else None
+        rows = _counted(plan, subsampling, self.savefields) if GRAMS["expand"] in wanted else None
         self.wanted = wanted if rows is None else wanted | {ARRIVED}
         self.options = inf if KRONECKER.isdisjoint(wanted) else max_factor_size(exts), rows
         self.is_unsliced = not UNSLICED.isdisjoint(wanted)
@@ -142,3 +145,35 @@ class Extraction:
             rows = plan.rows(call, self._subsampling)
             uses.append(Use(call, name, Factor(shape_only, groups), rows))
         return uses
+
+
+def _counted(
+    plan: Plan, subsampling: Sequence[int] | None, savefields: str
+) -> tuple[Tensor, Owners | None] | None:
+    """Return at which rows of the loss a target counts, and whose they are; None: everywhere.
+
+    Of several losses of one prediction, a target counts if it does for any of them. Those of
+    several predictions have to ignore the same ones.
+    """
+    losses, predictions = plan.losses, plan.predictions
+    rows = [plan.rows(call, subsampling) for call in losses]
+    hessians = list(map(LossHessian, losses, rows))
+    masks = list(map(LossHessian.counted, hessians))
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return None
+    count = len(row_numbers(plan.base, subsampling)) if plan.base else 1
+    first, *others = [mask.reshape(count, -1).to(known[0].device) for mask in known]
+    of_one = len({tuple(call.origins_in[i] for i in predictions[call]) for call in losses}) == 1
+    alike = all(mask.shape == first.shape for mask in others)
+    if alike and of_one:
+        merged = torch.stack([first, *others]).any(0), hessians[0].owners
+        return merged if len(known) == len(masks) else None
+    if len(known) < len(masks) or not (alike and all(torch.equal(m, first) for m in others)):
+        names = ", ".join(map(repr, losses))
+        raise ValueError(
+            f"{savefields}: approximation='expand' leaves out positions whose targets the "
+            f"loss ignores, but the losses ignore different ones: {names}. Use one backward "
+            "pass for each loss, or approximation=None."
+        )
+    return first, hessians[0].owners

@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.context import CTX
-from backpack.core.derivatives.elementwise_losses import (
-    ElementwiseLossDerivatives as Elementwise,
-)
+from backpack.core.derivatives.elementwise_losses import ElementwiseLossDerivatives as Elementwise
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.engine import checks

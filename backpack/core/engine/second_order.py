@@ -37,7 +37,6 @@ class SecondOrder:
     Attributes:
         exts: The extensions.
         looking: Hooks that look at gradients, to be removed at the end.
-        read_back: Reads the functions that nobody has recorded.
     """
 
     def __init__(self, exts: Sequence[Extension], save: Combining) -> None:
@@ -47,7 +46,12 @@ class SecondOrder:
         self._has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
         self._changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
         self.looking: list[RemovableHandle] = []
-        self.read_back = ReadBack(self.looking)
+        self._read_back: ReadBack | None = None  # what reads functions that nobody has recorded
+
+    def read_back(self, visit: Visit, i: int) -> None:
+        """Read the functions that have computed an input of a call from the graph."""
+        self._read_back = self._read_back or ReadBack(self.looking)
+        self._read_back.read(visit, i)
 
     def is_read_later(self, grad: Tensor) -> bool:
         """Whether a large gradient is that of a loss, or second-order quantities read it."""
@@ -83,7 +87,8 @@ class SecondOrder:
             return  # such as for the gradient of an output with respect to data
         if has_rules:
             set_apart(calls, exts)
-        plan = Plan([*calls, *self.read_back.take_part()])
+        functions = self._read_back.take_part() if self._read_back else ()
+        plan = Plan([*calls, *functions])
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
         check_losses(plan, roots)

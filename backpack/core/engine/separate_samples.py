@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from backpack.core.derivatives.by_autograd import close
+from backpack.core.derivatives.evaluation import close
 from backpack.core.engine import call_products, checks
 from backpack.core.engine.backpropagation import deliver, fetch
 from backpack.core.engine.factors import Factor

@@ -19,6 +19,8 @@ from backpack.core.record import shards
 from backpack.core.record.context import context_of
 from backpack.core.record.visits import Visit
 
+_BELONGS = attrgetter("belongs_to_gradient")
+
 
 class Trained:
     """The parameters that a backward pass gives a gradient.
@@ -42,8 +44,7 @@ class Trained:
         """No call was reached; parameters without a gradient will be noted as ``untrained``."""
         self._entry, self._combining, self._untrained = entry, combining, untrained
         self._wants_gradients = configuration.gradients
-        belong = attrgetter("belongs_to_gradient")
-        self._notes_accumulation = any(map(belong, configuration.first_order))
+        self._notes_accumulation = any(map(_BELONGS, configuration.first_order))
         self.owed: set[Parameter] = set()
         self.gradients: dict[Parameter, Tensor] = {}
         self.accumulated: dict[Parameter, Tensor] = {}

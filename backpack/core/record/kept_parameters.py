@@ -176,12 +176,13 @@ class ParametersBefore:
         kept: What parameters were; None if no call reads any, or none will any more.
     """
 
+    kept: KeptParameters | None = None
+
     def __init__(self, has_second_order: bool, shows_calls: bool) -> None:
         """Keep what is read when others have run: at the end, or where users see calls."""
         self._reads = has_second_order, shows_calls
         self.read: dict[Call, list[Tensor]] = {}
         self.moved: set[Call] = set()
-        self.kept: KeptParameters | None = None
         self.keep(None)
 
     def keep(self, newest: Call | None) -> None:

@@ -21,13 +21,7 @@ from backpack.context import device_of_program
 from backpack.core.record import shards
 from backpack.core.record.registry import kind_of
 from backpack.core.record.shards import Shard
-from backpack.core.record.weights import (
-    IS_SOMETHING,
-    Kept,
-    State,
-    state_of_one,
-    tensors_of,
-)
+from backpack.core.record.weights import IS_SOMETHING, Kept, State, state_of_one, tensors_of
 
 # An entry of a dictionary: where, its name, and the value.
 Entry = tuple[dict[str, Any], str, Any]

@@ -1,0 +1,608 @@
+"""Functions in any ``forward``, recorded while it runs: no tracing, no rewriting.
+
+A :class:`torch.overrides.TorchFunctionMode` sees every function of tensors outside of leaf modules.
+It runs the function, and records a call of the module that the converter's table names in its
+place, like any other call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from backpack.context import STATE, disable
+from backpack.core.engine.backward_pass import BackwardPass
+from backpack.core.engine.hooks import extend_one
+from backpack.core.engine.intercept import not_intercepted
+from backpack.core.record.alive import preserve
+from backpack.core.record.compiler import may_leave_graph, set_compiler
+from backpack.core.record.data_flow import (
+    DENSE,
+    FORM,
+    follow_data,
+    note_unbatched,
+    pass_by,
+    tensors_in,
+)
+from backpack.core.record.data_notes import (
+    MIXED_DATA,
+    UNFILLED,
+    layout_of,
+    mixed_by,
+    note,
+    note_mixed,
+    running,
+)
+from backpack.core.record.functions import ATTRIBUTES_TENSOR, ATTRIBUTES_VALUE, VALUE, Apply, Row
+from backpack.core.record.in_place import former_of
+from backpack.core.record.layout import Layout, unbatched
+from backpack.core.record.lookup import (
+    FILLS,
+    INDEX,
+    NOT_IN_PLACE,
+    Function,
+    application,
+    change_view,
+    geometry_of,
+    name_of,
+    part_of,
+    set_item,
+)
+from backpack.core.record.origins import origin, own_node
+from backpack.core.record.tape import record
+from backpack.core.record.weights import TENSORS
+from backpack.custom_module.function_module import Slot, map_leaves
+from backpack.custom_module.parameter_module import ParameterModule
+
+# Calls a function, and returns what it returns, and a fact about its random numbers.
+Run = Callable[[Callable[[], Any]], tuple[Any, bool]]
+# Options that are equal if they look alike, and those of them that are equal if they compare so.
+PLAIN = (
+    *(int, float, complex, str, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+EXACT = frozenset(PLAIN) - {float, complex} | {bool}
+# Attributes of tensors that lead out of the graph.
+DETACHED = {"data", "grad"}
+# Functions of the graph, or of tangents, behind what they are given.
+DERIVATIVES = (Tensor.backward, torch._unpack_dual)
+# Functions that read a tensor and leave the entries of another one to be filled.
+UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
+# Functions that fill all of a tensor.
+FILLING = {"copy_", "fill_", "zero_"}
+# Of the modules for functions, the last ones used are kept: options may change in every run.
+MAX_APPLICATIONS = 512
+# Tells the transform of ``torch.func`` that tensors belong to, which hooks cannot follow.
+in_transform = torch._C._functorch.peek_interpreter_stack
+# What is not worth a mention as the place of a call.
+LIBRARIES = (str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1]))
+
+
+class Functions:
+    """The modules that stand for the functions of one model, made when they are first needed.
+
+    Copies and pickles of the model start with none.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.applications: OrderedDict[Any, Apply] = OrderedDict()
+        self.readers: dict[int, ParameterModule] = {}
+        self.lock = Lock()  # several threads may run the model
+
+    def keep(self, key: Any, what: Apply) -> None:
+        """Note what was used last, and drop what has not been used for longest.
+
+        Which that is does not matter while there is space.
+        """
+        with self.lock:
+            self.applications[key] = what
+            self.applications.move_to_end(key)
+            if len(self.applications) > MAX_APPLICATIONS:
+                self.applications.popitem(last=False)
+
+    def reader(self, p: Tensor, owner: Module, name: str, prefix: str) -> ParameterModule:
+        """Return the module that reads ``owner.name``, which is ``p`` now: one for each place."""
+        with self.lock:
+            for key, reader in self.readers.items():
+                if reader.owner is owner and reader.name == name:
+                    del self.readers[key]  # of a parameter that was there before
+                    break
+            else:
+                reader = ParameterModule(owner, name)
+                extend_one(reader, f"{prefix}.{name}" if prefix else name)
+            self.readers[id(p)] = reader
+            return reader
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as an empty table."""
+        return Functions, ()
+
+
+class Recorder(TorchFunctionMode):
+    """Records the functions of one run of a model's ``forward``.
+
+    Attributes:
+        silent: How many leaf modules are running: their functions belong to them.
+        is_away: Whether it was taken from the stack of modes for as long as they run.
+        opened: The leaf modules that are running whose functions are recorded instead.
+        has_changes: Whether a tensor was changed in place: views of it may be read later.
+        versions: Counts the changes of what the leaf without a rule reads that is running.
+        generators: States of the generators of random numbers when it began.
+        compiler: What compiles functions before and after: compiled ones would not be seen.
+        others: Keeps our other mode away, which would look at each function as well.
+    """
+
+    def __init__(self, root: Module):
+        """Take note of what does not depend on the data of the model."""
+        super().__init__()
+        self.root = root
+        self.functions: Functions = vars(root)["_backpack_functions"]
+        self.silent = 0
+        self.is_away = False
+        self.opened: list[Module] = []
+        self.has_changes = False
+        self.versions: list[int] = []
+        self.generators: tuple[Any, ...] = ()
+        self.views: dict[int, Tensor] = {}
+        self.compiler: Any = None
+        self.others = not_intercepted()
+
+    def pause(self) -> None:
+        """Note that a leaf module begins: functions that no mode sees cost nothing."""
+        self.silent += 1
+        if self.silent == 1 and _get_current_function_mode() is self:
+            _pop_mode()
+            self.is_away = True
+
+    def resume(self) -> None:
+        """Note that a leaf module has ended, or that its functions are recorded after all."""
+        self.silent -= 1
+        if self.is_away and not self.silent:
+            self.is_away = False
+            _push_mode(self)
+
+    def leave(self) -> None:
+        """Take it from the stack of modes, where an interrupt has left others above it, too."""
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            return  # the interrupt came before it was there
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, as a module if a gradient flows through it."""
+        if torch.compiler.is_dynamo_compiling():
+            if may_leave_graph():
+                torch._dynamo.skip_frame()
+            return func(*args, **(kwargs or {}))
+        compiler = set_compiler(None)
+        try:
+            if gives_value(func):
+                return func(*args, **(kwargs or {}))
+            return self._record(func, args, kwargs or {})
+        finally:
+            set_compiler(compiler)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.silent or STATE.get().disabled or in_transform():
+            return func(*args, **kwargs)
+        if func in DERIVATIVES or getattr(func, "__module__", None) == "torch.autograd":
+            with disable():  # this is no backward pass for extensions
+                return func(*args, **kwargs)
+        tensors = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        if not DENSE.issuperset(map(FORM, tensors)):
+            return self._pass_by(func, args, kwargs, tensors)
+        if not (torch.is_grad_enabled() and any(map(REQUIRES_GRAD, tensors))):
+            return self._follow(func, args, kwargs, tensors)
+        if self.has_changes:
+            self.note_views(tensors)
+        function = resolve(func)
+        if function is None:
+            return self._follow_source(func(*args, **kwargs), args)
+        if function.row is not None and function.row.layer is not None:
+            layer = self._layer(function, args, kwargs)
+            if layer is not None:
+                return self._note(*layer, func(*args, **kwargs))
+        if any(map(REQUIRES_GRAD, filter(IS_LEAF, tensors))):
+            args, kwargs = self.read_parameters(args, kwargs)
+        may_change = bool(kwargs) or _position_of_inplace(func) is not None
+        if function.in_place or (may_change and _changes_input(func, args, kwargs)):
+            return self._in_place(func, function, args, kwargs)
+        result, is_view = None, function.row is not None and function.row.is_view
+        if is_view:
+            result = func(*args, **kwargs)
+            mark = origin(result)
+            if (args and result is args[0]) or (mark is not None and mark.is_output):
+                return result  # the same entries
+        # "inplace" is False, and modules need not know it
+        options = {k: x for k, x in kwargs.items() if k != "inplace"} if kwargs else kwargs
+        what, inputs = self._application(function, args, options)
+        if what.is_nested:
+            return self._run(what, inputs)
+        if not is_view:
+            result = _apart(func(*args, **kwargs), tensors)
+        return self._note(what, inputs, result)
+
+    def _note(self, what: Apply, tensors: Sequence[Tensor], result: Any) -> Any:
+        """Record what was computed, as a call of the module that stands for the function."""
+        takes_all = what.takes_tensors and len(what.inputs) == len(tensors)
+        inputs = tuple(tensors if takes_all else self._inputs(what, tensors))
+        module, reached, missed = what.module, BackwardPass.reached, BackwardPass.missed
+        seen = record(module, inputs, {}, result, reached, missed, is_function=True)
+        return result if seen is None else seen
+
+    def _pass_by(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a function of nested or sparse tensors as it is."""
+        result = func(*args, **kwargs)
+        names = {id(p): name for name, p in self.root.named_parameters() if p.requires_grad}
+        read = [names[id(x)] for x in tensors if id(x) in names]
+        what = getattr(func, "__name__", "a function")
+        pass_by(self.root, read, what, tensors, result, BackwardPass.missed)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Run a function that no gradient flows through, and follow the samples."""
+        if getattr(func, "__name__", "") in FILLING:
+            filled = layout_of(args[0])
+            if filled is not None and filled.lost == UNFILLED:
+                note(args[0], unbatched())
+        known = [layout_of(x) for x in tensors]
+        if not any(layout is not None and layout.is_batched for layout in known):
+            result = func(*args, **kwargs)
+            if MIXED_DATA and (by := mixed_by(tensors)) is not None:
+                for y in tensors_in(result):
+                    note_mixed(y, by)
+            if None not in known:
+                note_unbatched(tensors_in(result), known, func)
+            return result
+        if getattr(func, "__name__", "") in UNINITIALISED:
+            result = func(*args, **kwargs)
+            note(result, unbatched(UNFILLED))
+            return result
+        function = resolve(func)
+        if function is None:
+            return self._follow_source(func(*args, **kwargs), args)
+        changes = function.in_place or _changes_input(func, args, kwargs)
+        changed = args[0] if changes else None
+        former = None if changed is None else former_of(changed)
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) and changed is None and not tree_leaves(result):
+            return result
+        options = {key: value for key, value in kwargs.items() if key not in ("inplace", "out")}
+        before = args if former is None else (former, *args[1:])
+        self.silent += 1
+        try:
+            layer = self._layer(function, before, options)
+            what, inputs = layer or self._application(function, before, options, at_once=True)
+            outputs = result if changed is None else changed
+            follow_data(what.module, tuple(self._inputs(what, inputs)), {}, outputs)
+            if changed is not None:
+                _follow_base(changed)
+        finally:
+            self.silent -= 1
+        return result
+
+    @staticmethod
+    def _follow_source(result: Any, args: Any) -> Any:
+        """Note that a result such as ``x.data`` has its samples where its source has them."""
+        source: Any = args[0] if args else None
+        both = isinstance(result, Tensor) and isinstance(source, Tensor)
+        if both and result.shape == source.shape:
+            note(result, layout_of(source))
+        return result
+
+    def _in_place(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
+        """Change the first argument, and record the change as a function of its former value."""
+        if args[0]._base is not None:
+            return self._in_place_of_view(func, function, args, kwargs)
+        before = former_of(args[0])
+        given, options = _formers(args[0], (args[1:], kwargs))
+        preserve(args[0], before)
+        result = func(*args, **kwargs)
+        options.pop("inplace", None)
+        self._note_change(function, (before, *given), options, args[0])
+        return result
+
+    def _in_place_of_view(self, func: Any, function: Function, args: Any, kwargs: Any) -> Any:
+        """Change a view, and record the change as one of what it is a view of."""
+        view, base = args[0], args[0]._base
+        before = former_of(base)
+        preserve(base, before)
+        geometry = geometry_of(view)
+        given, options = _formers(base, (args[1:], kwargs))
+        result = func(*args, **kwargs)
+        options.pop("inplace", None)
+        changing = Function(change_view, None)
+        self._note_change(changing, (function.target, before, geometry, *given), options, base)
+        self._note_change(Function(part_of, None), (base, geometry), {}, view)
+        return result
+
+    def note_views(self, tensors: Iterable[Tensor]) -> None:
+        """Record views again if what they are views of has changed: torch has a new node, too."""
+        for x in tensors:
+            base = x._base
+            if base is None or type(x.grad_fn).__name__ != "AsStridedBackward0":
+                continue
+            mark = origin(x)
+            if mark is not None and not mark.is_output:
+                self._note_change(Function(part_of, None), (base, geometry_of(x)), {}, x)
+
+    def _note_change(self, function: Function, args: Any, kwargs: Any, output: Tensor) -> None:
+        """Record what was computed already."""
+        self.has_changes = True
+        self._note(*self._application(function, args, kwargs, at_once=True), output)
+
+    # ------------------------------------------------------------------ parameters
+
+    def read_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replace the parameters among arguments by what modules return that read them."""
+        self.silent += 1
+        try:
+            return tree_map(self._read, (tuple(args), dict(kwargs)))
+        finally:
+            self.silent -= 1
+
+    def _read(self, x: Any) -> Any:
+        """Read a parameter through a module, once in each run."""
+        if not (isinstance(x, Tensor) and x.is_leaf and x.requires_grad):
+            return x
+        if id(x) not in self.views:
+            reader = self.functions.readers.get(id(x))
+            # the attribute may be gone: what prunes a weight gives it back under its own name
+            if reader is None or getattr(reader.owner, reader.name, None) is not x:
+                reader = self._new_reader(x)
+            self.views[id(x)] = x if reader is None else reader()  # it may be data
+        return self.views[id(x)]
+
+    def _new_reader(self, x: Tensor) -> ParameterModule | None:
+        for prefix, owner in self.root.named_modules():
+            for name, p in owner._parameters.items():
+                if p is x:
+                    return self.functions.reader(x, owner, name, prefix)
+        if not isinstance(x, Parameter) or any(id(x) in inputs.rows for inputs in running()):
+            return None
+        holder = Module()  # such as in a list, or of another model
+        holder.value = x
+        reader = ParameterModule(holder, "value")
+        extend_one(reader, f"parameter {list(x.shape)}")
+        return reader
+
+    # ------------------------------------------------------------------ functions as modules
+
+    @staticmethod
+    def _layer(function: Function, args: Any, kwargs: Any) -> tuple[Apply, list[Tensor]] | None:
+        """Return the layer that has the parameters among the arguments, and its input."""
+        make = None if function.row is None else function.row.layer
+        module = None if make is None else make(*args, **kwargs)
+        x = args[0] if args else kwargs.get("input")
+        layout = None if module is None else layout_of(x)
+        if module is None or (layout is not None and not layout.is_batched):
+            return None  # such as weights that are standardised
+        vars(module)["_backpack_name"] = f"{name_of(function)} at {_place()}"
+        return Apply(module, (Slot(0),)), [x]
+
+    def _application(
+        self, function: Function, args: Any, kwargs: Any, at_once: bool = False
+    ) -> tuple[Apply, list[Any]]:
+        """Return the module for a call (the same if all options are), and its tensors.
+
+        With ``at_once`` it has to be one module: what it returns is computed already.
+        """
+        tensors: list[Tensor] = []
+        try:
+            options = [_form(x, tensors) for x in args]
+            if kwargs:
+                options += [*kwargs, *[_form(x, tensors) for x in kwargs.values()]]
+            key = (function.target, at_once, *options)
+        except TypeError:  # an option that looks like another one need not be equal
+            key = None
+            map_leaves(lambda x: _form(x, tensors) if isinstance(x, Tensor) else x, (args, kwargs))
+        what = None if key is None else self.functions.applications.get(key)
+        if what is None:
+            numbers = {id(x): Slot(i) for i, x in enumerate(tensors)}
+            args, kwargs = map_leaves(lambda x: numbers.get(id(x), x), (args, kwargs))
+            what = application(function, args, kwargs, len(tensors), at_once)
+            self._extend_all(what, f"{name_of(function)} at {_place()}")
+            if key is not None:
+                self.functions.keep(key, what)
+        elif len(self.functions.applications) >= MAX_APPLICATIONS // 2:
+            self.functions.keep(key, what)
+        return what, tensors
+
+    def _extend_all(self, what: Apply, name: str) -> None:
+        extend_one(what.module, name)
+        for x in what.inputs:
+            if isinstance(x, Apply):
+                self._extend_all(x, name)
+
+    def _run(self, what: Apply, tensors: Sequence[Tensor]) -> Any:
+        self.silent += 1
+        try:
+            return what.module(*self._inputs(what, tensors))
+        finally:
+            self.silent -= 1
+
+    def _inputs(self, what: Apply, tensors: Sequence[Tensor]) -> list[Any]:
+        return [
+            tensors[x.index]
+            if type(x) is Slot
+            else self._run(x, tensors)
+            if isinstance(x, Apply)
+            else x
+            for x in what.inputs
+        ]
+
+
+REQUIRES_GRAD, IS_LEAF = map(operator.attrgetter, ("requires_grad", "is_leaf"))
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """List the tensors in arguments of a function."""
+    found: list[Tensor] = []
+    for x in values:
+        kind = type(x)
+        if kind in TENSORS:
+            found.append(x)
+        elif kind is tuple or kind is list:
+            found += tensors_among(x)
+        elif kind not in EXACT and kind not in (float, slice):
+            found += [y for y in tree_leaves(x) if isinstance(y, Tensor)]
+    return found
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """Describe arguments of a function by what is equal for equal ones, and can be hashed.
+
+    Tensors are added to those that were found before.
+
+    Raises:
+        TypeError: If there is something else than numbers and the like among them.
+    """
+    kind = type(value)
+    if kind in EXACT:
+        return kind, value
+    if kind in TENSORS or isinstance(value, Tensor):
+        for i, tensor in enumerate(tensors):
+            if tensor is value:
+                return i
+        tensors.append(value)
+        return len(tensors) - 1
+    if isinstance(value, (tuple, list)):
+        return kind, *[_form(x, tensors) for x in value]
+    if isinstance(value, dict):
+        return kind, *value, *[_form(x, tensors) for x in value.values()]
+    if isinstance(value, slice):
+        return kind, *[_form(x, tensors) for x in (value.start, value.stop, value.step)]
+    if isinstance(value, PLAIN):
+        return kind, repr(value)
+    raise TypeError(f"{kind.__name__} is no plain option")
+
+
+@cache
+def gives_value(func: Any) -> bool:
+    """Whether a function returns no tensor, but a number, a shape or the like."""
+    if getattr(func, "__name__", "") == "__get__":
+        return getattr(func.__self__, "__name__", "") in ATTRIBUTES_VALUE
+    function = resolve(func)
+    return function is not None and function.row is not None and function.row.result == VALUE
+
+
+@cache
+def resolve(func: Any) -> Function | None:
+    """Return the function without a side effect on its arguments, and its row in the table.
+
+    None for what no gradient flows through; ``func`` is what ``__torch_function__`` is given.
+    """
+    if func in INDEX.functions:
+        return INDEX.functions[func]
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = getattr(func.__self__, "__name__", "")  # a property may have none
+        known = attribute in ATTRIBUTES_TENSOR - DETACHED
+        return Function(func, Row(attribute, is_view=True)) if known else None
+    if name == "__setitem__":
+        return Function(set_item, None, in_place=True)
+    if name.startswith("__"):
+        plain = name.strip("_")
+        same: Any = torch.rsub if plain == "rsub" else getattr(operator, plain, None)
+        return INDEX.functions.get(same) or Function(func, INDEX.methods.get(plain))
+    plain = name.rstrip("_")
+    if plain == name or name in NOT_IN_PLACE:
+        return Function(func, INDEX.methods.get(plain))
+    method = None if name in FILLS else getattr(Tensor, plain, None)
+    if method is None:
+        return Function(name, None, in_place=True, on_clone=True)
+    return Function(method, INDEX.methods.get(plain), in_place=True)
+
+
+def _apart(result: Any, arguments: Sequence[Tensor]) -> Any:
+    """Let a result that is a view of what the function has computed be no view: it may change."""
+    base = result._base if isinstance(result, Tensor) else None
+    if base is None or any(base is x or base is x._base for x in arguments):
+        return result
+    return result if origin(base) is origin(result) else own_node(result)
+
+
+def _formers(changing: Tensor, arguments: Any) -> Any:
+    """Copy the tensors among arguments that share the memory of one that is about to change.
+
+    Autograd puts the change into their history as well, and what is recorded would own its future.
+    """
+    storage = changing.untyped_storage().data_ptr()
+
+    def former(x: Any) -> Any:
+        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+        return former_of(x) if has_memory and x.untyped_storage().data_ptr() == storage else x
+
+    return map_leaves(former, arguments)
+
+
+def _follow_base(view: Tensor) -> None:
+    """Note where the samples are in a tensor after a view of it has changed."""
+    base, now = view._base, layout_of(view)
+    if base is None or now is None:
+        return
+    known = layout_of(base)
+    samples = next((one.samples for one in (known, now) if one is not None and one.samples), 0)
+    found: Layout | None = None
+    before = None if known is None else known.numbers(base.shape)
+    after = now.numbers(view.shape)
+    if before is not None and after is not None and samples:
+        numbers = torch.empty_like(base, dtype=torch.long).copy_(before)
+        offset = view.storage_offset() - base.storage_offset()
+        numbers.as_strided(view.shape, view.stride(), offset).copy_(after)
+        found = Layout.of_numbers(numbers, samples)
+    note(
+        base,
+        found
+        or unbatched(
+            f"a tensor of shape {list(base.shape)}, of which a view was changed in place in a way "
+            "in which the samples of the batch cannot be followed"
+        ),
+    )
+
+
+@cache
+def _position_of_inplace(func: Any) -> int | None:
+    try:
+        return list(inspect.signature(func).parameters).index("inplace")
+    except (ValueError, TypeError):
+        return None
+
+
+def _changes_input(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function such as ``F.relu`` was asked to work in place."""
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    position = _position_of_inplace(func)
+    return position is not None and len(args) > position and bool(args[position])
+
+
+def _place() -> str:
+    """Return where a function was called."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
