@@ -194,18 +194,20 @@ def test_a_task_does_not_have_a_context_that_is_left() -> None:
     """Tasks, threads of asyncio and copies of the context variables start with what was active."""
     model, others = network(0), [network(1), network(2)]
 
-    async def train() -> None:
+    async def train(left: asyncio.Event) -> None:
         assert CTX.is_extension_active(BatchGrad)
         step_of(others[0]).backward()
-        await asyncio.sleep(0.01)
+        await left.wait()
         step_of(model).backward()
         assert CTX.get_active_exts() == ()
 
     async def program() -> None:
+        left = asyncio.Event()
         with backpack(BatchGrad()):
-            task = asyncio.create_task(train())
+            task = asyncio.create_task(train(left))
             await asyncio.to_thread(lambda: step_of(others[1]).backward())
             copied = contextvars.copy_context()
+        left.set()
         await task
         copied.run(lambda: step_of(model).backward())
         assert copied.run(CTX.get_active_exts) == ()
