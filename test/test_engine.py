@@ -30,7 +30,7 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.loss_hessian import LossHessian
-from backpack.core.engine import backpropagation
+from backpack.core.engine import backpropagation, propagations
 from backpack.core.engine.backpropagation import LossSource, slice_bytes
 from backpack.core.engine.factors import Factor
 from backpack.core.engine.products import Products
@@ -1896,7 +1896,7 @@ def test_many_columns_use_thin_factors(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LossSource, "num_columns", counted)
     found = []
     for limit in (0, 2**60):
-        monkeypatch.setattr(backpropagation, "MANY_COLUMNS", limit)
+        monkeypatch.setattr(propagations, "MANY_COLUMNS", limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 4)).double()
         loss = extend(nn.CrossEntropyLoss())(
@@ -1944,7 +1944,7 @@ def test_wide_factors_become_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(factor)
 
     monkeypatch.setattr(Factor, "reduced", counted)
-    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
+    monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)
     layers = [nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2), nn.Sigmoid(), nn.Linear(2, 9)]
     model, batch = nn.Sequential(*layers).double(), (torch.randn(4, 5).double(), torch.arange(4))
     narrow = [
@@ -1980,7 +1980,7 @@ def test_wide_factors_become_narrow_before_they_are_split(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ConvNDDerivatives, "vjp", counted)
     monkeypatch.setattr(Factor, "reduced", noted)
-    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
+    monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)
     convolutions = [nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 2, 1)]
     layers = [*convolutions, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(2, 9)]
     model = nn.Sequential(*layers).double()

@@ -28,7 +28,7 @@ from backpack.core.derivatives.elementwise import (
 )
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
-from backpack.core.engine import backpropagation, elided_gradients
+from backpack.core.engine import elided_gradients, propagations
 from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
@@ -192,7 +192,7 @@ GROUPS: tuple[Callable[[], list[Any]], ...] = (
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the fast paths of large networks; forget what the tests register."""
-    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
+    monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)
     monkeypatch.setattr(recurrent_network, "MANY_COLUMNS", 0)
     monkeypatch.setattr(patches, "WORTHWHILE", 0)
     monkeypatch.setattr(elided_gradients, "WORTHWHILE", 0)
@@ -239,7 +239,7 @@ def quantities(model: nn.Module, loss: nn.Module, *batch: Tensor) -> Values:
         except (NotImplementedError, ValueError) as error:  # KFRA needs a chain, for one
             found[0][str(exts()[0])] = type(error)
     backward([extensions.BatchGrad()])  # memory is used again
-    with patch.object(backpropagation, "MANY_COLUMNS", sys.maxsize):
+    with patch.object(propagations, "MANY_COLUMNS", sys.maxsize):
         backward([extensions.DiagHessian()])
     backward([extensions.BatchGrad()], sum_individual_gradients=True)
     return found

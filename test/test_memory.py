@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.core import memory
-from backpack.core.engine import backpropagation
+from backpack.core.engine import backpropagation, propagations
 from backpack.core.engine.backward_pass import BackwardPass
 from backpack.core.engine.extracted import REDUCTIONS
 from backpack.core.engine.slices import Gathered, Part
@@ -625,7 +625,7 @@ def test_a_slice_is_freed_before_the_next_one_travels(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(backpropagation.State, "restricted", recording)
     monkeypatch.setattr(backpropagation.Backpropagation, "_split", counting)
-    monkeypatch.setattr(backpropagation, "MANY_COLUMNS", 0)
+    monkeypatch.setattr(propagations, "MANY_COLUMNS", 0)
     model = extend(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(8, 4)))
     loss = extend(nn.CrossEntropyLoss())(model(torch.rand(1, 16)), torch.tensor([0]))
     with (

@@ -47,8 +47,6 @@ FEWER_COLUMNS = fast.path(
 # half as large, and what many slices have freed is returned between them. Small networks would
 # notice.
 LARGE_NETWORK = 2**25
-# Multiplications of a column from which on it pays to save one.
-MANY_COLUMNS = 2**22
 
 
 @dataclass
@@ -172,7 +170,6 @@ class Backpropagation:
         # whether other columns may stand for the same matrices: nobody sees them
         self.may_reduce = FEWER_COLUMNS.is_on and self.is_plain and not wanted.shows_columns
         self.is_large = plan.bytes >= LARGE_NETWORK
-        self.is_long = plan.base * plan.size >= MANY_COLUMNS
         device = plan.calls[0].outputs[0].device
         self.limit = sys.maxsize if wanted.is_unsliced else slice_bytes.on(device, self.is_large)
         self.diagonals: Diagonals | None = None  # where several sources add up
@@ -370,7 +367,6 @@ class Backpropagation:
         rows_per_sample = self.extraction.rows_per_sample
         ratio = factor.mat.shape[1] // factor.groups
         rows_per_sample[call] = max(ratio, rows_per_sample.get(call, 1))
-
         if self.rules is not None:
             go_on = partial(self._deliver, state, call, factor)
             if self.rules.through(call, mats, samples, go_on):
@@ -382,7 +378,7 @@ class Backpropagation:
             return
         hands_over = bool(call.trained) and call is not self.collected_at
         c = context_of(call, rows, shares=hands_over)
-        at_output = self.diagonals if hands_over else None
+        at_output = self.diagonals
         if hands_over and not (at_output and at_output.add_columns(call, factor, state.part)):
             self._hand_over(state, c, factor, mats)
         if not goes_on:

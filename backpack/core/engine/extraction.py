@@ -75,12 +75,12 @@ class Extraction:
         self.bases = dict(bases or {})
         # what needs bases of the whole batch is summed in a second turn, if the first has slices:
         # then the bases are known
-        self.is_second = False
         self._in_bases = frozenset() if self.bases.keys() >= plan.uses.keys() else in_bases
         self._summed = self.wanted - self._in_bases
         if self.is_unsliced:  # what does not come in one piece is made of the products themselves
             self._summed = self._summed - UNSLICED | {"individual"}
         self.rows_per_sample: dict[Visit, int] = {}
+        self.is_second = False
         self.totals: dict[Parameter, dict[str, Any]] = {}
         self.of_source: dict[Parameter, dict[str, Gathered]] = {}
 

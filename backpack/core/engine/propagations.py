@@ -44,6 +44,8 @@ from backpack.core.rows import Rows, row_numbers
 from backpack.core.types import Extension, Save
 from backpack.utils.subsampling import subsample
 
+# Multiplications of a column from which on it pays to save one.
+MANY_COLUMNS = 2**22
 Extensions = Sequence[Extension]
 Subsampling = Sequence[int] | None
 
@@ -172,8 +174,8 @@ class ExactFactor(LossFactor):
     ) -> Emission:
         """Make columns when they start."""
         # if nobody sees the columns, and one less saves more than it takes to find the others
-        sees = backpropagation.rules is not None or backpropagation.extraction.shows_columns
-        thin = not sees and backpropagation.is_long
+        plan, shows = backpropagation.plan, backpropagation.extraction.shows_columns
+        thin = not (backpropagation.rules or shows) and plan.base * plan.size >= MANY_COLUMNS
         return lambda rows: (scaled(LossHessian(call, rows).root(thin), scale), None)
 
 
