@@ -170,7 +170,7 @@ class Laplace:
             for X, targets in objective:
                 output = output_of("Laplace", objective.model, X)
                 self._is_one = output.dim() == 2  # prediction for each sample
-                if weight := objective.weight(output, targets):
+                if weight := objective.weight(X, output, targets):
                     loss = objective.loss_function(output, *targets)
                     total, weights = total + weight * float(loss), weights + weight
                     count += output.numel()

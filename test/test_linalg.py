@@ -1332,6 +1332,57 @@ def test_losses_that_inherit_from_those_of_torch() -> None:
     assert_close(build(Hessian, problem).to_dense(), dense_hessian(problem))
 
 
+class StepsFirst(nn.Module):
+    """Returns ``[T, N, C]``; a layer that reads ``[T, N, I]`` says where the samples are."""
+
+    def __init__(self, of_layer: bool) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 4) if of_layer else nn.Linear(3, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        if isinstance(self.layer, nn.LSTM):
+            return self.last(self.layer(x)[0])
+        return self.last(self.layer(x.transpose(0, 1)).tanh())
+
+
+class MeanOfSquares(nn.Module):
+    """A loss of its own: the mean over samples, steps and entries."""
+
+    reduction = "mean"
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).square().mean()
+
+
+@pytest.mark.parametrize("of_layer", [True, False], ids=["layer", "transposed"])
+@pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])
+def test_outputs_with_the_steps_first(of_layer: bool, own: bool) -> None:
+    """Batches count by their samples, wherever these are, and Fisher sums over those."""
+    model, loss = StepsFirst(of_layer), MeanOfSquares() if own else nn.MSELoss()
+    axis = 1 if of_layer else 0
+    X, y = torch.rand(5, N, 3).movedim(1, axis), torch.rand(5, N, 2)
+    data = list(zip(X.split(SIZES, axis), y.split(SIZES, 1), strict=True))
+    parameters = list(model.parameters())
+    rows = []
+    for one, target in zip(X.split(1, axis), y.split(1, 1), strict=True):
+        gradient = torch.autograd.grad(loss(model(one), target), parameters)
+        rows.append(parameter_list_to_vector(gradient))
+    of_each = torch.stack(rows)
+    # the mean of squares over T C = 10 terms of a sample, in the scale of its 10 N terms
+    expected = of_each.T @ of_each / N * (1 if own else 10)
+    assert_close(EmpiricalFisher(model, loss, data).to_dense(), expected)
+    for kind in (Hessian, GGN, DiagonalHessian, KroneckerGGN):
+        method = {"method": "KFLR"} if kind is KroneckerGGN else {}
+        parts, whole = (kind(model, loss, each, **method) for each in (data, [(X, y)]))
+        assert_close(parts.to_dense(), whole.to_dense())
+    damping = {"damping": 0.1}
+    parts, whole = (
+        Influence(model, loss, each, **damping).scores((X, y)) for each in (data, [(X, y)])
+    )
+    assert_close(parts, whole)
+
+
 class Named(nn.Module):
     """Takes its inputs by name, and returns a dictionary, as models of transformers do."""
 

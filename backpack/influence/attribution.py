@@ -188,7 +188,7 @@ class Attribution:
                         weight, loss = 1.0, self._measure(output, *targets)
                     else:
                         output = output_of(name, model, X, loss_function)
-                        weight = objective.weight(output, targets)
+                        weight = objective.weight(X, output, targets)
                         loss = loss_function(output, *targets)
                         # a sum of the terms; if no target counts, of nothing
                         loss = weight * loss if weight else 0.0 * output.sum()

@@ -184,7 +184,7 @@ class Hessian(MatrixFreeOperator):
         def product(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
             return vjp(gradient, objective.params, tuple(vectors), several=True)
 
-        return Batch(loss, objective.weight(output, targets), product)
+        return Batch(loss, objective.weight(X, output, targets), product)
 
 
 class JacobianOperator(MatrixFreeOperator):
@@ -196,7 +196,7 @@ class JacobianOperator(MatrixFreeOperator):
 
     @abstractmethod
     def _at_output(
-        self, prediction: Tensor, targets: Sequence[Any], weight: float
+        self, X: Any, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the loss, and the map ``[V, *out] -> [V, *out]`` that applies M."""
 
@@ -204,8 +204,8 @@ class JacobianOperator(MatrixFreeOperator):
         objective = self._objective
         with disable():
             output = output_of(type(self).__name__, objective.model, X)
-        weight = objective.weight(output, targets)
-        loss, curvature = self._at_output(output.detach().requires_grad_(), targets, weight)
+        weight = objective.weight(X, output, targets)
+        loss, curvature = self._at_output(X, output.detach().requires_grad_(), targets, weight)
         # w ↦ Jᵀ w is linear, and the transposed of its Jacobian is J (see R_op)
         w = torch.ones_like(output, requires_grad=True)
         transposed = vjp((output,), objective.params, (w,), detach=False)
@@ -251,7 +251,7 @@ class GGN(JacobianOperator):
     """
 
     def _at_output(
-        self, prediction: Tensor, targets: Sequence[Any], weight: float
+        self, X: Any, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         loss, hessian = loss_and_hessian(self._objective.loss_function, prediction, targets)
 
@@ -267,8 +267,8 @@ class EmpiricalFisher(JacobianOperator):
     """The empirical Fisher information: the second moment of the samples' gradients.
 
     ``F = 1/W sum_n ∇ℓ_n ∇ℓ_nᵀ``, where ``ℓ_n`` is the sum of the terms of the loss that belong to
-    sample n, the n-th entry of the model's output along its first axis, and W is the number (or
-    weight) of all terms for ``reduction="mean"``, 1 for ``"sum"``. For one term for each sample
+    sample n, the n-th entry along the axis of the output that has the samples, and W is the number
+    (or weight) of all terms for ``reduction="mean"``, 1 for ``"sum"``. For one term for each sample
     (classification), that is the mean over the samples. If a sample has several terms (positions,
     outputs), its gradient is that of all of them. The scale is that of the GGN: with targets
     that are drawn from the model's likelihood, F has the expectation G, and the same W.
@@ -278,16 +278,18 @@ class EmpiricalFisher(JacobianOperator):
     """
 
     def _at_output(
-        self, prediction: Tensor, targets: Sequence[Any], weight: float
+        self, X: Any, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         with disable():
             loss = self._objective.loss_function(prediction, *targets)
         # with the mean, each of the two gradients has the factor 1 / weight, F has it once
         (gradient,) = grad(loss, prediction)
 
+        axis = 1 + self._objective.axis(X, prediction)
+
         def curvature(tangents: Tensor) -> Tensor:
-            along = (gradient * tangents).unsqueeze(-1).flatten(2).sum(2)  # [V, N]
-            along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1))
+            along = (gradient * tangents).movedim(axis, 1).unsqueeze(-1).flatten(2).sum(2)  # [V, N]
+            along = along.reshape(*along.shape, *(1,) * (gradient.dim() - 1)).movedim(1, axis)
             return weight * gradient * along
 
         return loss, curvature
@@ -348,7 +350,7 @@ class FisherMC(JacobianOperator):
         return super()._matmat(matrix)
 
     def _at_output(
-        self, prediction: Tensor, targets: Sequence[Any], weight: float
+        self, X: Any, prediction: Tensor, targets: Sequence[Any], weight: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         loss, hessian = loss_and_hessian(self._objective.loss_function, prediction, targets)
         self._check_order(loss.item() if weight else 0.0)  # without targets it is no number

@@ -13,13 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
+from backpack import backpack
 from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms, torch_loss
 from backpack.core.engine.checks import check_one_process
+from backpack.core.record.data_notes import layout_of
 from backpack.core.record.generators import evaluated_apart
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
-from backpack.utils.batches import map_tensors
+from backpack.linalg.extended import extended
+from backpack.utils.batches import map_tensors, tensors_of
 from backpack.utils.progress import with_bar
 
 ONE_PROCESS = "one"
@@ -81,6 +84,7 @@ class Objective:
         self.data = data
         self.progress = progress
         self.use_converter = use_converter
+        self._axis: int | None = None
         own = list(model.parameters())
         given = [p for p in own if p.requires_grad] if params is None else list(params)
         self.params = tuple(given)
@@ -188,12 +192,26 @@ class Objective:
         *totals, weights = self.group.total(what, [*values, own])
         return [*totals, float(weights)]
 
-    def weight(self, output: Any, targets: Sequence[Any]) -> float:
+    def weight(self, X: Any, output: Any, targets: Sequence[Any]) -> float:
         """Return the weight of a batch: the number that the mean of its losses divides by, or 1.
 
         See :func:`backpack.core.derivatives.terms.num_terms`.
         """
-        return num_terms(self.loss_function, output, targets)
+        return num_terms(self.loss_function, output, targets, lambda: self.axis(X, output))
+
+    def axis(self, X: Any, output: Any) -> int:
+        """Return the axis of the output along which the samples are: that of the first batch.
+
+        It is known of what an extended model has computed; any other one is extended for a pass.
+        """
+        if self._axis is None and any(y.dim() > 1 for y in tensors_of(output)):
+            places = _places(output)
+            if not places:
+                recorded = extended(self.model, self.use_converter or "record")
+                with recorded as model, torch.enable_grad(), backpack():
+                    places = _places(call("An operator over a data set", model, X))
+            self._axis = next(iter(places), 0)
+        return self._axis or 0
 
     def norm(self, weights: float) -> float:
         """Return what a sum over the batches is divided by, for a sum of their weights.
@@ -208,6 +226,13 @@ class Objective:
     def _with_bar(self) -> Iterable[Any]:
         # short passes have none; conjugate gradients make many
         return with_bar(self.data, "batches", self.progress, delay=1)
+
+
+def _places(output: Any) -> list[int]:
+    """List the axes of the samples, where they are known and an output has several axes."""
+    known = [(y, layout_of(y)) for y in tensors_of(output) if y.dim() > 1]
+    places = [layout.place(y.shape) for y, layout in known if layout is not None]
+    return [place.axis for place in places if place is not None]
 
 
 def flattened(parts: Iterable[Tensor]) -> Tensor:

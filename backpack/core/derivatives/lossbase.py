@@ -121,7 +121,8 @@ class BaseLossDerivatives(LossInterface, BaseDerivatives):
         """
         args, _ = c.call.arguments(self.as_called(c))
         place = c.call.place_in(0)
-        terms = num_terms(c.module, args[0], args[1:], 0 if place is None else place.axis)
+        axis = 0 if place is None else place.axis
+        terms = num_terms(c.module, args[0], args[1:], lambda: axis)
         return c.select(self._gradient(c) * sqrt(terms)).unsqueeze(0)
 
     def hessian_product(self, c: Context, t: Any) -> Any:

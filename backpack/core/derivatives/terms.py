@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -22,13 +22,16 @@ def torch_loss(kind: type) -> type[Module] | None:
     return next((one for one in modules if one.__module__ == "torch.nn.modules.loss"), None)
 
 
-def num_terms(loss_function: Module, output: Any, targets: Sequence[Any], axis: int = 0) -> float:
+def num_terms(
+    loss_function: Module, output: Any, targets: Sequence[Any], axis_of_samples: Callable[[], int]
+) -> float:
     """Return what the mean of a loss divides by, or 1 if it is a sum.
 
     That is the number of terms of the loss of a model's output ``[N, *]``: of samples and positions
     for most, of entries for losses such as ``MSELoss``; for targets that are classes, the sum of
     their weights, where ``ignore_index`` counts zero. A loss of your own is the mean over the
-    samples, along an ``axis``, unless it inherits from one of torch and leaves the mean to it.
+    samples, unless it inherits from one of torch and leaves the mean to it; which axis of the
+    output has them is asked then.
 
     Raises:
         ValueError: If the loss does not say with ``reduction`` whether it is a mean or a sum, or
@@ -61,6 +64,7 @@ def num_terms(loss_function: Module, output: Any, targets: Sequence[Any], axis: 
         if reduction == "mean" and is_torchs:
             return float(_unreduced(loss, output, targets).numel())
     # of several outputs, too
+    axis = axis_of_samples()
     counts = {x.shape[axis] for x in tensors_of(output) if x.dim() > axis}
     if len(counts) != 1:
         raise ValueError(
