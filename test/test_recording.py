@@ -2312,3 +2312,47 @@ def test_parameters_of_functions_in_reentrant_checkpoints(route: Any, of_layer: 
         with told, backpack(extensions.BatchGrad()):
             lossfunc(model(torch.rand(5, 3)), torch.randint(2, (5,))).backward()
     assert not hasattr(model.weight, "grad_batch")
+
+
+class WithWeightOfLayer(WithWeight):
+    """The layer whose weight the function reads is called, too: before, behind, or not at all."""
+
+    def __init__(self, places: str) -> None:
+        super().__init__(of_layer=True)
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        called = {
+            "first": self.first,
+            "layer": self.middle,
+            "last": self.last,
+            "function": partial(checkpoint, self.function, use_reentrant=True),
+        }
+        for place in self.places.split():
+            x = called[place](x)
+        return x
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("route", [False, "record"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        "first layer function last",
+        "first function layer last",
+        "first layer function",
+        "first function",
+        "function layer last",
+        "function last",
+    ],
+)
+def test_uses_inside_of_reentrant_checkpoints_are_missed(
+    places: str, route: Any, extended: bool
+) -> None:
+    """What a module computes of the same parameter elsewhere is a part of it, which is told."""
+    model, lossfunc = extend(WithWeightOfLayer(places), use_converter=route), nn.CrossEntropyLoss()
+    lossfunc = extend(lossfunc) if extended else lossfunc
+    x = torch.rand(5, 4 if places.startswith("function") else 3, requires_grad=True)
+    told = pytest.warns(UserWarning, match=r"\[4, 4\] have no result, or that of a part of")
+    with told, backpack(extensions.BatchGrad()):
+        lossfunc(model(x), torch.randint(2, (5,))).backward()

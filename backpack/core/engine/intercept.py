@@ -128,7 +128,7 @@ class InterceptBackward(overrides.TorchFunctionMode):
             return result
         finally:
             update(entry=outer)
-            for hook in hooks:
+            for hook in hooks + (entry.terms.hidden.handles if entry.terms else []):
                 hook.remove()
 
     def _backward(

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Size, Tensor
 
-from backpack.context import without_autocast
+from backpack.context import CTX, without_autocast
 from backpack.core.engine.paths import (
+    HiddenGradients,
     Path,
     describe_structure,
     is_unpacked,
@@ -79,6 +80,7 @@ class LossTerms:
         reduction: That of the only loss, if it is a function of torch whose value it is.
         leaves: Parameters that functions read themselves, such as those of a penalty, by the name
             of one that does.
+        hidden: Parameters whose gradients have changed while a function of Python computed its own.
     """
 
     # Structures whose terms depend on one sample each, whatever numbers are stored.
@@ -91,6 +93,7 @@ class LossTerms:
         self.divided: dict[str, None] = {}
         self.reduction: LossReduction | None = None
         self.leaves: dict[Tensor, str] = {}
+        self.hidden = HiddenGradients()
         for root in roots:
             node, slot = root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr
             if node is None or is_output(node):
@@ -106,6 +109,7 @@ class LossTerms:
             if is_usual:
                 continue
             self.leaves |= _readers_of_leaves(path)
+            self.hidden.watch(filter(is_foreign_function, path.nodes), CTX.extended())
             if not path.nodes or not path.sources:
                 continue
             batched = {key: m for key, m in path.sources.items() if samples_in(m)}

@@ -5,11 +5,14 @@ Its nodes are called one by one. The engine would run hooks, and reach recorded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from backpack.core.engine.spread import saved_floats, saved_names, saved_tensors, shape_of
 from backpack.core.record.calls import LARGE
@@ -31,6 +34,38 @@ class Path(NamedTuple):
     nodes: list[Any]
     sources: dict[tuple[Any, int], Origin]
     leaves: list[Tensor]
+
+
+class HiddenGradients:
+    """Parameters whose gradients change while functions of Python compute their own.
+
+    Attributes:
+        found: The parameters.
+        handles: Hooks that find them, to be removed after the backward pass.
+    """
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self.found: dict[Parameter, None] = {}
+        self.handles: list[RemovableHandle] = []
+
+    def watch(self, nodes: Iterable[Any], modules: Sequence[Module]) -> None:
+        """Find those of modules that change while a node runs."""
+        before: dict[Parameter, tuple[int | None, int]] = {}
+
+        def note(*_: Any) -> None:
+            own = chain.from_iterable(module.parameters(recurse=False) for module in modules)
+            before.update((p, _state_of_gradient(p)) for p in own)
+
+        def compare(*_: Any) -> None:
+            self.found |= dict.fromkeys(p for p, x in before.items() if x != _state_of_gradient(p))
+
+        for node in nodes:
+            self.handles += [node.register_prehook(note), node.register_hook(compare)]
+
+
+def _state_of_gradient(p: Parameter) -> tuple[int | None, int]:
+    return (None, 0) if p.grad is None else (id(p.grad), p.grad._version)
 
 
 def path_above(node: Any, slot: int, opens_losses: bool = False) -> Path:

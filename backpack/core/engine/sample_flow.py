@@ -28,6 +28,7 @@ from backpack.core.engine.extracted import names_of
 from backpack.core.engine.intercept import Entry
 from backpack.core.engine.loss_terms import LossReduction, averages_chosen
 from backpack.core.engine.paths import (
+    HiddenGradients,
     Path,
     describe_structure,
     is_unpacked,
@@ -70,9 +71,9 @@ FUNCTIONS_THAT_MIX = (
 )
 
 HIDDEN = (
-    "parameters of shapes {} have no result: a backward pass inside of a function has computed "
-    "their gradients, where no module that was called has them. If that is torch.utils.checkpoint, "
-    "use it with use_reentrant=False."
+    "parameters of shapes {} have no result, or that of a part of their uses: a backward pass "
+    "inside of a function has computed gradients of theirs, where no module that was called has "
+    "them. If that is torch.utils.checkpoint, use it with use_reentrant=False."
 )
 
 # How many rows of a loss are looked at.
@@ -106,7 +107,7 @@ class SampleFlow:
         unknown: Functions and modules that cannot be looked at.
         sizes: Layers whose samples are not as many as those of the model, or of layers behind.
         split: Layers that read several samples as one row.
-        hidden: Parameters whose gradient a function of Python may compute, and what it was before.
+        hidden: Parameters whose gradients have changed while a function of Python computed its own.
     """
 
     # What was found out of the functions before a module, by their structure.
@@ -116,6 +117,8 @@ class SampleFlow:
         """Nothing was reached."""
         self.exts = exts
         self.entry = entry
+        terms = None if entry is None else entry.terms
+        self.hidden = HiddenGradients() if terms is None else terms.hidden
         self.reduction: LossReduction | None = None  # of the extended loss that it was called on
         self.looks_at_loss = any(map(attrgetter("looks_at_loss"), exts))
         self.modules: dict[str, None] = {}
@@ -127,7 +130,6 @@ class SampleFlow:
         self.split: dict[str, None] = {}
         self.single: dict[str, int] = {}
         self.chosen: set[int] = set()
-        self.hidden: dict[Parameter, tuple[int | None, int]] = {}
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
         # those not told yet, and whether they are some in any case, not those of layers alone
         self.foreign_uses: list[tuple[Visit, Tensor, bool]] = []
@@ -363,6 +365,10 @@ class SampleFlow:
         shape = shape_of(*path.start).shape
         if not shape or all(type(node).__name__ in RESHAPES for node in path.nodes):
             return
+        foreign = list(filter(is_foreign_function, path.nodes))
+        if foreign:
+            models = (given.module.modules() for given in self.given)
+            self.hidden.watch(foreign, [*chain(CTX.extended(), *models)])
         sources = {key: mark for key, mark in path.sources.items() if samples_in(mark)}
         if not is_loss:  # other numbers of rows are noted where there are parameters
             rows = shape[_axis(call, i)]
@@ -373,12 +379,8 @@ class SampleFlow:
             sources = {key: mark for key, mark in sources.items() if samples_in(mark) == rows > 1}
         if not sources:
             return
-        if any(map(is_foreign_function, path.nodes)):
+        if foreign:
             self.unknown[f"functions before {describe(call.module)}"] = None
-            models = (given.module.modules() for given in self.given)
-            for module in chain(CTX.extended(), *models):
-                for p in module.parameters(recurse=False):
-                    self.hidden.setdefault(p, _state_of_gradient(p))
             return
         known = self._known.setdefault(call.module, {})
         key = (is_loss, describe_structure(path, sources))
@@ -403,9 +405,7 @@ class SampleFlow:
 
         Such passes have used the modules of those that are ``inside``.
         """
-        known = {p for params in self.parameters for p in params.values()}.union(inside)
-        found = [p for p, state in self.hidden.items() if state != _state_of_gradient(p)]
-        shapes = [str(list(p.shape)) for p in found if p not in known]
+        shapes = [str(list(p.shape)) for p in self.hidden.found if p not in inside]
         for ext in self.exts if shapes else ():
             ext.fail(HIDDEN.format(checks.listed(shapes)))
 
@@ -550,10 +550,6 @@ class SampleFlow:
                 "its part by hand; a function of samples belongs into a module, or use "
                 "extend(model, use_converter=True).",
             )
-
-
-def _state_of_gradient(p: Parameter) -> tuple[int | None, int]:
-    return (None, 0) if p.grad is None else (id(p.grad), p.grad._version)
 
 
 def _are_tied(one: Visit, other: Visit) -> bool:
