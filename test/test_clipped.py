@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backpack import backpack, extend
+from backpack import backpack, extend, quantities
 from backpack.core.engine import elided_gradients, factored, sources
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, ClippedGrad
 
@@ -179,7 +179,12 @@ def test_nothing_is_left_after_an_error() -> None:
     model, X, y = network()
     with pytest.raises(ValueError, match=r"weights are \[3\], but there are 7 samples"):
         step(model, X, y, ClippedGrad(weights=torch.ones(3)))
-    assert not any("grad_clipped" in vars(p) for p in model.parameters())
+    assert not quantities(model)
+    step(model, X, y, ClippedGrad(), BatchGrad())
+    with pytest.raises(ValueError, match=r"weights are \[3\], but there are 7 samples"):
+        step(model, X, y, ClippedGrad(weights=torch.ones(3)))
+    left = {name.rpartition(".")[2] for name in quantities(model)}
+    assert left == {"grad_batch"}  # which the pass that failed was not asked for
     assert step(model, X, y, ClippedGrad())[0].clip_norms.shape == (7,)
 
 

@@ -297,8 +297,7 @@ class Collector:
         for call in () if keeps else calls_above(self.combining.nodes):
             for p in map(shards.home, call.params.values()):
                 for ext in self.exts:
-                    if results.is_result(p, ext.savefield):
-                        delattr(p, ext.savefield)
+                    results.forget(p, ext.savefield)
 
     # ------------------------------------------------------------------ during the backward pass
 

@@ -66,18 +66,20 @@ class Attributes(dict[str, Any]):
     Attributes:
         results: Names of results, in the order in which they were saved first, each with the
             gradient that it belongs to, if that was noted.
+        owners: The savefield of the extension that has saved each.
         accumulated: What the results are made of that accumulate over backward passes.
         moved: Identities of values in whose places others are, by :func:`put_in_place`.
         processes: The processes of results that belong to several.
         used: What the last step of an optimiser has used.
     """
 
-    __slots__ = ("accumulated", "moved", "processes", "results", "used")
+    __slots__ = ("accumulated", "moved", "owners", "processes", "results", "used")
 
     def __init__(self, attributes: dict[str, Any]):
         """Take over attributes that are no results."""
         super().__init__(attributes)
         self.results: dict[str, Beside | None] = {}
+        self.owners: dict[str, str] = {}
         self.accumulated: dict[str, Any] = {}
         self.moved: dict[str, int] = {}
         self.processes: dict[str, Averaged] = {}
@@ -94,7 +96,7 @@ class Attributes(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
         """Copy everything."""
         result = Attributes(copy.deepcopy(dict(self), memo))
-        result.results = self.results.copy()
+        result.results, result.owners = self.results.copy(), self.owners.copy()
         result.processes = self.processes.copy()
         return result
 
@@ -159,6 +161,7 @@ class Writer:
         if not isinstance(own, Attributes):
             own = p.__dict__ = Attributes(own)
         own.results[name] = None
+        own.owners[name] = ext.savefield
         state = own.accumulated.pop(name, None)
         if state is not None:
             self._accumulated.setdefault((p, name), state)
@@ -223,6 +226,14 @@ def _noted(p: Tensor) -> Attributes:
 def is_result(p: Tensor, name: str) -> bool:
     """Whether an attribute is what a backward pass has written, or what was put in its place."""
     return name in _noted(p).results and name in vars(p)
+
+
+def forget(p: Tensor, savefield: str) -> None:
+    """Delete the results of an extension, also those that it has saved under other names."""
+    own = _noted(p)
+    for name, owner in own.owners.items():
+        if owner == savefield:
+            own.pop(name, None)
 
 
 def note_processes(p: Parameter, name: str, averaged: Averaged) -> None:
