@@ -431,6 +431,31 @@ def test_backward_passes_that_cannot_be_differentiated() -> None:
         R_op(output, parameters, [torch.ones_like(p) for p in parameters])
 
 
+class Coarse(nn.Module):
+    """A part in low precision between parts in double precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.last, self.dtype = nn.Linear(3, 8), nn.Linear(8, 2), dtype
+        self.middle = nn.Linear(8, 8).to(dtype).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(self.first(x).tanh().to(self.dtype)).tanh()
+        return self.last(h.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_parts_in_low_precision_round(dtype: torch.dtype) -> None:
+    """The two products that ought to be one are compared as precisely as they are computed."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model, X, y = Coarse(dtype), torch.rand(6, 3), torch.randint(2, (6,))
+        exact = copy.deepcopy(model).double()
+        exact.dtype = torch.float64
+        G, of_exact = (GGN(m, nn.CrossEntropyLoss(), [(X, y)]).to_dense() for m in (model, exact))
+        assert (G - of_exact).norm() < 0.02 * of_exact.norm()
+
+
 def test_nothing_is_left_behind() -> None:
     """Gradients, quantities and the mode of autograd stay what they were, wherever it happens."""
     problem = PROBLEMS["cnn"]()
