@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial, partialmethod
 from typing import Any
 
@@ -237,6 +238,56 @@ def test_options_between_the_passes(option: str, kind: type[BackpropExtension]) 
         return nn.Sequential(nn.Linear(3, 4), new(), nn.Linear(4, 2))
 
     torch.testing.assert_close(run(network, change, kind()), run(network, nothing, kind()))
+
+
+class Terms(nn.Module):
+    """Has its options in a sequence, which may change in place."""
+
+    def __init__(self, factors: Any) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.factors
+        return one * x + two * x.sin()
+
+
+def change_factors(new: Any, layer: nn.Module, *_: Any) -> None:
+    factors: Any = layer.factors
+    if isinstance(factors, list):
+        factors[:] = new
+    else:
+        layer.factors = new
+
+
+@pytest.mark.parametrize("kind", [extensions.BatchGrad, extensions.DiagHessian, extensions.HMP])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ((1.0, 2.0), (3.0, 4.0)),
+        (torch.Size([1, 2]), torch.Size([3, 4])),
+        ([1.0, 2.0], [3.0, 4.0]),
+    ],
+    ids=["tuple", "size", "list"],
+)
+def test_sequences_of_options_between_the_calls(
+    old: Any, new: Any, kind: type[BackpropExtension]
+) -> None:
+    """Each call of a module has those that it had then."""
+
+    def network(*layers: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), layers[0], nn.Linear(4, 4), layers[1])
+
+    def of_one() -> nn.Module:
+        layer = Terms(deepcopy(old))
+        return network(layer, layer)
+
+    def attach(model: nn.Module) -> None:
+        layer: Any = model[1]
+        layer.register_forward_hook(partial(change_factors, new))
+
+    expected = run(lambda: network(Terms(old), Terms(new)), nothing, kind())
+    torch.testing.assert_close(run(of_one, attach, kind()), expected)
 
 
 def test_options_of_a_loss_between_the_passes() -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType, MemberDescriptorType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
 from backpack.context import device_of_program
@@ -28,6 +28,7 @@ Entry = tuple[dict[str, Any], str, Any]
 NOTHING = object()
 # Types of options. What may hold a tensor could let the graph of a call own the call.
 PLAIN = frozenset({bool, int, float, str, type(None)})
+SEQUENCES = frozenset({tuple, list, Size})
 T = TypeVar("T", bound="ModuleState")
 # Names of options of the classes of torch, whose instances have the same attributes.
 _OPTIONS: dict[type[Module], tuple[str, ...]] = {}
@@ -43,7 +44,7 @@ class ModuleState:
         read: Parameters of the module by name, its buffers, then those of its children in turn.
         training: Whether the module was in training mode.
         options: Names and values of what its class calls constants, such as a stride, and of its
-            attributes that are numbers, strings or None.
+            attributes that are numbers, strings, None, or sequences of such.
         addresses: Where its parameters were in memory.
         kept_values: What parameters were that have changed since the backward pass began.
         views: Shards of the parameters that inputs and outputs are views of.
@@ -63,7 +64,10 @@ class ModuleState:
         self.training = module.training
         kind = type(module)
         names = _OPTIONS[kind] if kind in _OPTIONS else _names_of_options(module)
-        self.options = names, tuple(map(vars(module).get, names, repeat(NOTHING)))
+        values = tuple(map(vars(module).get, names, repeat(NOTHING)))
+        if list in map(type, values):  # they may change in place
+            values = tuple([x.copy() if type(x) is list else x for x in values])
+        self.options = names, values
         self.params: dict[str, Parameter] = {}
         for name, p in own.items():
             if p is not None and p.requires_grad:
@@ -84,6 +88,16 @@ class ModuleState:
             self.views = shards.shards_in(tensors)
             read = shards.shards_in(self.own())
             self.shards = (*self.views, *(shard for shard in read if shard not in self.views))
+
+    @property
+    def has_other_options(self) -> bool:
+        """Whether options of the module are others than those of the call."""
+        own = vars(self.module)
+        return any(
+            own.get(name, NOTHING) is not was
+            and not (type(was) is list and repr(own.get(name)) == repr(was))
+            for name, was in zip(*self.options, strict=True)
+        )
 
     def with_options(self) -> Module:
         """Return a module with the options of the call, in the place of one that has others now."""
@@ -245,7 +259,11 @@ class ModuleState:
 def _names_of_options(module: Module) -> tuple[str, ...]:
     """List what a module's class calls constants, and its attributes that are plain values."""
     has, kind = vars(module), type(module)
-    plain = [name for name, value in has.items() if type(value) in PLAIN]
+    plain = [
+        name
+        for name, value in has.items()
+        if type(value) in PLAIN or (type(value) in SEQUENCES and PLAIN.issuperset(map(type, value)))
+    ]
     names = tuple(dict.fromkeys((*getattr(kind, "__constants__", ()), *plain)))
     if kind.__module__.startswith("torch.nn.modules."):  # but for attributes that users add
         own = kind.__mro__[: kind.__mro__.index(Module)]
@@ -253,7 +271,8 @@ def _names_of_options(module: Module) -> tuple[str, ...]:
             getattr(f, "__code__", None) for f in chain(*(vars(base).values() for base in own))
         ]
         named = {name for code in codes if code is not None for name in code.co_names}
-        names = _OPTIONS[kind] = tuple(filter(named.__contains__, names))
+        fixed = (name for name in names if type(has.get(name)) is not list)
+        names = _OPTIONS[kind] = tuple(filter(named.__contains__, fixed))
     return names
 
 

@@ -68,7 +68,7 @@ class Visit(Call):
             self.check_released()
         names, values = self.options
         now = map(vars(self.module).get, names, repeat(NOTHING))
-        if any(map(operator.is_not, now, values)):
+        if any(map(operator.is_not, now, values)) and self.has_other_options:
             self.module = self.with_options()
         self._check_batched()
         if self.module._parameters:
