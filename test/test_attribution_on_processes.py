@@ -183,6 +183,30 @@ def test_laplace(tmp_path: Path) -> None:
     in_processes(_laplace, tmp_path)
 
 
+def _empty(rank: int, count: int, folder: str) -> None:
+    """A process whose batches are all empty has no scores to add."""
+    own = [(X[: len(X) * rank], y[: len(y) * rank]) for X, y in batches(rank)]
+    loss, states = nn.CrossEntropyLoss(), [model().state_dict()]
+    world = {"process_group": distributed.group.WORLD, "progress": False}
+    alone = {"process_group": None, "progress": False}
+    new: list[Any] = [partial(Influence, curvature=kind, damping=0.1) for kind in CURVATURES]
+    for kind in (*new, partial(TracIn, checkpoints=states), ProjectedInfluence):
+        found, whole = kind(model(), loss, own, **world), kind(model(), loss, batches(1), **alone)
+        close(found.scores(queries()), whole.scores(queries()))
+        close(found.top(3, queries())[0], whole.top(3, queries())[0])
+        if not isinstance(found, TracIn) and not isinstance(getattr(found, "curvature", 0), GGN):
+            close(found.self_scores(), whole.self_scores())
+    of_files = Influence(model(), loss, own, damping=0.1, **world)
+    for _ in range(2):
+        close(of_files.scores(queries(), folder=folder), of_files.scores(queries()))
+    found, whole = Laplace(model(), loss, own, **world), Laplace(model(), loss, batches(1), **alone)
+    close(found.log_marginal_likelihood(), whole.log_marginal_likelihood())
+
+
+def test_processes_whose_batches_are_empty(tmp_path: Path) -> None:
+    in_processes(partial(_empty, folder=str(tmp_path / "scores")), tmp_path)
+
+
 def _mistakes(rank: int, count: int) -> None:
     """An error of one is one of all, at once."""
     world, loss = distributed.group.WORLD, nn.CrossEntropyLoss()

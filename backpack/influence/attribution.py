@@ -20,9 +20,9 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.influence.positions import axes_of, sum_of_positions
 from backpack.influence.shards import Shards
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, call, check_read_again, output_of
+from backpack.linalg.objective import Objective, call, check_read_again, one_of_zeros, output_of
 from backpack.linalg.order import SameInEachPass, check_not_shuffled
-from backpack.utils.batches import tensors_of
+from backpack.utils.batches import map_tensors, tensors_of
 
 By = Literal["model", "module", "parameter"]
 # Of the loss of a query, in the place of the loss function: a sum over the queries.
@@ -232,10 +232,12 @@ class Attribution:
         self, shards: Shards, products: Callable[[Any, Sequence[Any]], tuple[float, list[Any]]]
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         """Yield what is found of each batch, by parameter: from files, where it is there."""
-        for X, targets in with_samples(self._objective):
+        for X, targets, counts in with_samples(self._objective):
             found = shards.read(X, targets)
             if found is None:
                 weight, each = products(X, targets)
+                if not counts:
+                    weight, each = 0.0, [values[:, :0] for values in each]
                 found = weight, dict(zip(self.names, each, strict=True))
                 shards.write((X, targets), *found)
             weight, by_name = found
@@ -263,23 +265,29 @@ class Attribution:
         check_not_shuffled(f"{type(self).__name__} numbers queries", batches)
         own = self._objective
         read = Objective(own.model, own.loss_function, batches, own.params, False, None)
-        yield from with_samples(read)
+        for X, targets, _ in with_samples(read):
+            yield X, targets
 
 
-def with_samples(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+def with_samples(objective: Objective) -> Iterator[tuple[Any, Any, bool]]:
     """Leave out batches without samples: none of the tensors of X has a row.
 
+    A process that has no others yields a sample of zeros, which does not count: where it sums with
+    others, these need to know the shapes.
+
     Raises:
-        ValueError: If there are no others.
+        ValueError: If there are no others, and no other processes.
     """
     is_empty = True
-    for X, targets in batches:
+    for X, targets in objective:
         sizes = [len(x) for x in tensors_of(X) if x.dim()]
         if any(sizes) or not sizes:
             is_empty = False
-            yield X, targets
-    if is_empty:
+            yield X, targets, True
+    if is_empty and objective.group is None:
         raise ValueError("The data has no samples: all batches are empty.")
+    if is_empty:
+        yield *map_tensors(one_of_zeros, (X, targets)), False
 
 
 class Directions:

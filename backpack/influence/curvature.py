@@ -199,13 +199,13 @@ class Influence(Attribution):
         found, weights = [], 0.0
         step = max(1, BLOCK_ENTRIES // sum(p.numel() for p in self._objective.params))
         with self._objective.telling():
-            for X, targets in with_samples(self._objective):
+            for X, targets, counts in with_samples(self._objective):
                 weight, gradients = self._gradients(X, targets)
-                weights += weight
+                weights += weight * counts
                 for start in range(0, len(gradients[0]), step):
                     some = slice(start, start + step)
                     g = flattened(gradient[some].dense() for gradient in gradients)
-                    found.append((g * self.precondition(g.T).T).sum(1))
+                    found.append((g * self.precondition(g.T).T).sum(1)[: None if counts else 0])
         norm = self._norm(weights)
         return self._gathered([torch.cat(found)])[0] / norm
 

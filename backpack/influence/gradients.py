@@ -186,10 +186,10 @@ class ProjectedInfluence(Attribution):
         self.damping = damping
         rows, self._weight = [], 0.0
         with self._objective.telling():
-            for X, targets in with_samples(self._objective):
+            for X, targets, counts in with_samples(self._objective):
                 weight, found = self._values(self._projection, X, targets, False)
-                self._weight += weight
-                rows.append(torch.stack(found).sum(0))
+                self._weight += weight * counts
+                rows.append(torch.stack(found).sum(0)[: None if counts else 0])
         self.features = torch.cat(rows)
         wide = self.features.to(torch.promote_types(self.features.dtype, torch.float32))
         F, weight = self._objective.total(

@@ -32,7 +32,12 @@ from backpack.extensions.secondorder.hbp import (
     strategies,
 )
 from backpack.linalg.extended import UseConverter, extended
-from backpack.linalg.objective import Objective, check_read_again, output_drawing_nothing
+from backpack.linalg.objective import (
+    Objective,
+    check_read_again,
+    one_of_zeros,
+    output_drawing_nothing,
+)
 from backpack.linalg.passes import values_of
 from backpack.linalg.structured import (
     DiagonalOperator,
@@ -449,7 +454,7 @@ def _own_totals(objective: Objective, ext: BackpropExtension) -> tuple[list[Any]
                 totals = list(map(add, totals, values)) if totals else values
         if not totals and objective.group is not None:
             # others need sums of the same shapes: those of a sample of zeros, times zero
-            X, targets = map_tensors(_one_of_zeros, (X, targets))
+            X, targets = map_tensors(one_of_zeros, (X, targets))
             _, values = _of_batch(objective, ext, model, loss_of, X, targets)
             totals = tree_map_only(Tensor, torch.zeros_like, values)
             if isinstance(ext, _KroneckerSums):
@@ -477,8 +482,3 @@ def _of_batch(
         loss = (weight or 1) * loss_of(output, *targets)
         (values,) = values_of(objective.params, [ext], loss)
     return weight, values
-
-
-def _one_of_zeros(x: Tensor) -> Tensor:
-    """Return one row of zeros in the place of none."""
-    return x if not x.dim() or len(x) else x.new_zeros(1, *x.shape[1:])

@@ -240,6 +240,11 @@ def flattened(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
+def one_of_zeros(x: Tensor) -> Tensor:
+    """Return one row of zeros in the place of none."""
+    return x if not x.dim() or len(x) else x.new_zeros(1, *x.shape[1:])
+
+
 def _named(given: object) -> str:
     """Name what was given in place of a loss module."""
     kind = "class" if isinstance(given, type) else type(given).__name__
