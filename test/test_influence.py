@@ -616,6 +616,37 @@ def test_save_and_load(
         Influence.load(path, model, loss, data, params=[next(model.parameters())])
 
 
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_other_weights_than_those_of_the_curvature(what: str, tmp_path: Path) -> None:
+    """They are an error, also of a model that was loaded; the old ones have their scores again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).double().eval()
+    X, y = torch.rand(9, 4).double(), torch.arange(9) % 3
+    data, loss, queries = [(X, y)], nn.CrossEntropyLoss(), (X[:2], y[:2])
+    influence = Influence(model, loss, data, KroneckerGGN, DAMPING)
+    projected = ProjectedInfluence(model, loss, data)
+    before = influence.scores(queries), projected.scores(queries)
+    state = copy.deepcopy(model.state_dict())
+    influence.save(tmp_path / "factors")
+    changed: Any = model[0].weight if what == "weight" else model[1].running_mean
+    changed.data.flatten()[0] += 1e-3
+    loaded = Influence.load(tmp_path / "factors", model, loss, data)
+    for one in (influence, projected, loaded):
+        for scores in (one.scores, one.top):
+            with pytest.raises(RuntimeError, match=f"changed since {type(one).__name__} has"):
+                scores(*((1,) if scores == one.top else ()), queries)
+    with pytest.raises(RuntimeError, match="Build a new one"):
+        influence.self_scores()
+    for kind in ("identity", GGN):  # of no snapshot
+        new = Influence(model, loss, data, kind, DAMPING)
+        changed.data.flatten()[0] += 1e-3
+        again = Influence(model, loss, data, kind, DAMPING).scores(queries)
+        assert_close(new.scores(queries), again)
+    model.load_state_dict(state)
+    assert_close((influence.scores(queries), projected.scores(queries)), before)
+    assert_close(loaded.scores(queries), before[0])
+
+
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.arange(6.0).reshape(2, 3)
     tensors = {"a": whole.T, "b": whole[0], "c": whole}  # share their memory

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import chain
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
@@ -53,6 +56,27 @@ class Attribution:
         self._measure = measure
         self._use_converter = use_converter
         self.names = self._objective.names
+        self._weights = self._state_of_weights()
+
+    @torch.no_grad()
+    def _state_of_weights(self) -> list[float]:
+        """Return numbers that other parameters and buffers of the model do not have."""
+        tensors = chain(self._objective.model.parameters(), self._objective.model.buffers())
+        each = [x for x in tensors if x.is_floating_point()]
+        return [float(vector_norm(x, kind, dtype=torch.float64)) for x in each for kind in (1, 2)]
+
+    def _check_weights(self) -> None:
+        """Refuse weights that are not those of what was computed before.
+
+        Raises:
+            RuntimeError: If they are others.
+        """
+        pairs = zip(self._weights, self._state_of_weights(), strict=True)
+        if not all(isclose(was, now, rel_tol=1e-9) for was, now in pairs):
+            raise RuntimeError(
+                f"The weights of the model have changed since {type(self).__name__} has computed "
+                "what it knows of the training data: scores would be of neither. Build a new one."
+            )
 
     def scores(self, queries: Any, by: By = "model", folder: str | Path | None = None) -> Any:
         """Compute the influence of all training samples on queries.

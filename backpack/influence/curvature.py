@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,9 @@ BLOCK_ENTRIES = 2**25
 class Influence(Attribution):
     """Influence functions: a Newton step away from a sample.
 
-    Curvature is a snapshot of the model as it is when this is built. Gradients of samples are kept
-    as factors where that is smaller; those of queries as they are, or at low rank.
+    Structured curvature is a snapshot of the model as it is when this is built: other weights are
+    an error later. Gradients of samples are kept as factors where that is smaller; those of queries
+    as they are, or at low rank.
 
     Source: Koh, Liang, Understanding black-box predictions via influence functions (ICML 2017);
     with Kronecker factors Grosse et al., Studying large language model generalization with
@@ -167,6 +169,8 @@ class Influence(Attribution):
     def _each_batch(
         self, queries: Any, folder: str | Path | None, by_token: bool = False
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        if isinstance(self.curvature, SpectralOperator):
+            self._check_weights()
         flat = self._checked(flattened(self._of_queries(queries)))  # [Q, P]
         # with an operator of one process, these would be others on each
         directions = self._checked(self.precondition(flat.T).T)
@@ -199,6 +203,8 @@ class Influence(Attribution):
         found, weights = [], 0.0
         step = max(1, BLOCK_ENTRIES // sum(p.numel() for p in self._objective.params))
         with self._objective.telling():
+            if isinstance(self.curvature, SpectralOperator):
+                self._check_weights()
             for X, targets, counts in with_samples(self._objective):
                 weight, gradients = self._gradients(X, targets)
                 weights += weight * counts
@@ -228,7 +234,8 @@ class Influence(Attribution):
         elif self.curvature is not None:
             raise ValueError(f"{self.curvature!r} is matrix-free: there are no factors to save.")
         if not self._objective.rank:
-            save_tensors(path, tensors, {"damping": repr(self.damping), **self._shapes()})
+            known = {"damping": repr(self.damping), "weights": json.dumps(self._weights)}
+            save_tensors(path, tensors, {**known, **self._shapes()})
 
     def _shapes(self) -> dict[str, str]:
         own = self._objective.params
@@ -270,6 +277,8 @@ class Influence(Attribution):
         if "spectrum" in tensors:
             made.curvature = _spectral(tensors)
         made.damping = float(metadata["damping"])
+        if "weights" in metadata:
+            made._weights = json.loads(metadata["weights"])
         return made
 
 

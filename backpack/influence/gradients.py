@@ -205,6 +205,7 @@ class ProjectedInfluence(Attribution):
     ) -> Iterator[tuple[float, dict[str, Tensor]]]:
         if folder is not None:
             raise ValueError("Features are kept: there is nothing to write to a folder.")
+        self._check_weights()
         of_queries = torch.stack(self._of_queries(queries, self._projection)).sum(0)
         yield self._weight, {"": self._checked(of_queries) @ self._solved(self.features).T}
 
