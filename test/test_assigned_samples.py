@@ -317,33 +317,73 @@ def test_private_steps_with_other_features_of_nodes(said: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 1], [2, 1], [4, 1, 1]])
+class Received(Network):
+    """Nodes read what they receive: zeros, if that is nothing."""
+
+    def __init__(self, made_of: str, adds: str) -> None:
+        super().__init__()
+        self.made_of, self.adds = made_of, adds
+
+    def receive(self, h: Tensor, edges: Tensor) -> Tensor:
+        sent = h[edges[0]]
+        if self.made_of == "nodes":
+            zeros = torch.zeros_like(h)
+        else:
+            zeros = sent.new_zeros(len(h), h.shape[1])
+        if self.adds == "index_add":
+            return zeros.index_add(0, edges[1], sent)
+        index = edges[1].unsqueeze(1).expand_as(sent)
+        if self.adds == "scatter_add":
+            return zeros.scatter_add(0, index, sent)
+        return zeros.scatter_reduce(0, index, sent, "amax", include_self=False)
+
+    def forward(self, x: Tensor, edges: Tensor, numbers: Tensor, count: int) -> Tensor:
+        h = torch.tanh(self.first(self.receive(x, edges)))
+        h = torch.tanh(self.second(self.receive(h, edges)) + h)
+        return self.last(h.new_zeros(count, 5).index_add(0, numbers, h))
+
+
+@pytest.mark.parametrize("adds", ["index_add", "scatter_add", "scatter_reduce"])
 @pytest.mark.parametrize("made_of", ["nodes", "messages"])
-def test_nodes_that_receive_no_message(sizes: list[int], made_of: str) -> None:
-    """What a row of zeros belongs to is known of ``zeros_like``, not of zeros as many as edges."""
-
-    class Received(Network):
-        def forward(self, x: Tensor, edges: Tensor, numbers: Tensor, count: int) -> Tensor:
-            h = torch.tanh(self.first(x))
-            sent = h[edges[0]]
-            zeros = torch.zeros_like(h) if made_of == "nodes" else sent.new_zeros(len(h), 5)
-            h = torch.tanh(self.second(zeros.index_add(0, edges[1], sent)))
-            return self.last(h.new_zeros(count, 5).index_add(0, numbers, h))
-
-    plain, (x, _, numbers) = Received(), graphs(sizes)
-    first = int((numbers == sizes.index(max(sizes))).nonzero()[0])
-    edges = torch.tensor([[first, first + 1, first], [first + 1, first, first + 1]])
-    batch, count = (x, edges, numbers), len(sizes)
+@pytest.mark.parametrize(
+    ("sizes", "edges"),
+    [
+        ([1, 2, 1], [(1, 2), (2, 1), (1, 1)]),
+        ([1, 2, 1], [(1, 2)]),
+        ([4, 1, 1], [(0, 1), (1, 0), (0, 2)]),
+        ([3, 2, 4], [(0, 1), (4, 3), (5, 6), (6, 7)]),
+        ([1, 2, 3], [(3, 4), (4, 3)]),
+        ([2, 1], [(0, 1), (1, 0), (0, 1)]),
+    ],
+    ids=str,
+)
+def test_nodes_that_receive_no_message(
+    sizes: list[int], edges: list[tuple[int, int]], made_of: str, adds: str
+) -> None:
+    """Rows of zeros are those of nodes, unless there are as many messages of other graphs."""
+    plain, (x, _, numbers) = Received(made_of, adds), graphs(sizes)
+    batch, count = (x, torch.tensor(edges).T, numbers), len(sizes)
     model, lossfunc = (
         extend(copy.deepcopy(plain), use_converter="record"),
         extend(nn.CrossEntropyLoss()),
     )
     assign_samples(x, numbers)
     loss = lossfunc(model(*batch, count), targets(plain, batch, count))
-    is_told = made_of == "nodes"
+    is_told = made_of == "nodes" or len(edges) != len(x)
     refuses = nullcontext() if is_told else pytest.raises(ValueError, match="samples of the batch")
     with refuses, backpack(extensions.BatchGrad()):
         loss.backward()
     wanted, parameters = individual_gradients(plain, batch, count), [*model.parameters()]
     for i in trained(plain) if is_told else []:
         torch.testing.assert_close(parameters[i].grad_batch, wanted[i], **TOLERANCE)
+
+
+def test_graphs_without_nodes_where_there_are_as_many_nodes() -> None:
+    """A row of zeros may be that of a graph, or of a node of another one: it is refused."""
+    plain, (x, edges, _) = Network(), graphs([1, 2])
+    numbers = torch.tensor([0, 2, 2])
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    assign_samples(x, numbers)
+    loss = extend(nn.CrossEntropyLoss())(model(x, edges, numbers, 3), torch.arange(3))
+    with pytest.raises(ValueError, match="samples of the batch"), backpack(extensions.BatchGrad()):
+        loss.backward()

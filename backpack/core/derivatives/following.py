@@ -9,7 +9,7 @@ output entry spells the number of the only sample that it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -22,8 +22,10 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.evaluation import drawn, is_real
+from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
+from backpack.core.record.data_notes import assigned
 from backpack.core.record.functions import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.core.record.lookup import treatment
@@ -261,6 +263,10 @@ class Following:
                 continue
             if _contain([each], SEVERAL):
                 return None
+            completed = self._completed(each)
+            if completed is None:
+                return None
+            each = completed
             # what is the same for all samples has a row for each, if the axis for that is there
             is_constant = each.numel() > 0 and not bool((each > NONE).any())
             kept = (one for i, one in batched.items() if self._keeps_axis(i, each.shape))
@@ -270,7 +276,9 @@ class Following:
                 continue
             chosen = any(one.owners is not None for one in batched.values())
             if self.call.index < 0:  # rows of zeros may be of any sample, unless each has one
+                rows_of_samples = {tuple(range(self.samples))}
                 chosen &= len(each) == self.samples
+                chosen = chosen and _owners_of(len(each), assigned()) <= rows_of_samples
             if is_constant and layout is None and chosen and not len(each) % self.samples:
                 found.append((1, self.samples, None, True))  # none of the rows was chosen
                 continue
@@ -279,6 +287,30 @@ class Following:
                 return None
             found.append(layout.facts)
         return found
+
+    def _completed(self, numbers: Tensor) -> Tensor | None:
+        """Let rows that depend on no sample be of that which a program has assigned to such rows.
+
+        Nodes that receive no message have rows of zeros, as many as there are nodes. None if that
+        may be rows of something else: other samples of as many rows agree with what is known.
+        """
+        if self.treatment == CONSTANT or not _contain([numbers], NONE):
+            return numbers
+        known = _owners_of(len(numbers), assigned())
+        rows = numbers.unsqueeze(-1).flatten(1).amax(1)
+        if not known or not _contain([rows], NONE):
+            return numbers
+        for call in all_live_calls():
+            known |= _owners_of(len(rows), (*call.layouts_in, *call.layouts_out))
+        if len(rows) == self.samples:
+            known.add(tuple(range(self.samples)))
+        fitting = [own for own in map(rows.new_tensor, known) if _agree(rows, own)]
+        if len(fitting) > 1:
+            return None
+        for own in fitting:
+            own = own.reshape(-1, *(1,) * (numbers.dim() - 1))
+            numbers = torch.where(numbers == NONE, own, numbers)
+        return numbers
 
     def _keeps_axis(self, i: int, shape: Size) -> bool:
         """Whether a tensor has as many rows for samples as an input, along the same axis."""
@@ -421,7 +453,8 @@ class Following:
     def _varied(self) -> list[int]:
         """Number the inputs that other values may replace: others may be indices.
 
-        Private functions of torch do not check those, and would write anywhere in memory.
+        Indices that are the same for all samples stay what they are, where samples have rows in any
+        order. Private functions of torch do not check those, and would write anywhere in memory.
         """
         function = getattr(self.call.module, "function", None)
         name = getattr(function, "__name__", "")
@@ -432,6 +465,7 @@ class Following:
             for i, (x, layout) in pairs
             if layout is not None
             and (is_real(x) or (checks and layout.is_batched and isinstance(x, Tensor)))
+            and (is_real(x) or layout.owners is None or not layout.is_constant)
         ]
 
     def _tried(self) -> list[Tensor] | None:
@@ -528,6 +562,17 @@ class Following:
 
     def _outputs(self, values: Mapping[int, Tensor]) -> list[Tensor]:
         return self.evaluate([values.get(i, x) for i, x in enumerate(self.call.inputs)])
+
+
+def _owners_of(rows: int, layouts: Iterable[Layout | None]) -> set[tuple[int, ...]]:
+    """List the samples of so many rows, where they are in any order along the first axis."""
+    each = {id(one.owners): one.owners for one in layouts if one is not None and one.before == 1}
+    return {own.numbers for own in each.values() if own is not None and len(own.numbers) == rows}
+
+
+def _agree(rows: Tensor, own: Tensor) -> bool:
+    """Whether rows that depend on a sample depend on that of the same place in ``own``."""
+    return bool(((rows == own) | (rows == NONE)).all())
 
 
 def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:

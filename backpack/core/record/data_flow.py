@@ -181,6 +181,7 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
             "assign_samples: entries that one axis has in common belong to several samples. Let "
             "the samples be along one axis."
         )
+    layout.is_assigned = True
     note(tensor, layout)
     return tensor
 

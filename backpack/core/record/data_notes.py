@@ -170,6 +170,12 @@ def noted(tensor: Tensor) -> Layout | None:
     return found[1]
 
 
+def assigned() -> list[Layout]:
+    """List where the samples are in the data that a program has said so of."""
+    notes = [_of_data, *(inputs.notes for inputs in _calls.running)]
+    return [layout for each in notes for _, layout, _ in [*each.values()] if layout.is_assigned]
+
+
 def layout_of(x: Any) -> Layout | None:
     """Return where the samples of a tensor are, if that is known."""
     if not isinstance(x, Tensor):

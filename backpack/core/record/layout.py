@@ -147,11 +147,20 @@ class Layout:
         is_constant: Whether the entries are the same for all samples, such as those of
             ``x.new_ones(T, T)``: nothing is lost if the axis turns out to be another one. Without
             samples, such as ``torch.ones(T, T)``: there may turn out to be an axis for them.
+        is_assigned: Whether a program has said so.
         on_correction: Called when the place of the samples in any layout was corrected: what was
             found out before has to be found out again.
     """
 
-    __slots__ = ("_facts", "_merged_into", "_sources", "is_constant", "lost", "owners")
+    __slots__ = (
+        "_facts",
+        "_merged_into",
+        "_sources",
+        "is_assigned",
+        "is_constant",
+        "lost",
+        "owners",
+    )
     on_correction: ClassVar[Callable[[], None]]
 
     def __init__(
@@ -167,6 +176,7 @@ class Layout:
         """Store where the samples are, and the layouts that this one was derived from."""
         self.owners = owners
         self.is_constant = is_constant
+        self.is_assigned = False
         self.lost: str | None = None
         self._facts = (before, samples, assumed, dims)
         self._merged_into: Layout | None = None
