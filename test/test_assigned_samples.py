@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack import assign_samples, backpack, extend, extensions
+from backpack.influence import Influence
+from backpack.linalg import EmpiricalFisher, KroneckerGGN
 from backpack.optim import DPSGD
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -387,3 +389,42 @@ def test_graphs_without_nodes_where_there_are_as_many_nodes() -> None:
     loss = extend(nn.CrossEntropyLoss())(model(x, edges, numbers, 3), torch.arange(3))
     with pytest.raises(ValueError, match="samples of the batch"), backpack(extensions.BatchGrad()):
         loss.backward()
+
+
+class OfOne(nn.Module):
+    """Takes what the network takes as one argument."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.network(*batch)
+
+
+@pytest.mark.parametrize("readout", ["sum", "nodes"])
+def test_second_moments_of_the_gradients_of_graphs(readout: str) -> None:
+    """Operators add up nodes of a graph, and divide by the terms of the loss; or they refuse."""
+    plain, batches, count = Network("sum", readout), [graphs([3, 2, 4]), graphs([2, 1])], [3, 2]
+    model, loss = OfOne(copy.deepcopy(plain)), nn.CrossEntropyLoss()
+    rows, data = [], []
+    for batch, n in zip(batches, count, strict=True):
+        y = targets(plain, batch, n)
+        individual = individual_gradients(plain, batch, n)
+        rows.append(torch.cat([individual[i].flatten(1) for i in trained(plain)], 1) * len(y))
+        assign_samples(batch[0], batch[2])
+        data.append(((*batch, n), y))
+    terms, of_each = sum(len(y) for _, y in data), torch.cat(rows)
+    params = [p for i, p in enumerate(model.parameters()) if i in trained(plain)]
+    options: dict[str, Any] = {"params": params, "progress": False}
+    expected = of_each.T @ of_each / terms
+    scores = Influence(model, loss, data, "identity", **options).self_scores()
+    torch.testing.assert_close(scores, of_each.square().sum(1) / terms)
+    blocks = KroneckerGGN(model, loss, data, fisher="empirical", **options).to_dense()
+    torch.testing.assert_close(blocks[-3:, -3:], expected[-3:, -3:])  # the last bias
+    fisher = EmpiricalFisher(model, loss, data, **options)
+    if readout == "nodes":
+        with pytest.raises(NotImplementedError, match=r"9 rows of the output.* belong to 3"):
+            fisher.to_dense()
+    else:
+        torch.testing.assert_close(fisher.to_dense(), expected)

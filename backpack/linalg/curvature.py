@@ -18,6 +18,7 @@ from backpack.core.derivatives.loss_hessian import LossHessian
 from backpack.core.derivatives.lossbase import BaseLossDerivatives
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.record.alive import live_calls
+from backpack.core.record.data_notes import assigned
 from backpack.core.record.functions import weight_of_norm
 from backpack.core.record.generators import OwnGenerators
 from backpack.core.record.visits import Visit
@@ -267,8 +268,9 @@ class EmpiricalFisher(JacobianOperator):
     """The empirical Fisher information: the second moment of the samples' gradients.
 
     ``F = 1/W sum_n ∇ℓ_n ∇ℓ_nᵀ``, where ``ℓ_n`` is the sum of the terms of the loss that belong to
-    sample n, the n-th entry along the axis of the output that has the samples, and W is the number
-    (or weight) of all terms for ``reduction="mean"``, 1 for ``"sum"``. For one term for each sample
+    sample n, the n-th entry along the axis of the output that has the samples (several entries of
+    one that was assigned are an error), and W is the number (or weight) of all terms for
+    ``reduction="mean"``, 1 for ``"sum"``. For one term for each sample
     (classification), that is the mean over the samples. If a sample has several terms (positions,
     outputs), its gradient is that of all of them. The scale is that of the GGN: with targets
     that are drawn from the model's likelihood, F has the expectation G, and the same W.
@@ -285,7 +287,15 @@ class EmpiricalFisher(JacobianOperator):
         # with the mean, each of the two gradients has the factor 1 / weight, F has it once
         (gradient,) = grad(loss, prediction)
 
-        axis = 1 + self._objective.axis(X, prediction)
+        place = self._objective.place(X, prediction)
+        numbers = () if place.owners is None else place.owners.numbers
+        if len({*numbers}) < len(numbers) and assigned():
+            raise NotImplementedError(
+                f"EmpiricalFisher takes the {len(prediction)} rows of the output for samples, but "
+                f"they belong to {place.samples} (assign_samples). Use "
+                "KroneckerGGN(fisher='empirical'), or let the model return a row for each sample."
+            )
+        axis = 1 + place.axis
 
         def curvature(tangents: Tensor) -> Tensor:
             along = (gradient * tangents).movedim(axis, 1).unsqueeze(-1).flatten(2).sum(2)  # [V, N]

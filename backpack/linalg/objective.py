@@ -19,6 +19,7 @@ from backpack.core.derivatives.terms import REDUCTIONS, num_terms, torch_loss
 from backpack.core.engine.checks import check_one_process
 from backpack.core.record.data_notes import layout_of
 from backpack.core.record.generators import evaluated_apart
+from backpack.core.record.layout import Place
 from backpack.distributed.data_group import DataGroup, telling
 from backpack.distributed.shards import is_sharded
 from backpack.linalg.extended import extended
@@ -84,7 +85,7 @@ class Objective:
         self.data = data
         self.progress = progress
         self.use_converter = use_converter
-        self._axis: int | None = None
+        self._place: Place | None = None
         own = list(model.parameters())
         given = [p for p in own if p.requires_grad] if params is None else list(params)
         self.params = tuple(given)
@@ -197,21 +198,21 @@ class Objective:
 
         See :func:`backpack.core.derivatives.terms.num_terms`.
         """
-        return num_terms(self.loss_function, output, targets, lambda: self.axis(X, output))
+        return num_terms(self.loss_function, output, targets, lambda: self.place(X, output).axis)
 
-    def axis(self, X: Any, output: Any) -> int:
-        """Return the axis of the output along which the samples are: that of the first batch.
+    def place(self, X: Any, output: Any) -> Place:
+        """Return where the samples are in the output: where they are in that of the first batch.
 
         It is known of what an extended model has computed; any other one is extended for a pass.
         """
-        if self._axis is None and any(y.dim() > 1 for y in tensors_of(output)):
+        if self._place is None and any(y.dim() > 1 for y in tensors_of(output)):
             places = _places(output)
             if not places:
                 recorded = extended(self.model, self.use_converter or "record")
                 with recorded as model, torch.enable_grad(), backpack():
                     places = _places(call("An operator over a data set", model, X))
-            self._axis = next(iter(places), 0)
-        return self._axis or 0
+            self._place = next(iter(places), Place())
+        return self._place or Place()
 
     def norm(self, weights: float) -> float:
         """Return what a sum over the batches is divided by, for a sum of their weights.
@@ -228,11 +229,11 @@ class Objective:
         return with_bar(self.data, "batches", self.progress, delay=1)
 
 
-def _places(output: Any) -> list[int]:
-    """List the axes of the samples, where they are known and an output has several axes."""
+def _places(output: Any) -> list[Place]:
+    """List where the samples are, where that is known and an output has several axes."""
     known = [(y, layout_of(y)) for y in tensors_of(output) if y.dim() > 1]
     places = [layout.place(y.shape) for y, layout in known if layout is not None]
-    return [place.axis for place in places if place is not None]
+    return [place for place in places if place is not None]
 
 
 def flattened(parts: Iterable[Tensor]) -> Tensor:
