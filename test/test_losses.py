@@ -1040,6 +1040,20 @@ def test_coupling_of_any_two_samples_is_found() -> None:
             assert rule.couples_samples_unseen(seen(loss).call) == (i != j)
 
 
+def test_values_of_other_samples_are_found() -> None:
+    """Also where no gradient passes to the sample that they are of."""
+
+    class Detached(nn.Module):
+        def forward(self, f: Tensor, i: int, j: int) -> Tensor:
+            return f.square().sum() + 0.01 * f[i, 1].item() * f[j, 2]
+
+    model, loss = extend(network(SETTING)), Detached()
+    for i in range(N):
+        for j in range(N):
+            rule, _out = start(loss, model(data()), i, j)
+            assert rule.couples_samples_unseen(seen(loss).call) == (i != j)
+
+
 @pytest.mark.parametrize(
     ("loss", "arguments", "mixes"),
     [

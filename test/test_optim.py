@@ -1694,6 +1694,40 @@ def test_dp_sgd_refuses_losses_that_mix_samples(
         optimiser.step()
 
 
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda z, y: 1 / torch.bincount(y, minlength=3)[y],
+        lambda z, y: 1 / len(y.unique()),
+        lambda z, y: 1 + int(y.max()),
+        lambda z, y: 1 + z[0, 0].item(),
+        lambda z, y: 1 + z[3, 0].detach(),
+        lambda z, y: z.detach().square().sum(1).softmax(0),
+    ],
+    ids=["counts", "number of classes", "largest", "first", "last", "softmax"],
+)
+def test_dp_sgd_refuses_losses_with_values_of_other_samples(factor: Any) -> None:
+    """No gradient passes to those."""
+
+    class Weighed(nn.Module):
+        reduction = "mean"
+
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            each = nn.functional.cross_entropy(z, y, reduction="none")
+            return (factor(z, y) * each).mean()
+
+    model = extend(nn.Linear(3, 3))
+    optimiser = DPSGD(
+        model.parameters(), 0.1, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=8
+    )
+    with backpack(optimiser.extension):
+        extend(Weighed())(
+            model(torch.rand(8, 3)), torch.tensor([0, 2, 0, 1, 2, 2, 1, 2])
+        ).backward()
+    with pytest.raises(ValueError, match=r"depend on other samples.*Weighed"):
+        optimiser.step()
+
+
 @pytest.mark.parametrize("fails", [True, False], ids=["once", "random"])
 def test_dp_sgd_refuses_losses_that_cannot_be_evaluated_again(fails: bool) -> None:
     """None of them is said to mix samples, and none not to do so."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial, reduce
-from math import prod
+from itertools import combinations, count, islice
+from math import comb, prod
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -137,8 +138,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         """Return whether a sample's gradient depends on other samples; None if it is not known.
 
         On their predictions (then theirs on those of the sample as well), or on all other tensors
-        that have a row for each sample. It is evaluated for others, whose numbers have a 1 at some
-        place in binary: any two samples differ in one of them.
+        that have a row for each sample. It is evaluated for other ones, see :func:`_selections`.
         """
         try:
             with alone():
@@ -163,11 +163,11 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         if not varied:
             return False
 
-        def gradients(bit: int | None = None) -> list[Tensor]:
+        def gradients(alike: Set[int] | None = None) -> list[Tensor]:
             leaves = [*inputs]
-            if bit is not None:
+            if alike is not None:
                 for i, place in varied.items():
-                    leaves[i] = _changed(inputs[i], place, bit)
+                    leaves[i] = _changed(inputs[i], place, alike)
             for i in given:
                 leaves[i] = leaves[i].detach().requires_grad_()
             with torch.enable_grad():  # copies: it may write on them
@@ -178,10 +178,10 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
             return [p.to_canonical(g) for p, g in zip(given.values(), found, strict=True)]
 
         before = evaluated_alike(gradients)
-        for bit in range((given[first].samples - 1).bit_length()):
-            after = evaluated_alike(partial(gradients, bit))
+        for alike in _selections(given[first].samples):
+            after = evaluated_alike(partial(gradients, alike))
             for b, a, place in zip(before, after, given.values(), strict=True):
-                kept = _kept(len(b), place.samples, bit)
+                kept = _kept(len(b), place.samples, alike)
                 if not is_same(b[kept], a[kept]):
                     again = evaluated_alike(gradients)  # it may draw from a generator of its own
                     return True if all(map(is_same, before, again)) else None
@@ -397,15 +397,30 @@ def _has_rows(x: Any, rows: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows
 
 
-def _kept(rows: int, samples: int, bit: int) -> list[int]:
-    """Number the rows of samples whose number has a 0 at a place in binary."""
-    return [row for row in range(rows) if not row // (rows // samples) >> bit & 1]
+def _selections(samples: int) -> list[Set[int]]:
+    """Choose samples to keep: of any two, each is kept once where the other one is not.
+
+    They have codes of equally many ones. What depends on one of them need not do so on the other,
+    where values are detached. In the end, the first one is kept alone.
+    """
+    length = next(k for k in count() if comb(k, k // 2) >= samples)
+    codes = [*islice(combinations(range(length), length // 2), samples)]
+    return [*[{n for n in range(samples) if k not in codes[n]} for k in range(length)], {0}]
 
 
-def _changed(x: Tensor, place: Place, bit: int) -> Tensor:
-    """Change all rows but those of :func:`_kept`."""
+def _kept(rows: int, samples: int, numbers: Set[int]) -> list[int]:
+    """Number the rows of some samples."""
+    return [row for row in range(rows) if row // (rows // samples) in numbers]
+
+
+def _changed(x: Tensor, place: Place, numbers: Set[int]) -> Tensor:
+    """Change the rows of all samples but some; indices to those of one, if that is all."""
     own = place.to_canonical(x.detach())
-    other = with_other_samples(own, 0, _kept(len(own), place.samples, bit))
+    kept = _kept(len(own), place.samples, numbers)
+    if len(numbers) == 1 and not own.is_floating_point():
+        other = own[kept].repeat(place.samples, *(1,) * (own.dim() - 1))
+    else:
+        other = with_other_samples(own, 0, kept)
     return place.from_canonical(other.unsqueeze(0), place.rows_per_sample(x.shape)).squeeze(0)
 
 
