@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from backpack import assign_samples, backpack, extend, extensions
+from backpack.core.record.data_notes import layout_of
 from backpack.influence import Influence
 from backpack.linalg import EmpiricalFisher, KroneckerGGN
+from backpack.linalg.objective import Objective
 from backpack.optim import DPSGD
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -428,3 +430,16 @@ def test_second_moments_of_the_gradients_of_graphs(readout: str) -> None:
             fisher.to_dense()
     else:
         torch.testing.assert_close(fisher.to_dense(), expected)
+
+
+def test_operators_move_data_that_were_assigned() -> None:
+    """The samples of data on another device than the model are those that they were."""
+    (x, edges, numbers), table = graphs([3, 2]), torch.rand(5, 2)
+    assign_samples(x, numbers), assign_samples(table, None)
+    model = nn.Linear(4, 3, device="meta")
+    objective = Objective(model, nn.CrossEntropyLoss(), [((x, table, edges), numbers)], None, False)
+    ((X, _),) = objective
+    layouts = [layout_of(one) for one in X]
+    assert [one.device.type for one in X] == ["meta"] * 3
+    assert layouts[:2] == [layout_of(x), layout_of(table)]
+    assert layouts[2] is None

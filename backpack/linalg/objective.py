@@ -17,7 +17,7 @@ from backpack import backpack
 from backpack.context import disable
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms, torch_loss
 from backpack.core.engine.checks import check_one_process
-from backpack.core.record.data_notes import layout_of
+from backpack.core.record.data_notes import layout_of, moved
 from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Place
 from backpack.distributed.data_group import DataGroup, telling
@@ -154,7 +154,7 @@ class Objective:
                     f"Each batch of the data must be a tuple (X, y), got {type(batch).__name__}. "
                     "A single batch is data=[(X, y)]."
                 )
-            X, *targets = map_tensors(lambda x: x.to(device), tuple(batch))
+            X, *targets = map_tensors(lambda x: moved(x, device), tuple(batch))
             yield X, targets
             is_empty = False
         if is_empty:

@@ -158,7 +158,9 @@ def assign_samples(tensor: Tensor, numbers: Tensor | None, samples: int | None =
     if tensor.requires_grad:
         raise ValueError("assign_samples is for data: detach() a tensor that requires a gradient.")
     if numbers is None:
-        note(tensor, unbatched())
+        of_none = unbatched()
+        of_none.is_assigned = True
+        note(tensor, of_none)
         return tensor
     is_integer = not (numbers.is_floating_point() or numbers.is_complex())
     if not is_integer or numbers.shape not in (tensor.shape, tensor.shape[:1]) or not tensor.dim():

@@ -176,6 +176,14 @@ def assigned() -> list[Layout]:
     return [layout for each in notes for _, layout, _ in [*each.values()] if layout.is_assigned]
 
 
+def moved(x: Tensor, device: Any) -> Tensor:
+    """Return a tensor on a device, with what a program has said of its samples."""
+    there, known = x.to(device), noted(x)
+    if there is not x and known is not None and known.is_assigned:
+        note(there, known)
+    return there
+
+
 def layout_of(x: Any) -> Layout | None:
     """Return where the samples of a tensor are, if that is known."""
     if not isinstance(x, Tensor):
