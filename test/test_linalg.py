@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -1406,6 +1407,16 @@ def test_outputs_with_the_steps_first(of_layer: bool, own: bool) -> None:
         Influence(model, loss, each, **damping).scores((X, y)) for each in (data, [(X, y)])
     )
     assert_close(parts, whole)
+
+
+def test_plain_operators_do_not_tell_what_cannot_be_extended() -> None:
+    """They look where the samples are, and need nothing else of an extended model."""
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Tanh()), nn.Linear(4, 2))
+    data = [(torch.rand(n, 3), torch.rand(n, 2)) for n in (3, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in (EmpiricalFisher, Hessian):
+            kind(model, MeanOfSquares(), data, progress=False).to_dense()
 
 
 class Named(nn.Module):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack import backpack
 from backpack.context import disable
+from backpack.core.derivatives.evaluation import quietly
 from backpack.core.derivatives.terms import REDUCTIONS, num_terms, torch_loss
 from backpack.core.engine.checks import check_one_process
 from backpack.core.record.data_notes import layout_of, moved
@@ -209,7 +210,7 @@ class Objective:
             places = _places(output)
             if not places:
                 recorded = extended(self.model, self.use_converter or "record")
-                with recorded as model, torch.enable_grad(), backpack():
+                with quietly(), recorded as model, torch.enable_grad(), backpack():
                     places = _places(call("An operator over a data set", model, X))
             self._place = next(iter(places), Place())
         return self._place or Place()

@@ -101,7 +101,7 @@ class Evaluation:
             return False
         # the first alone, and two in another order: what a row is may depend on its number
         for rows in ([0], [self.num_samples - 1, 0]):
-            with torch.no_grad(), _quietly():
+            with torch.no_grad(), quietly():
                 try:
                     alone = self.outputs({}, self._narrowed(rows))
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
@@ -229,7 +229,7 @@ class Evaluation:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Show no warnings, such as that one sample has no standard deviation.
 
     The filters are those of all threads: of two at once, one would keep what the other had set.
