@@ -882,6 +882,28 @@ def test_what_is_not_extended_is_noticed_where_others_are_used() -> None:
     assert any("reached no extended module" in message for message in warnings_of(program))
 
 
+@pytest.mark.parametrize("child", [None, nn.Identity()], ids=["leaf", "container"])
+@pytest.mark.parametrize("ext", [BatchGrad(), DiagGGNExact()], ids=repr)
+def test_parameters_of_a_module_that_is_never_called(ext: Any, child: nn.Module | None) -> None:
+    """Its parent reads them: they have no quantity, which is told."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.holder, self.layer = nn.Module(), nn.Linear(3, 2)
+            self.holder.child, self.holder.factor = child, nn.Parameter(torch.rand(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * self.holder.factor)
+
+    model, lossfunc = extend(Reads()), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(N, 3)), torch.rand(N, 2))
+    with pytest.warns(UserWarning, match=r"a parameter of shape \[3\] ") as caught, backpack(ext):
+        loss.backward()
+    assert len(caught) == 1
+    assert [hasattr(p, ext.savefield) for p in model.parameters()] == [False, True, True]
+
+
 def test_inner_context_that_silences_the_outer_one() -> None:
     def program() -> None:
         loss = loss_of(mlp())

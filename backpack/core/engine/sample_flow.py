@@ -41,7 +41,7 @@ from backpack.core.engine.paths import (
 from backpack.core.engine.results import Writer
 from backpack.core.engine.spread import shape_of, spread
 from backpack.core.record import data_flow
-from backpack.core.record.alive import is_used
+from backpack.core.record.alive import all_live_calls, is_used
 from backpack.core.record.given import Given
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import (
@@ -131,6 +131,7 @@ class SampleFlow:
         self.single: dict[str, int] = {}
         self.chosen: set[int] = set()
         self.parameters: list[Mapping[str, Parameter]] = []  # that visited calls train
+        self.told: list[Parameter] = []  # those of containers, which tell of them
         # those not told yet, and whether they are some in any case, not those of layers alone
         self.foreign_uses: list[tuple[Visit, Tensor, bool]] = []
         # the call with parameters that comes next, and its number of samples
@@ -151,6 +152,8 @@ class SampleFlow:
         Without parameters of this call or one before, nothing is computed.
         """
         rule = call.derivatives
+        if call.is_container:
+            self.told += call.params.values()
         if call.trained and rule is not None:
             self.parameters.append(call.trained)
             # those that functions have computed
@@ -220,15 +223,21 @@ class SampleFlow:
                 self.foreign_uses.append((call, leaf, is_certain))
 
     def is_of_layer(self, parameter: Tensor) -> bool:
-        """Whether a layer of a model has a parameter, be it called or not.
+        """Whether a module of a model has a parameter, be it called or not.
 
-        A container that was converted has no rule, and its parameters have quantities all the same.
+        A container that was called tells of its own parameters; one that was converted does not,
+        which have quantities all the same.
         """
+        told = (
+            p
+            for call in all_live_calls()
+            if call.is_container and "_backpack_converted" not in vars(call.called)
+            for p in call.params.values()
+        )
         models = (given.module.modules() for given in self.given)
-        return any(
+        return not any(parameter is p for p in chain(self.told, told)) and any(
             parameter is p
             for module in chain(CTX.extended(), *models)
-            if derivatives_of(module) is not None or "_backpack_converted" in vars(module)
             for p in module._parameters.values()
         )
 
