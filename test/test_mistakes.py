@@ -1753,6 +1753,25 @@ def test_factor_of_a_loss_of_rows(function: Callable[[Tensor], Tensor], converte
         torch.testing.assert_close(tuple(p.grad_batch[n] for p in model.parameters()), truth)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("converter", [False, "record"])
+def test_learned_noise_of_an_activation_module(converter: Any, shape: tuple[int, ...]) -> None:
+    """It has no quantity, and none is looked for: those of the model are those of a constant."""
+    torch.manual_seed(0)
+    model, noise = nn.Sequential(nn.Linear(3, 2), nn.Softplus()), torch.full(shape, 0.5)
+    X, y = torch.rand(N, 3), torch.rand(N, 2)
+    found, raw = [], nn.Parameter(noise.expm1().log())
+    for learned in (False, True):
+        extended = extend(copy.deepcopy(model), use_converter=converter)
+        optimiser = DPSGD(extended.parameters(), **PRIVATE)
+        errors, scale = (extended(X) - y).square(), extended[1](raw) if learned else noise
+        with backpack(BatchGrad(), *optimiser.extensions):
+            (errors / scale + scale.log()).mean().backward()
+        found.append(extended[0].weight.grad_batch)
+        optimiser.step()
+    torch.testing.assert_close(*found)
+
+
 def test_numbers_that_a_loss_has_stored() -> None:
     for matrix, count in ((ONE, 0), (FULL, 1), (ONE, 0), (FULL, 1)):
         function = lambda z, m=matrix: F.cross_entropy(m.to(z) @ z, LABELS)  # noqa: E731

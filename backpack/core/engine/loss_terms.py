@@ -110,6 +110,9 @@ class LossTerms:
                 continue
             self.leaves |= _readers_of_leaves(path)
             self.hidden.watch(filter(is_foreign_function, path.nodes), CTX.extended())
+            # what parameters alone have been made of is a constant to the samples
+            depends = {k: m for k, m in path.sources.items() if not m.layout or m.layout.is_batched}
+            path = path._replace(sources=depends)
             if not path.nodes or not path.sources:
                 continue
             batched = {key: m for key, m in path.sources.items() if samples_in(m)}

@@ -27,18 +27,25 @@ def separate_samples(plan: Plan) -> None:
     """Find each sample's gradient where a tensor has no samples: autograd has summed over them.
 
     Only calls that combine such a tensor with one that has samples, and calls above them, take
-    part.
+    part; a tensor in which no call with trained parameters has a part needs none.
     """
-    alone = next(filter(attrgetter("is_unbatched"), plan.calls), None)
-    if alone is None:
+    if not any(map(attrgetter("is_unbatched"), plan.calls)):
         return
-    plan.check_one_batch_for_all(alone)
+    alone: list[Visit] = []
+    trained: set[Origin | None] = set()
+    for call in plan.calls:
+        if call.trained or not trained.isdisjoint(call.origins_in):
+            trained |= {*call.origins_out} - {None}
+            alone += [call] if call.is_unbatched else []
+    if not alone:
+        return
+    plan.check_one_batch_for_all(alone[0])
     cotangents: dict[Origin, Factor] = {}
-    apart = {o for call in plan.calls if call.is_unbatched for o in call.origins_out}
+    apart = {o for call in alone for o in call.origins_out}
     for call in reversed(plan.calls):
         if call in plan.losses or call.derivatives is None:
             continue
-        if call.is_unbatched:
+        if call in alone:
             found = fetch(call, cotangents)
             mats = [None] * len(call.outputs) if found is None else found[1]
             call.g_samples = [None if mat is None else mat.squeeze(0) for mat in mats]
