@@ -107,6 +107,12 @@ def shifted(m: Any, x: Tensor) -> Tensor:
     return m.head(m.layer(later)).sum(1)
 
 
+def data_and_a_row_for_each(m: Any, x: Tensor) -> Tensor:
+    """The first step of an autoregressive flow: what is known of every sample are zeros."""
+    rows = m.layer(torch.zeros(x.shape, dtype=x.dtype))
+    return m.head(torch.stack([x[..., 0] - rows[..., 0], x[..., 1], x[..., 2]], -1)).sum(1)
+
+
 def written_through_a_view(m: Any, x: Tensor) -> Tensor:
     h = m.layer(x).transpose(1, 2)
     h /= 2
@@ -317,6 +323,7 @@ FORWARDS: dict[str, Forward] = {
     "shifted data": shifted,
     "split for each sample": split_for_each_sample,
     "padded again": padded_again,
+    "data and a row for each": data_and_a_row_for_each,
     "written through a view": written_through_a_view,
     "changed through a view": changed_through_a_view,
     "views of what changed": views_of_what_changed,

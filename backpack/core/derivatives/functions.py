@@ -73,11 +73,11 @@ class SumModuleDerivatives(FunctionDerivatives):
         return None
 
     def _is_plain_sum(self, c: Context) -> bool:
-        """Whether all inputs have the shape of the output, and all of them have samples or none."""
+        """Whether all inputs have the shape of the output, and samples if that has some."""
         if {x.shape for x in c.inputs if isinstance(x, Tensor)} != {c.output.shape}:
             return False
-        axes = self.axes_in(c)
-        return len({axes[i] is None for i in c.saved["needed"]}) < 2
+        axes, has_none = self.axes_in(c), c.call.is_unbatched
+        return all((axes[i] is None) == has_none for i in c.saved["needed"])
 
     def jvp(self, c: Context, t: Any) -> Any:
         """Add the tangents."""
