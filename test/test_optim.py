@@ -1500,6 +1500,29 @@ class MaskInside(LossInside):
         return super().forward(x[y != 1], y[y != 1])
 
 
+class Nonzero(nn.Module):
+    """The mean of what is not zero: of all samples, as long as no loss is."""
+
+    def forward(self, losses: Tensor) -> Tensor:
+        return losses[losses != 0].mean()
+
+
+class Mean(nn.Module):
+    def forward(self, losses: Tensor) -> Tensor:
+        return losses[ORDER].mean()
+
+
+class Reduced(nn.Module):
+    """A loss with a module that reduces those of the samples."""
+
+    def __init__(self, reducer: nn.Module) -> None:
+        super().__init__()
+        self.reducer = reducer
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.reducer(nn.functional.cross_entropy(x, y, reduction="none"))
+
+
 def of_mask(x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return nn.functional.cross_entropy(x[y != 1], y[y != 1], **options)
 
@@ -1540,6 +1563,8 @@ LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "function, of a mask, summed": (partial(of_mask, reduction="sum"), LABELS, True),
     "classes, of rows": (lambda x, y: CLASSES(x[[0, 1, 4]], y[[0, 1, 4]]), LABELS, False),
     "classes, in another order": (lambda x, y: CLASSES(x.flip(0)[ORDER], y[ORDER]), LABELS, True),
+    "reduced": (Reduced(Mean()), LABELS, True),
+    "reduced, of what is not zero": (Reduced(Nonzero()), LABELS, False),
     "own, of a mask": (lambda x, y: (x - y).square()[VALUES > 0].mean(), VALUES[:, None], False),
 }
 

@@ -173,7 +173,7 @@ class SampleFlow:
             if self.looks_at_loss:
                 self._note(call, rule.divides_by_targets(call), self.data, f", {DIVIDES}")
         if self.looks_at_loss and not call.shape_out[0]:
-            self._note_chosen(call, paths)
+            self._note_chosen(call, paths, is_loss)
         if self.looks_at_loss and is_loss:
             self._note_reduction(call)
 
@@ -249,15 +249,17 @@ class SampleFlow:
         if len(roots) == 1 and origin(roots[0]) in call.origins_out and name and shape:
             self.reduction = LossReduction(name, describe(call.module), shape)
 
-    def _note_chosen(self, call: Visit, paths: Mapping[int, Path]) -> None:
+    def _note_chosen(self, call: Visit, paths: Mapping[int, Path], is_loss: bool) -> None:
         """Note a mean over chosen rows, which divides by their number."""
+        layout, path, is_mean = call.layouts_in[0], paths.get(0), True
         if "mean" not in (getattr(call.module, what, None) for what in ("reduction", "name")):
-            return
-        layout, path = call.layouts_in[0], paths.get(0)
+            layout, is_mean = None, False
+            node: Any = torch._C._current_autograd_node()  # the functions of the loss itself
+            path = path_above(node, 0, opens_losses=True) if is_loss else None
         owners = None if layout is None else layout.owners
         counts = set() if path is None else {*map(samples_in, path.sources.values())} - {0, 1}
         if (owners is not None and not owners.is_even) or (
-            path is not None and averages_chosen(path, counts, is_mean=True)
+            path is not None and averages_chosen(path, counts, is_mean)
         ):
             self.data[f"{describe(call.module)}, {DIVIDES}"] = None
 
