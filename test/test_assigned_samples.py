@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -443,3 +444,39 @@ def test_operators_move_data_that_were_assigned() -> None:
     assert [one.device.type for one in X] == ["meta"] * 3
     assert layouts[:2] == [layout_of(x), layout_of(table)]
     assert layouts[2] is None
+
+
+class Receives(nn.Module):
+    """A leaf that sums messages along the last axis but one."""
+
+    def forward(self, messages: Tensor, target: Tensor, nodes: int) -> Tensor:
+        shape = (*messages.shape[:-2], nodes, messages.shape[-1])
+        return messages.new_zeros(shape).index_add(-2, target, messages)
+
+
+class Stacks(Network):
+    """Two stacks of layers, whose nodes are along the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__(readout="mean")
+        self.receives = Receives()
+
+    def messages(self, h: Tensor, edges: Tensor) -> Tensor:
+        stacked = torch.stack([h, h.sin()])
+        return self.receives(stacked[:, edges[0]], edges[1], len(h)).sum(0)
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3], [3, 2, 4]], ids=str)
+def test_leaves_without_parameters_that_see_nodes_behind_another_axis(sizes: list[int]) -> None:
+    plain, batch, count = Stacks(), graphs(sizes), len(sizes)
+    model = extend(copy.deepcopy(plain), use_converter="record")
+    lossfunc = extend(nn.CrossEntropyLoss())
+    assign_samples(batch[0], batch[2])
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        warnings.simplefilter("error")
+        lossfunc(model(*batch, count), targets(plain, batch, count)).backward()
+    individual = individual_gradients(plain, batch, count)
+    diagonals, parameters = ggn_diagonals(plain, batch, count), [*model.parameters()]
+    for i in trained(plain):
+        torch.testing.assert_close(parameters[i].grad_batch, individual[i], **TOLERANCE)
+        torch.testing.assert_close(parameters[i].diag_ggn_exact, diagonals[i], **TOLERANCE)
