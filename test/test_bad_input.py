@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import oracle
@@ -20,6 +21,7 @@ from backpack.core.record.registry import REGISTRY
 from backpack.custom_module.branching import SumModule
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.optim import DPSGD
 
 N = 4
 FIRST = [extensions.BatchGrad, extensions.BatchL2Grad, extensions.SumGradSquared]
@@ -890,25 +892,58 @@ def test_complex_outputs_for_second_order(with_real: bool) -> None:
         loss.backward()
 
 
-class RealPart(nn.Module):
-    """Functions that go through complex numbers, between layers."""
+class Spectrum(nn.Module):
+    """Functions that go through complex numbers, behind a layer or before all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_data: bool, centred: bool = False) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(8, 2)
+        self.of_data, self.centred = of_data, centred
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.fft.fft(self.first(x)).real)
+        z = torch.fft.fft(x if self.of_data else self.first(x))
+        z = z - z.mean(0) if self.centred else z
+        return self.head(torch.view_as_real(torch.fft.ifft(z.conj() * z)).flatten(1))
+
+
+SPECTRA = pytest.mark.parametrize("route", ["trace", "record"])
 
 
 @pytest.mark.filterwarnings("ignore:No rule for")
-@pytest.mark.parametrize("route", ["trace", "record"])
-@each([*FIRST, extensions.DiagGGNExact])
-def test_functions_of_complex_numbers(ext: Any, route: str) -> None:
-    """The error says what is not followed: not that samples were mixed."""
-    model, lossfunc = extend(RealPart(), use_converter=route), extend(nn.MSELoss())
-    with backpack(ext()), pytest.raises(ValueError, match="reads complex numbers"):
-        lossfunc(model(torch.rand(N, 4)), torch.rand(N, 2)).backward()
+@pytest.mark.parametrize("of_data", [False, True], ids=["of a layer", "of data"])
+@SPECTRA
+def test_functions_of_complex_numbers(route: str, of_data: bool) -> None:
+    """The samples are followed; derivatives are not those of real numbers."""
+    model, lossfunc = Spectrum(of_data).double(), nn.MSELoss()
+    X, y = torch.rand(N, 4, dtype=torch.float64), torch.rand(N, 2, dtype=torch.float64)
+    extended = extend(copy.deepcopy(model), use_converter=route)
+    individual = oracle.batch_grad(model, lossfunc, X, y)
+    with backpack(extensions.BatchGrad()):
+        extend(lossfunc)(extended(X), y).backward()
+    used = dict(extended.named_parameters())
+    for (name, _), truth in zip(model.named_parameters(), individual, strict=True):
+        if name.startswith("head") or not of_data:
+            torch.testing.assert_close(used[name].grad_batch, truth)
+    told: Any = pytest.raises(ValueError, match="Converters do not follow complex numbers")
+    with nullcontext() if of_data else told, backpack(extensions.DiagGGNExact()):
+        extend(lossfunc)(extended(X), y).backward()
+    if of_data:
+        diagonals = oracle.ggn_diag(model, lossfunc, X, y)
+        torch.testing.assert_close(used["head.weight"].diag_ggn_exact, diagonals[2])
+
+
+@pytest.mark.filterwarnings("ignore:No rule for")
+@SPECTRA
+def test_complex_numbers_of_all_samples_are_noticed(route: str) -> None:
+    model, lossfunc = extend(Spectrum(True, centred=True), use_converter=route), nn.MSELoss()
+    parameters = [*model.head.parameters()]
+    optimiser = DPSGD(
+        parameters, 1.0, max_grad_norm=1.0, noise_multiplier=1.0, expected_batch_size=N
+    )
+    with backpack(*optimiser.extensions):
+        extend(lossfunc)(model(torch.rand(N, 4)), torch.rand(N, 2)).backward()
+    with pytest.raises(ValueError, match="mixes them in a function of the data"):
+        optimiser.step()
 
 
 # ------------------------------------------------------------------ nested and sparse data

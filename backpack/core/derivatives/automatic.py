@@ -397,12 +397,6 @@ class FunctionDerivatives(AutomaticDerivatives):
         doubtful.sort(key=lambda entry: (entry[2], entry[0], entry[1], is_of_inputs(entry[-1])))
         ranks = [entry[:3] for entry in batched]
         if not doubtful or not others or (len(set(ranks)) == 1 and len(doubtful) == len(batched)):
-            if any(isinstance(x, Tensor) and x.is_complex() for x in call.inputs):
-                raise ValueError(
-                    f"{call!r} reads complex numbers, which are not followed. Let one module do "
-                    "all that is complex, between real tensors, with use_converter='record' or "
-                    "none."
-                )
             raise ValueError(
                 f"{call!r} combines different samples of the batch, or changes the batch axis in "
                 "a way that cannot be followed. Extensions need functions that act on each sample "

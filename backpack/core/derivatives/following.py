@@ -25,7 +25,7 @@ from backpack.core.derivatives.evaluation import drawn, is_real
 from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
-from backpack.core.record.data_notes import assigned
+from backpack.core.record.data_notes import assigned, has_numbers
 from backpack.core.record.functions import CONSTANT, ENTRIES, MEMORY, MOVES, RESHAPES
 from backpack.core.record.layout import CPU, Layout, Owners
 from backpack.core.record.lookup import treatment
@@ -581,9 +581,11 @@ def _contain(numbers: Sequence[Tensor] | None, number: int) -> bool:
 
 def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor, Tensor]:
     """Draw two tensors of the kind of another one, whose entries all differ if they can."""
-    if x.is_floating_point():
-        normal = 2 * drawn((2, *x.shape), generator)
-        one, other = (normal.abs() + 0.5 if positive else normal).to(x)
+    if has_numbers(x):
+        parts = (2,) if x.is_complex() else ()
+        normal = 2 * drawn((2, *x.shape, *parts), generator)
+        normal = normal.abs() + 0.5 if positive else normal
+        one, other = (torch.view_as_complex(normal) if parts else normal).to(x)
         return one, other
     low, high = (0, 1) if x.dtype == torch.bool or not x.numel() else (int(x.min()), int(x.max()))
     count = max(high - low, 1) + 1

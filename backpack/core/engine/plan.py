@@ -435,7 +435,7 @@ class Plan:
             )
         return (
             "The converter has not seen it: call the model that extend() has returned, or "
-            f"{as_module}. If it is torch.utils.checkpoint, use use_reentrant=False."
+            f"{as_module}. {UNSEEN} If it is torch.utils.checkpoint, use use_reentrant=False."
         )
 
     def _nodes_above(self, x: Tensor) -> list[str]:

@@ -24,6 +24,7 @@ from backpack.core.record.data_notes import (
     Inputs,
     begin_call,
     end_call,
+    has_numbers,
     layout_of,
     mixed_by,
     note,
@@ -338,11 +339,11 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
         layouts = [unbatched(message) for _ in outputs]
         for y in outputs:
-            if y.is_floating_point():  # a mask or a length is rarely one of several samples
+            if has_numbers(y):  # a mask or a length is rarely one of several samples
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
-        is_total = layout is None and y.is_floating_point() and _differ(known)
+        is_total = layout is None and has_numbers(y) and _differ(known)
         if is_total or call.mixed_data is not None:
             note_mixed(y, call.mixed_data or f"a function of the data ({describe(module)})")
 

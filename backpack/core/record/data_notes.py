@@ -141,6 +141,11 @@ def note(tensor: Tensor, layout: Layout | None) -> None:
 MIXED_DATA: dict[int, tuple[ref[Tensor], str]] = {}
 
 
+def has_numbers(x: Tensor) -> bool:
+    """Whether something has real or complex entries, which are no indices and no mask."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def note_mixed(tensor: Tensor, by: str) -> None:
     """Remember that each entry of a tensor without a graph may depend on several samples."""
     key = id(tensor)

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from torch.utils._pytree import tree_unflatten
 
 from backpack.context import STATE
-from backpack.core.record.data_notes import UNFILLED, has_other_rows, noted
+from backpack.core.record.data_notes import UNFILLED, has_numbers, has_other_rows, noted
 from backpack.core.record.layout import Layout, Place, unbatched
 from backpack.core.record.module_state import ModuleState, describe, works_in_place
 from backpack.core.record.origins import Origin, is_foreign_function, parameter_behind, upstream
@@ -103,7 +103,7 @@ class PlacedCall(ModuleState):
             if known is not None:
                 if known.lost is TABLE:
                     self.mixed_data = TABLE
-                elif known.lost and x.is_floating_point():  # indices may be what they are
+                elif known.lost and has_numbers(x):  # indices may be what they are
                     self.misplaced = f"{self!r} reads {known.lost}"
                 return known
             if x.requires_grad and parameter_behind(x) is not None:
