@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1792,6 +1793,57 @@ def step_privately(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
 def test_dp_sgd_refuses_terms_that_mix_samples(name: str) -> None:
     with pytest.raises(ValueError, match="mixes them in a loss that is not extended"):
         step_privately(lambda z, _: MIXED_TERMS[name](z))
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, to which the samples at hand belong already, or do not."""
+
+    def __init__(self, updates_first: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.updates_first = updates_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.mean.clone()
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return x - (self.mean if self.updates_first else before)
+
+
+@pytest.mark.parametrize("converter", [False, "record"])
+@pytest.mark.parametrize("updates_first", [True, False])
+def test_statistics_that_a_batch_has_changed(updates_first: bool, converter: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Running(updates_first), nn.Linear(4, 2))
+    model, lossfunc = extend(model, use_converter=converter), extend(nn.MSELoss())
+    optimiser = DPSGD(model.parameters(), **PRIVATE)
+    for _ in range(2):
+        with backpack(*optimiser.extensions), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lossfunc(model(torch.rand(N, 3)), torch.rand(N, 2)).backward()
+        mixed = ["mixes the samples" in str(each.message) for each in caught]
+        assert mixed == [True] * updates_first
+        refused: Any = pytest.raises(ValueError, match="would not be private")
+        with refused if updates_first else nullcontext():
+            optimiser.step()
+
+
+def test_module_inside_of_a_loss_that_mixes_what_functions_have_computed() -> None:
+    class Squared(nn.Module):
+        def forward(self, losses: Tensor) -> Tensor:
+            return losses.mean() ** 2
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reducer = Squared()
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.reducer((z - TARGET).square().sum(1))
+
+    with pytest.warns(UserWarning, match="mixes the samples of a batch, in 'reducer'"):
+        sequence = extend(Between())(torch.rand(N, 3))
+        with backpack(BatchGrad()):
+            extend(Loss())(sequence).backward()
 
 
 @pytest.mark.parametrize("name", ["own function", "checkpoint"])

@@ -1500,24 +1500,21 @@ class MaskInside(LossInside):
         return super().forward(x[y != 1], y[y != 1])
 
 
-class Nonzero(nn.Module):
-    """The mean of what is not zero: of all samples, as long as no loss is."""
+class Reduce(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, losses: Tensor) -> Tensor:
-        return losses[losses != 0].mean()
-
-
-class Mean(nn.Module):
-    def forward(self, losses: Tensor) -> Tensor:
-        return losses[ORDER].mean()
+        return self.function(losses)
 
 
 class Reduced(nn.Module):
     """A loss with a module that reduces those of the samples."""
 
-    def __init__(self, reducer: nn.Module) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.reducer = reducer
+        self.reducer = Reduce(function)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.reducer(nn.functional.cross_entropy(x, y, reduction="none"))
@@ -1563,8 +1560,11 @@ LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "function, of a mask, summed": (partial(of_mask, reduction="sum"), LABELS, True),
     "classes, of rows": (lambda x, y: CLASSES(x[[0, 1, 4]], y[[0, 1, 4]]), LABELS, False),
     "classes, in another order": (lambda x, y: CLASSES(x.flip(0)[ORDER], y[ORDER]), LABELS, True),
-    "reduced": (Reduced(Mean()), LABELS, True),
-    "reduced, of what is not zero": (Reduced(Nonzero()), LABELS, False),
+    "reduced": (Reduced(lambda losses: losses[ORDER].mean()), LABELS, True),
+    "reduced, not zero": (Reduced(lambda losses: losses[losses != 0].mean()), LABELS, False),
+    "reduced, squared": (Reduced(lambda losses: losses.mean() ** 2), LABELS, False),
+    "reduced, largest": (Reduced(torch.amax), LABELS, False),
+    "largest": (lambda x, y: CLASSES(x, y) + (x - y[:, None]).square().amax(), LABELS, False),
     "own, of a mask": (lambda x, y: (x - y).square()[VALUES > 0].mean(), VALUES[:, None], False),
 }
 

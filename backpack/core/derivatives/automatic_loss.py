@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from functools import partial, reduce
-from itertools import combinations, count, islice
+from itertools import chain, combinations, count, islice
 from math import comb, prod
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from backpack.core.derivatives.following import Known, once
 from backpack.core.derivatives.lossbase import BaseLossDerivatives, not_convex
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.derivatives.vectors import first_of
+from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
 from backpack.core.record.generators import evaluated_alike, evaluated_apart
@@ -150,6 +151,12 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         numbers, evaluation = self.predictions(c), self.evaluation(c)
         inputs = evaluation.inputs
         places = {i: c.call.place_in(i) for i in numbers}
+        layouts = chain.from_iterable(call.layouts_out for call in all_live_calls())
+        counts = {layout.samples for layout in layouts if layout is not None}
+        for i in numbers:  # functions that were not followed may have computed a row for each
+            x = inputs[i]
+            if c.call.layouts_in[i] is None and isinstance(x, Tensor) and {*x.shape[:1]} & counts:
+                places[i] = Place(samples=len(x))
         given = {i: p for i, p in places.items() if p is not None and p.samples > 1}
         if not given:
             return False

@@ -145,10 +145,10 @@ class Evaluation:
         """
         if self.num_samples == 1:
             return True
-        if not self._is_equivariant():
-            return False
         with torch.no_grad():
             before = self.outputs({}, self.inputs)
+            if not self._is_equivariant(before):
+                return False
             keep: list[Rows] = [[0], slice(1, None)]
             for kept in keep:
                 changed = self._changed(partial(with_other_samples, kept=kept))
@@ -166,13 +166,12 @@ class Evaluation:
                     return False
         return True
 
-    def _is_equivariant(self) -> bool:
+    def _is_equivariant(self, outputs: Sequence[Tensor]) -> bool:
         """Whether rotated samples have rotated outputs."""
-        with torch.no_grad():
-            found = self.outputs({}, self._changed(lambda x, axis: x.roll(1, axis)))
+        found = self.outputs({}, self._changed(lambda x, axis: x.roll(1, axis)))
         return all(
             axis is None or close(f, y.roll(1, axis), self.c.call.rounding)
-            for f, y, axis in zip(found, self.c.outputs, self.axes_out, strict=True)
+            for f, y, axis in zip(found, outputs, self.axes_out, strict=True)
         )
 
     @property

@@ -14,7 +14,6 @@ from torch.nn import Module
 from backpack.core.derivatives.automatic import (
     FunctionDerivatives,
     attributes_kept,
-    is_repeatable,
     refuse_totals,
     with_gradients,
 )
@@ -23,6 +22,7 @@ from backpack.core.derivatives.evaluation import Evaluation, alone
 from backpack.core.derivatives.following import Known, once
 from backpack.core.record.calls import Call
 from backpack.core.record.context import Context, context_of
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import describe
 from backpack.core.record.registry import register_fallback
@@ -94,9 +94,15 @@ class UnknownModuleDerivatives(FunctionDerivatives):
 
     def _meet(self, call: Visit) -> bool | None:
         evaluation = self._evaluation(context_of(call, check=False))
+
+        def twice() -> list[list[Tensor]]:  # from the state that the call has left
+            return [evaluation.outputs({}, evaluation.inputs) for _ in range(2)]
+
         try:
-            with alone():
-                return is_repeatable(evaluation) and not evaluation.is_independent()
+            with alone(), torch.no_grad():
+                (one, other), is_random = evaluated_apart(twice)
+                is_known = not is_random and evaluation.agree(one, other)
+                return is_known and not evaluation.is_independent()
         except Exception:  # nobody asks for its derivatives
             return None
 

@@ -29,7 +29,12 @@ from backpack.core.engine.spread import FUSED, kind, saved_tensors, shape_of, sp
 from backpack.core.record.origins import RESHAPES, WRAPPERS, is_foreign_function, is_output
 
 # Functions that choose entries, whose choice they store: it depends on all of them.
-SELECTING = frozenset({"Kthvalue", "Max", "Median", "Min", "Mode", "NanMedian", "Sort", "Topk"})
+SELECTING = frozenset(
+    {
+        *("Amax", "Amin", "Aminmax", "Cummax", "Cummin", "Kthvalue", "Max", "Median", "Min"),
+        *("Mode", "NanMedian", "Sort", "Topk"),
+    }
+)
 # Functions that choose entries by masks or numbers.
 CHOOSING = frozenset({"Index", "IndexSelect", "MaskedSelect"})
 # Linear in one input for fixed others.
