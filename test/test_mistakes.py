@@ -1418,6 +1418,20 @@ class FunctionBehind(nn.Sequential):
         return self[1](self[0](x).relu())
 
 
+class Centre(nn.Module):
+    """A leaf without a rule that subtracts a mean, which it keeps or not."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3) if keeps else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            return x - x.mean(0)
+        self.mean[:] = x.mean(0)
+        return x - self.mean
+
+
 # models in which samples are mixed where no gradient passes, and how they are extended
 MIXED_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "batch norm first": (
@@ -1449,6 +1463,21 @@ MIXED_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     ),
     "centred, traced": (lambda: CentredData(nn.Linear(3, 4)), True, "a function of the data "),
     "centred, recorded": (lambda: CentredData(nn.Linear(3, 4)), "record", "a function of the data"),
+    "centred in a module": (
+        lambda: nn.Sequential(Centre(), nn.Linear(3, 4)),
+        "record",
+        "a function of the data",
+    ),
+    "centred behind a layer": (
+        lambda: nn.Sequential(frozen(nn.Linear(3, 3)), Centre(), nn.Linear(3, 4)),
+        "record",
+        "a function of the data",
+    ),
+    "centred by what is kept": (
+        lambda: nn.Sequential(Centre(keeps=True), nn.Linear(3, 4)),
+        "record",
+        "a function of the data",
+    ),
 }
 
 

@@ -272,7 +272,7 @@ class Recorder(TorchFunctionMode):
         if not any(layout is not None and layout.is_batched for layout in known):
             result = func(*args, **kwargs)
             if MIXED_DATA and (by := mixed_by(tensors)) is not None:
-                for y in tensors_in(result):
+                for y in tensors_in(result) or tensors[:1]:  # x[i] = y returns nothing
                     note_mixed(y, by)
             if None not in known:
                 note_unbatched(tensors_in(result), known, func)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -234,9 +235,11 @@ def _enter_leaf(module: Module, args: Any, kwargs: Any) -> Any:
         computed = [*filter(GRAD_FN, filter(IS_SOMETHING, module._parameters.values()))]
         opens = opens or (bool(computed) and any(map(_is_recorded_output, computed)))
         if not opens and _has_no_rule(module):
+            # where no gradient passes, autograd does not tell what samples it mixes
+            opens = not any(map(REQUIRES_GRAD, chain(tensors, module.parameters())))
             recorder.versions = _versions(module, args, kwargs)
             recorder.generators = generator_states()
-            opens = not _suits_as_a_whole(tree_leaves((args, kwargs)))
+            opens = opens or not _suits_as_a_whole(tree_leaves((args, kwargs)))
         if opens:
             recorder.opened.append(module)
             recorder.resume()
