@@ -23,7 +23,7 @@ from backpack.core.derivatives.by_autograd import (
     second_of_samples,
     transposed_products,
 )
-from backpack.core.derivatives.evaluation import Evaluation, drawn, is_real
+from backpack.core.derivatives.evaluation import Evaluation, drawn, generator_at, is_real
 from backpack.core.derivatives.following import Conditions, Following, treatment_by
 from backpack.core.derivatives.reductions import slice_size
 from backpack.core.derivatives.sample_axes import BatchAxis
@@ -473,7 +473,7 @@ class FunctionDerivatives(AutomaticDerivatives):
         )
 
     def _following(self, call: Call, count: int) -> Following:
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_at(call.inputs)
         # parameters, too: at their values now (such as zero), less may depend on less
         params = {
             name: (2 * drawn(p.shape, generator)).to(p)
@@ -516,7 +516,7 @@ class FunctionDerivatives(AutomaticDerivatives):
     @staticmethod
     def _is_affine(call: Call, evaluate: Any, values: Sequence[Any] | None = None) -> bool:
         """Whether ``f(x + y) = f(x) + f(y) - f(0)`` at random points, or at values and others."""
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_at(call.inputs)
         pairs = enumerate(zip(call.inputs, call.layouts_in, strict=True))
         known = {i: x for i, (x, layout) in pairs if layout is not None and is_real(x)}
 

@@ -18,7 +18,14 @@ from torch.nn import Module
 
 from backpack.context import disable
 from backpack.core import fast
-from backpack.core.derivatives.evaluation import Evaluation, Values, close, drawn, is_real
+from backpack.core.derivatives.evaluation import (
+    Evaluation,
+    Values,
+    close,
+    drawn,
+    generator_at,
+    is_real,
+)
 from backpack.core.record.module_state import describe
 from backpack.core.rows import Rows
 from backpack.core.values import has_values
@@ -321,7 +328,7 @@ def _have_close_slopes(
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
     if not leaves or not any(x.requires_grad or y.requires_grad for x, y in known):
         return True
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_at(leaves)
     along = [drawn(x.shape, generator).to(x) for x, _ in known]
 
     def slopes(values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -525,7 +532,7 @@ def has_second_derivative(evaluation: Evaluation, of_params: bool) -> bool:
     that have a gradient, with random weights, is differentiated twice. Rounding counts as a second
     derivative, and so does what has no values.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_at(evaluation.inputs)
 
     def draw(x: Tensor, *v: int) -> Tensor:
         return drawn((*v, *x.shape), generator).to(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from backpack.context import disable
 from backpack.core.derivatives.math_attention import math_attention
 from backpack.core.derivatives.sample_axes import BatchAxis
 from backpack.core.record.context import Context
+from backpack.core.record.layout import CPU
 from backpack.core.record.module_state import describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.rows import Rows
@@ -301,6 +302,12 @@ def spread(mat: Tensor, axis: int, rows: Rows, size: int, module: Module) -> Ten
         )
     whole = mat.new_zeros(*mat.shape[:axis], size, *mat.shape[axis + 1 :])
     return whole.index_copy(axis, index, mat)
+
+
+def generator_at(tensors: Iterable[Any]) -> torch.Generator:
+    """Return a generator where tensors are: a CPU draws slowly, and a GPU waits for the copy."""
+    devices = [x.device for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    return torch.Generator(devices[0] if devices else CPU).manual_seed(0)
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

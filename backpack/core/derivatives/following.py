@@ -21,7 +21,7 @@ from torch import Size, Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.derivatives.evaluation import drawn, is_real
+from backpack.core.derivatives.evaluation import drawn, generator_at, is_real
 from backpack.core.record.alive import all_live_calls
 from backpack.core.record.calls import Call
 from backpack.core.record.data_flow import tensors_in
@@ -240,6 +240,9 @@ class Following:
         reshaped = self._reshaped() if self.treatment == RESHAPES else None
         if reshaped is not None:
             return [reshaped if shape else None for shape in self.shapes]
+        viewed = self._viewed() if self.treatment == MOVES else None
+        if viewed is not None:
+            return viewed
         if self._is_of_entries:
             aligned = [self._aligned(shape) for shape in self.shapes]
             if None not in aligned:
@@ -412,6 +415,26 @@ class Following:
             return None
         return layout.facts if [shape.numel()] == [s.numel() for s in self.shapes] else None
 
+    def _viewed(self) -> list[tuple[Any, ...] | None] | None:
+        """Return the layouts of views: the stride of an axis tells where that of the samples is."""
+        tensors = {i for i, x in enumerate(self.call.inputs) if isinstance(x, Tensor)}
+        if len(tensors) > 1 or tensors != self._value_inputs():
+            return None
+        (i,) = tensors
+        place, shape = self.call.place_in(i), self.call.shape_in[i]
+        if place is None or place.is_scattered or shape is None or shape[place.axis] < 2:
+            return None
+        rows = torch.arange(shape[place.axis], dtype=torch.float32, device=CPU)
+        leaves = list(self.call.inputs)
+        leaves[i] = rows.view(-1, *[1] * (len(shape) - place.axis - 1)).expand(shape)
+        found: list[tuple[Any, ...] | None] = []
+        for y in self.evaluate(leaves):
+            axes = [a for a, length in enumerate(y.shape) if length > 1 and y.stride(a)]
+            if y.data_ptr() != rows.data_ptr() or [y.shape[a] for a in axes] != [len(rows)]:
+                return None
+            found.append((y.shape[: axes[0]].numel(), self.samples, None))
+        return found
+
     def _moved(self) -> list[Tensor] | None:
         values = self._value_inputs()
         leaves = list(self.call.inputs)
@@ -487,7 +510,7 @@ class Following:
 
     def _drawn(self, varied: Sequence[int]) -> list[list[dict[int, Tensor]]]:
         """Draw two values of some inputs, of any sign and positive."""
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_at(self.call.inputs)
         points = []
         for positive in (False, True):
             pairs = {i: _draw(self.call.inputs[i], generator, positive) for i in varied}
@@ -589,8 +612,9 @@ def _draw(x: Tensor, generator: torch.Generator, positive: bool) -> tuple[Tensor
         return one, other
     low, high = (0, 1) if x.dtype == torch.bool or not x.numel() else (int(x.min()), int(x.max()))
     count = max(high - low, 1) + 1
-    values = torch.randint(count, x.shape, generator=generator, device=CPU)
-    shift = torch.randint(1, count, x.shape, generator=generator, device=CPU)
+    place: Any = {"generator": generator, "device": generator.device}
+    values = torch.randint(count, x.shape, **place)
+    shift = torch.randint(1, count, x.shape, **place)
     return (low + values).to(x), (low + (values + shift) % count).to(x)
 
 
