@@ -1739,6 +1739,39 @@ def test_batch_normalisation_as_a_function(route: Any, training: bool, frozen: i
     torch.testing.assert_close(*found)
 
 
+class ChannelNorm(nn.Module):
+    """Normalises channels by a function, behind a layer; or with the layer that it is."""
+
+    def __init__(self, is_function: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.LayerNorm(2, 0.1)
+        self.is_function = is_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, norm = self.conv(x).permute(0, 2, 3, 1), self.norm
+        if self.is_function:
+            x = F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        else:
+            x = norm(x)
+        return x.permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_layer_normalisation_as_a_function(route: Any) -> None:
+    """It has the quantities of the layer, behind an axis that is not the last."""
+    X, y, found = torch.rand(N, 1, 6, 6, dtype=torch.float64), torch.arange(N) % CLASSES, []
+    for is_function in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(ChannelNorm(is_function), nn.Flatten(), nn.Linear(32, CLASSES))
+        model = extend(model.double(), use_converter=route)
+        fields = "grad_batch", "diag_ggn_exact", "diag_h", "kflr"
+        with backpack(*(TRUTHS[field][0]() for field in fields)):
+            extend(nn.CrossEntropyLoss())(model(X), y).backward()
+        parameters = [*model.parameters()]
+        found.append([[p.grad_batch, p.diag_ggn_exact, p.diag_h, *p.kflr] for p in parameters])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_standardised_weights(route: Any) -> None:
     """Statistics of a tensor without samples mix none."""

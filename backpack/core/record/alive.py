@@ -10,6 +10,7 @@ from torch.nn import Module
 from backpack.core.record import calls
 from backpack.core.record.calls import Call
 from backpack.core.record.layout import Layout
+from backpack.core.record.origins import origin
 from backpack.core.record.weights import version_of
 
 _newest_before = -1  # the newest call when the last context was left
@@ -88,7 +89,7 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
 
     The copy has the same entries elsewhere, and the same place in the graph.
     """
-    storage = tensor.untyped_storage().data_ptr()
+    storage, mark = tensor.untyped_storage().data_ptr(), origin(copy)
     copies: dict[int, Tensor] = {}
 
     def kept(x: Any, version: int) -> Any:
@@ -107,16 +108,18 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
         shares = [
             isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in stored
         ]
-        if not any(shares):
-            continue
-        held = list(zip(stored, call.versions, shares, strict=True))
-        new = [kept(x, version) if is_shared else x for x, version, is_shared in held]
-        call.inputs, call.outputs = tuple(new[:count]), tuple(new[count:])
-        call.versions = tuple(
-            [v if y is x else version_of(y) for y, (x, v, _) in zip(new, held, strict=True)]
-        )
-        if not (any(shares[:count]) or call.module._modules):
-            return  # the call has filled this memory, itself: none before holds it
+        if any(shares):
+            held = list(zip(stored, call.versions, shares, strict=True))
+            new = [kept(x, version) if is_shared else x for x, version, is_shared in held]
+            call.inputs, call.outputs = tuple(new[:count]), tuple(new[count:])
+            call.versions = tuple(
+                [v if y is x else version_of(y) for y, (x, v, _) in zip(new, held, strict=True)]
+            )
+        # what has filled this memory may not have kept its output, which is large
+        is_source = mark in call.origins_out and not (call.is_transparent or call.producers)
+        fills = is_source or any(shares[count:])
+        if fills and not (any(shares[:count]) or call.module._modules):
+            return  # none before holds it
 
 
 def _memory(tensor: Tensor) -> Any:

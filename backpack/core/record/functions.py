@@ -306,6 +306,18 @@ def layer_norm(
     return nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
 
 
+def affine_layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Module | None:
+    """Layer normalisation as the layer that has its parameters."""
+    parameters = [p for p in (weight, bias) if p is not None]
+    if not parameters or not all(isinstance(p, nn.Parameter) for p in parameters):
+        return None
+    module = nn.LayerNorm(normalized_shape, eps, elementwise_affine=False)
+    module.weight, module.bias = weight, bias
+    return module
+
+
 def rms_norm(normalized_shape: Any, weight: None = None, eps: float | None = None) -> Module:
     """RMS normalisation without parameters."""
     return nn.RMSNorm(normalized_shape, eps, elementwise_affine=False)
@@ -812,7 +824,7 @@ TABLE: tuple[Row, ...] = (
     Row("torch.batch_norm", keep=True),
     Row("F.instance_norm torch.instance_norm", keep=True),
     Row("torch._weight_norm", weight_norm),
-    Row("F.layer_norm torch.layer_norm", layer(layer_norm)),
+    Row("F.layer_norm torch.layer_norm", layer(layer_norm), layer=affine_layer_norm),
     Row("F.group_norm torch.group_norm"),
     Row("F.rms_norm torch.rms_norm", layer(rms_norm)),
     Row("F.local_response_norm", layer(nn.LocalResponseNorm)),
