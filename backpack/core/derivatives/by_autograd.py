@@ -37,18 +37,10 @@ VMAP = fast.path("samples by vmap", "Autograd differentiates for many samples at
 CHUNK_ENTRIES = 2**24
 
 
-def _grad(ys: Any, xs: Sequence[Tensor], mats: Any = None, **options: Any) -> Any:
+def _grad(*args: Any, **options: Any) -> Any:
     """Differentiate without setting off the hooks of recorded calls."""
     with disable():
-        try:
-            return torch.autograd.grad(ys, xs, mats, **options)
-        except RuntimeError as error:
-            # a kernel of a GPU returns none for the bias alone of layer_norm (torch 2.11)
-            if mats is None or "invalid gradient" not in str(error):
-                raise
-            options["is_grads_batched"] = True  # other kernels
-            found = torch.autograd.grad(ys, xs, [m[None] for m in mats], **options)
-            return [None if g is None else g[0] for g in found]
+        return torch.autograd.grad(*args, **options)
 
 
 @contextmanager
@@ -154,9 +146,18 @@ def transposed_products(
         mats = evaluation.whole(mats, rows, 1)
     create_graph = torch.is_grad_enabled()
     values = _variables(evaluation, keys, inputs)
-    with torch.enable_grad():
-        ys = evaluation.outputs(values, inputs)
-        found = pull_back(ys, list(values.values()), mats, create_graph)
+    try:
+        with torch.enable_grad():
+            ys = evaluation.outputs(values, inputs)
+            found = pull_back(ys, list(values.values()), mats, create_graph)
+    except RuntimeError as error:
+        # a kernel of layer_norm has no gradient of the bias where that of the weight is not asked
+        # for: many rows on a GPU (torch 2.11)
+        others = [n for n, p in evaluation.c.call.read[0].items() if p is not None]
+        if "invalid gradient" not in str(error) or {*others} <= {*keys}:
+            raise
+        more = transposed_products(evaluation, mats, [*dict.fromkeys([*keys, *others])], rows)
+        return {key: more[key] for key in keys}
     products = dict(zip(values, found, strict=True))
     if not separable:
         for key, product in products.items():

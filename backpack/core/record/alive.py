@@ -10,6 +10,7 @@ from torch.nn import Module
 from backpack.core.record import calls
 from backpack.core.record.calls import Call
 from backpack.core.record.layout import Layout
+from backpack.core.record.module_state import works_in_place
 from backpack.core.record.origins import origin
 from backpack.core.record.weights import version_of
 
@@ -90,6 +91,7 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
     The copy has the same entries elsewhere, and the same place in the graph.
     """
     storage, mark = tensor.untyped_storage().data_ptr(), origin(copy)
+    is_own = tensor._base is None
     copies: dict[int, Tensor] = {}
 
     def kept(x: Any, version: int) -> Any:
@@ -115,9 +117,10 @@ def preserve(tensor: Tensor, copy: Tensor) -> None:
             call.versions = tuple(
                 [v if y is x else version_of(y) for y, (x, v, _) in zip(new, held, strict=True)]
             )
-        # what has filled this memory may not have kept its output, which is large
-        is_source = mark in call.origins_out and not (call.is_transparent or call.producers)
-        fills = is_source or any(shares[count:])
+        # what has filled this memory may not have kept its output, which is large, nor its input
+        is_source = mark in call.origins_out and not call.is_transparent
+        is_known = not call.producers or (is_own and not works_in_place(call.module))
+        fills = (is_source and is_known) or any(shares[count:])
         if fills and not (any(shares[:count]) or call.module._modules):
             return  # none before holds it
 
