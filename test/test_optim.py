@@ -1500,6 +1500,17 @@ class MaskInside(LossInside):
         return super().forward(x[y != 1], y[y != 1])
 
 
+class SmallestInside(LossInside):
+    """Losses that are chosen by their ranks: among all samples, or among the classes of each."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(self.layer(x), y, reduction="none")
+        if self.options:
+            return losses[losses.argsort()[:3]].sum() / 8
+        ranks = self.layer(x).argsort(1)
+        return (losses * ranks[:, 0]).sum() / 8
+
+
 class Reduce(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -1556,6 +1567,8 @@ LOSSES: dict[str, tuple[Any, Any, bool]] = {
     "inside, ignored": (LossInside(ignore_index=2), LABELS, False),
     "inside, of a mask": (MaskInside(), LABELS, False),
     "inside, mean of a mask": (MaskInside(reduction="none"), LABELS, False),
+    "inside, smallest": (SmallestInside(of="all"), LABELS, False),
+    "inside, ranks of classes": (SmallestInside(), LABELS, True),
     "function, of a mask": (of_mask, LABELS, False),
     "function, of a mask, summed": (partial(of_mask, reduction="sum"), LABELS, True),
     "classes, of rows": (lambda x, y: CLASSES(x[[0, 1, 4]], y[[0, 1, 4]]), LABELS, False),

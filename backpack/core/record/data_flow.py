@@ -338,8 +338,8 @@ def follow_data(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
             f"of the batch could not be followed through {call!r}: {error}"
         )
         layouts = [unbatched(message) for _ in outputs]
-        for y in outputs:
-            if has_numbers(y):  # a mask or a length is rarely one of several samples
+        for y in outputs:  # of masks and lengths, one of several samples is rare
+            if any(map(has_numbers, (y, *tensors))):
                 note_mixed(y, f"a function of the data ({describe(module)})")
     for y, layout in zip(outputs, layouts, strict=True):
         note(y, layout or unbatched())
