@@ -423,6 +423,32 @@ def test_functions_that_return_more_rows(
         torch.testing.assert_close(p.diag_h_batch, hessian[key][rows], **TOLERANCE)
 
 
+class WithTable(Scale):
+    """A leaf without a rule that returns something without samples as well."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.weight.exp()
+
+
+def test_leaves_that_return_a_table_as_well() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        rows, table = m.scale(m.layer(x))
+        return m.head(rows * table).sum(1)
+
+    torch.manual_seed(0)
+    model, lossfunc = Model(function), nn.MSELoss()
+    model.scale = WithTable()
+    X, y = torch.randn(5, 4, 3), torch.randn(5, 2)
+    problem = model.double(), lossfunc, X.double(), y.double()
+    expected = oracle.batch_grad(*problem), oracle.ggn_diag(*problem)
+    recorded = extend(copy.deepcopy(model), use_converter="record")
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        extend(lossfunc)(recorded(problem[2]), problem[3]).backward()
+    for p, *values in zip(recorded.parameters(), *expected, strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close((p.grad_batch, p.diag_ggn_exact), tuple(values))
+
+
 def test_positions_as_an_argument_of_the_model() -> None:
     """Data with another first axis than the rest has no samples."""
 

@@ -267,7 +267,8 @@ def _leave_leaf(module: Module, args: Any, kwargs: Any, output: Any) -> Any:
     is_outermost = not recorder.silent and torch.is_grad_enabled() and not STATE.get().disabled
     if is_outermost and _has_no_rule(module):
         opens = "_backpack_open" in vars(module)  # another thread has opened it meanwhile
-        opens = opens or not _has_rows_of_samples(tree_leaves(output))
+        leaves = tree_leaves(output)
+        opens = opens or not _has_rows_of_samples(leaves) or any(map(_is_of_parameters, leaves))
         run: Run | None = evaluated_apart if opens else None
         if have_changed(recorder.generators, generator_states()):
             run = partial(_drawn_again, recorder.generators)
@@ -342,6 +343,12 @@ def _has_rows_of_samples(values: Sequence[Any]) -> bool:
         or (place.rows(x.shape) == place.samples and not place.is_split)
         for x, layout in zip(tensors, map(layout_of, tensors), strict=True)
     )
+
+
+def _is_of_parameters(x: Any) -> bool:
+    """Whether a gradient flows through something without samples."""
+    layout = layout_of(x) if isinstance(x, Tensor) and x.requires_grad else None
+    return layout is not None and not layout.is_batched
 
 
 def _has_no_rule(module: Module) -> bool:
