@@ -593,7 +593,7 @@ def test_function_in_forward_for_every_extension(ext: Any) -> None:
     assert_clean(model)
 
 
-@pytest.mark.parametrize("name", BREAKS.keys() - {"in-place item", "drawn"})
+@pytest.mark.parametrize("name", [n for n in BREAKS if n not in ("in-place item", "drawn")])
 def test_first_order_does_not_mind(name: str) -> None:
     model, batch = Broken(name), data()
     loss = forward(model, batch)

@@ -781,3 +781,33 @@ def test_rows_of_samples_in_several_threads() -> None:
     expected = oracle.batch_grad(model, nn.CrossEntropyLoss(), X, y)
     for p, value in zip(recorded.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad_batch, value, **TOLERANCE)
+
+
+class OwnNorm(nn.LayerNorm):
+    """Layer normalisation without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
+
+
+def test_kernel_without_a_gradient_of_the_bias_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels of GPUs have none for many rows: they are asked for that of the weight, too."""
+    refused, grad = [], torch.autograd.grad
+
+    def refusing(ys: Any, xs: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(xs, Tensor) and [x.shape for x in xs] == [(8,)]:
+            refused.append(xs)
+            raise RuntimeError("returned an invalid gradient at index 2")
+        return grad(ys, xs, *args, **options)
+
+    model, X = nn.Sequential(nn.Linear(3, 8), OwnNorm(8), nn.Linear(8, 2)), torch.rand(4, 5, 3)
+    model, X, found = model.double(), X.double(), []
+    for is_whole in (True, False):
+        monkeypatch.setattr(torch.autograd, "grad", grad if is_whole else refusing)
+        extended = extend(copy.deepcopy(model))
+        torch.manual_seed(0)
+        with backpack(extensions.Variance(), extensions.DiagGGNMC(), extensions.KFAC()):
+            extend(nn.MSELoss())(extended(X), torch.zeros(4, 5, 2).double()).backward()
+        found.append([(*p.kfac, p.variance) for p in extended.parameters()])
+    assert refused
+    torch.testing.assert_close(*found)
