@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
 from backpack.core.engine.paths import is_unpacked
@@ -84,6 +85,7 @@ class OfPositions(nn.Module):
 
 WEIGHTS = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
 MASK = torch.tensor([[True, True, False, True, True]] * N)
+EVEN = torch.arange(N) % 2 == 0
 BEFORE_LOSS: dict[str, Callable[[Tensor], Tensor]] = {
     "classes first": lambda z: z.transpose(1, 2),
     "last position": lambda z: z[:, -1],
@@ -96,6 +98,10 @@ BEFORE_LOSS: dict[str, Callable[[Tensor], Tensor]] = {
     "chosen classes": lambda z: torch.where(z[:, 1] > 0, z[:, 1], z[:, 1].exp()),
     "masked": lambda z: z.masked_fill(~MASK[..., None], 0.0).sum(1),
     "concatenated": lambda z: torch.cat([z[:, 0], z[:, 1].sin()], -1),
+    # as many positions as samples, and nothing changes if they are in the opposite order
+    "masked positions": lambda z: z[:, :N].masked_fill(EVEN[:, None], 0.0).sum(1),
+    "as often as samples": lambda z: (z[:, :N] * EVEN[:, None]).sum(1).exp(),
+    "one position of each": lambda z: z[torch.arange(N), torch.ones(N, dtype=torch.long)],
 }
 
 
@@ -158,6 +164,14 @@ IN_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "split": lambda h: torch.cat([part.cos() for part in h.split([1, 3], -1)][::-1], -1),
     "SELU": F.selu,
     "variance": lambda h: h.var(1, keepdim=True) * h.flip(1).cumsum(1),
+    "added": lambda h: torch.tanh(h + 1) + 2 / (1 + torch.exp(h - 1)) + (1 - h).sigmoid(),
+    "masked scores": lambda h: h.masked_fill(torch.arange(4) > 2, -torch.inf).softmax(-1),
+    "scores with bias": lambda h: F.softmax(h / 2 + torch.arange(4), -1),
+    "scores with mask": lambda h: F.log_softmax(h + WEIGHTS[:, None] * torch.arange(4), -1),
+    "sorted": lambda h: h.sort(1, descending=True)[0] * h.topk(2, 1)[0].sum(1, keepdim=True),
+    "layer_norm": lambda h: F.layer_norm(h, (4,), torch.arange(4.0), eps=1e-3),
+    "rms_norm": lambda h: F.rms_norm(h, (4,)),
+    "power of a number": lambda h: 2**h,
 }
 
 
@@ -268,3 +282,67 @@ def test_gradients_stay_what_they_are() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+MISREAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "filled": lambda z: z.masked_fill(MASK[..., None], 0.3).sum(1).tanh() + 1,
+    "chosen": lambda z: torch.where(MASK[..., None], 0.3, z).sum(1).exp() + 1,
+    "padded": lambda z: F.pad(z, (1, 1), value=2.0).unfold(2, 2, 2).prod(-1).sum(1) + 1,
+    "rounded": lambda z: z[:, 0] * z[:, 1].round(decimals=1) + 1,
+    "large": lambda z: (
+        (z.masked_fill(MASK[..., None], 0.3).sum(1) ** 2)
+        .clamp_min(-1)
+        .where(torch.arange(C) > 0, torch.tensor(-1e300))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+def test_what_is_misunderstood_is_refused(name: str) -> None:
+    """A last constant, or a large one, does not hide that a function was given something else."""
+    scores = MISREAD[name](extend(Positions())(torch.randn(N, T, 3)))
+    loss = extend(nn.CrossEntropyLoss())(scores, torch.randint(C, (N,)))
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match="an operation that is not a module"),
+    ):
+        loss.backward()
+
+
+def test_checkpoint_is_refused() -> None:
+    """What a checkpoint holds is not asked for before the backward pass needs it."""
+    scores = extend(Positions())(torch.randn(N, T, 3))[:, 0]
+    scores = checkpoint(lambda z: z * z.exp() * torch.arange(C), scores, use_reentrant=False)
+    loss = extend(nn.CrossEntropyLoss())(scores, torch.randint(C, (N,)))
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match="an operation that is not a module"),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["products", "added", "layer_norm"])
+def test_quantities_can_be_differentiated(name: str) -> None:
+    """With ``create_graph=True``, as those of a converted model."""
+    plain, X, y = WithFunction(IN_FORWARD[name]), torch.randn(N, 3), torch.randint(2, (N,))
+    found = []
+    for converter in (False, True):
+        model = extend(copy.deepcopy(plain), use_converter=converter)
+        data = X.clone().requires_grad_()
+        with backpack(extensions.DiagGGNExact()):
+            extend(nn.CrossEntropyLoss())(model(data), y).backward(create_graph=True)
+        trace = reduce(torch.add, [p.diag_ggn_exact.sum() for p in model.parameters()])
+        found.append(torch.autograd.grad(trace, [data, *model.parameters()]))
+    torch.testing.assert_close(*found)
+
+
+def test_graph_behind_random_modules() -> None:
+    """What was drawn would not be drawn again."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Dropout()))
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)).exp(), torch.randint(4, (N,)))
+    with (
+        backpack(extensions.DiagGGNExact()),
+        pytest.raises(ValueError, match="an operation that is not a module"),
+    ):
+        loss.backward(create_graph=True)
+    model.zero_grad()  # gradients with a graph let it live

@@ -23,10 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.context import disable
 from backpack.core.engine.paths import is_unpacked
-from backpack.core.engine.spread import kind, shape_of
+from backpack.core.engine.spread import kind, saved_names, shape_of
 from backpack.core.record import alive
 from backpack.core.record.calls import LIVE, Call
 from backpack.core.record.data_notes import note
+from backpack.core.record.generators import evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.lookup import INDEX, Function, application
 from backpack.core.record.origins import (
@@ -119,9 +120,10 @@ def _fitted(node: Any, form: Any, arguments: Sequence[Any]) -> tuple[list[Any], 
             is_index = isinstance(value, Tensor) and not value.is_floating_point()
             is_asked = len(tensors) == len(arguments) or not is_index
             given = waiting.pop(0) if is_asked and waiting else None
-            value = value if given is None else given
-            if not (isinstance(value, Tensor) or (value is None and may_be_none)):
+            is_given = value is None and (given is not None or may_be_none)
+            if not (is_given or isinstance(value, Tensor)):  # such as a number
                 raise UnreadableError
+            value = value if given is None else given
         elif isinstance(value, Tensor) or (value is None and not one.has_default_value()):
             raise UnreadableError
         if value is None and one.has_default_value():
@@ -148,7 +150,49 @@ def _declared(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     return function, args, options
 
 
+def _agree(found: Tensor, value: Tensor, roundings: float = ROUNDINGS) -> bool:
+    """Whether a tensor has the entries of another one, up to some roundings of the largest."""
+    if not (value.is_floating_point() and value.numel()):
+        return torch.equal(found, value)
+    size = float(value.detach().abs().nan_to_num(0, 0).amax())
+    error = roundings * torch.finfo(value.dtype).eps * size
+    return torch.allclose(found, value, 0.0, error, equal_nan=True)
+
+
+def _check_stored(node: Any, again: Any) -> None:
+    """Refuse a function that has stored something else than the first time: it was misunderstood.
+
+    Derivatives of functions that are not linear depend on what they store.
+    """
+    if kind(again) != kind(node):
+        return
+    for name in saved_names(node)[1]:
+        value, found = (_stored(one, name.removeprefix("_raw_saved_")) for one in (node, again))
+        if isinstance(value, Tensor) and isinstance(found, Tensor) and not _agree(found, value):
+            raise UnreadableError
+
+
 # --- Nodes that store less, or something else, than their functions were given --------------------
+
+# What has given a result that a node has stored; see _before.
+INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "Exp": torch.log,
+    "LogSoftmax": torch.detach,
+    "Reciprocal": torch.reciprocal,
+    "Rsqrt": lambda y: y**-2,
+    "Sigmoid": torch.logit,
+    "Softmax": torch.log,
+    "Sqrt": torch.square,
+    "Tanh": torch.atanh,
+}
+
+
+def _before(node: Any, parent: Any) -> Tensor:
+    """Compute what has given a result; of a softmax, up to what does not change the softmax."""
+    y = _stored(node, "result")
+    if kind(node) == "Softmax" and kind(parent) in ("MaskedFill", "Where"):
+        return torch.zeros_like(y).masked_fill(y == 0, -torch.inf)  # their constant
+    return INVERSES[kind(node)](y)
 
 
 def _known(x: Any) -> Any:
@@ -162,9 +206,10 @@ def _sum(sign: int) -> Reader:
     """``x ± alpha y``; a constant is the difference between the result and the other term."""
 
     def read(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
-        (x, y), alpha = arguments, sign * _stored(node, "alpha")
+        x, y = (*arguments, None)[:2]  # a number is no argument
         if y is None:
             return torch.add, (x, (_known(value) - x).detach()), {}
+        alpha = sign * _stored(node, "alpha")
         if x is None:
             x = (_known(value) - alpha * y).detach()
         return (torch.sub, (x, y), {}) if alpha == -1 else (torch.add, (x, y), {"alpha": alpha})
@@ -214,6 +259,20 @@ def _pad(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     return F.pad, (arguments[0], _stored(node, "pad")), {}
 
 
+def _sorted(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    return torch.gather, (arguments[0], _stored(node, "dim"), _stored(node, "indices")), {}
+
+
+def _layer_norm(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
+    """Layer normalisation; what was added to the variances is the difference to what is stored."""
+    names, shape = ("input", "weight", "bias"), _stored(node, "normalized_shape")
+    given = zip(names, arguments, strict=True)
+    x, *affine = (_stored(node, name) if x is None else x for name, x in given)
+    rows = x.detach().double().flatten(-len(shape))
+    added = _stored(node, "result2").double().flatten() ** -2 - rows.var(-1, False).flatten()
+    return F.layer_norm, (x, shape, *affine, float(added.mean())), {}
+
+
 def _expand(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     return Tensor.expand, (arguments[0], tuple(shape_of(node, 0).shape)), {}
 
@@ -237,9 +296,12 @@ READERS: dict[str, Reader] = {
     "Index": _index,
     "MaskedFill": _masked_fill,
     "NativeDropout": _dropout,
+    "NativeLayerNorm": _layer_norm,
     "Rsub": _rsub,
     "Slice": _slice,
+    "Sort": _sorted,
     "Sub": _sum(-1),
+    "Topk": _sorted,
     "Where": _where,
 }
 
@@ -260,6 +322,7 @@ class ReadBack:
         self.visits: list[Visit] = []
         self.marks: dict[Visit, dict[int, Origin]] = {}
         self._handles = handles
+        self._creates_graph = False  # then results are functions of the parameters
         self._returned: dict[Origin, tuple[Call, int]] = {}  # by recorded calls
         self._sources: dict[Origin, Tensor] = {}
         self._results: dict[Any, tuple[Tensor, ...] | None] = {}  # of nodes; None: unreadable
@@ -275,6 +338,7 @@ class ReadBack:
                 if call.derivatives is not None and not call.is_transparent:
                     marks = enumerate(call.origins_out)
                     self._returned |= {o: (call, slot) for slot, o in marks if o is not None}
+        self._creates_graph = torch.is_grad_enabled()
         try:
             with torch.enable_grad(), disable():
                 mark = origin(self._computed(x.grad_fn, x.output_nr, x.detach()))
@@ -300,19 +364,21 @@ class ReadBack:
         waiting = [end[0]]
         while waiting:  # arguments first
             last = waiting[-1]
+            if not is_unpacked(last):
+                raise UnreadableError
             parents = [self._end(*parent) for parent in last.next_functions]
             missing = [p[0] for p in parents if isinstance(p, tuple) and p[0] not in self._results]
             if missing and last not in self._results:
                 for parent, name in zip(parents, ("self", "other"), strict=False):
                     self._note_value(parent, _stored(last, name))
+                if kind(last) in INVERSES and isinstance(parents[0], tuple):
+                    self._note_value(parents[0], _before(last, parents[0][0]))
                 waiting += missing
             elif waiting.pop() not in self._results:
                 self._results[last] = None
                 self._results[last] = self._run(last, parents)
         result = _known(self._formed(node, slot, end))
-        size = float(value.abs().nan_to_num(0, 0).amax()) if value.numel() else 0.0
-        error = ROUNDINGS * torch.finfo(value.dtype).eps * size
-        if not torch.allclose(result, value, 0.0, error, equal_nan=True):
+        if not _agree(result, value):
             raise UnreadableError
         return result
 
@@ -330,7 +396,8 @@ class ReadBack:
             if hasattr(node, "variable"):
                 if isinstance(node.variable, Parameter):
                     raise UnreadableError
-                return node.variable.detach()
+                leaf = node.variable
+                return leaf.view_as(leaf) if self._creates_graph else leaf.detach()
             name = type(node).__name__
             if name not in RESHAPES:
                 return node, slot
@@ -362,7 +429,13 @@ class ReadBack:
             call, slot = self._returned[mark]
             if call.is_released or call.has_changed_outputs:
                 raise UnreadableError
-            own = BackpackOutput.apply(call.whole_outputs()[slot].detach().requires_grad_())
+            y = call.whole_outputs()[slot].detach().requires_grad_()
+            if self._creates_graph:
+                again, is_random = evaluated_apart(partial(call.forward, call.whole_inputs()))
+                if is_random:
+                    raise UnreadableError
+                y = flatten_outputs(again)[slot]
+            own = BackpackOutput.apply(y)
             own.grad_fn.metadata["backpack", 0] = mark
             self._sources[mark] = own
         return self._sources[mark]
@@ -371,8 +444,6 @@ class ReadBack:
 
     def _run(self, node: Any, parents: Sequence[Any]) -> tuple[Tensor, ...]:
         """Run the function of a node again, and note that as a call."""
-        if not is_unpacked(node):
-            raise UnreadableError
         ways = zip(node.next_functions, parents, strict=True)
         arguments = [self._formed(parent, slot, end) for (parent, slot), end in ways]
         reader = READERS.get(kind(node), _declared)
@@ -381,6 +452,7 @@ class ReadBack:
         outputs = flatten_outputs(module(*inputs))
         if not all(y.dim() for y in outputs):  # of all samples
             raise UnreadableError
+        _check_stored(node, outputs[0].grad_fn)
         _note_constants(module, inputs, outputs)
         call = Call(module, inputs, {}, outputs, derivatives_of(module), True)
         LIVE.pop(call.index)
@@ -401,7 +473,7 @@ class ReadBack:
 
 
 def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
-    """Note where the samples are in constants: in their rows, if these change places with others.
+    """Note where the samples are in constants: in their rows, if more samples have more of them.
 
     Else a constant is the same for all samples.
     """
@@ -415,21 +487,26 @@ def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Ten
     if not (rows and all(are_first)):
         return
 
-    def differing(x: Any) -> Any:
-        """Let rows of constants differ that happen to be alike."""
-        if not isinstance(x, Tensor) or x not in rows or not x.is_floating_point():
-            return x
+    (samples,) = counts
+
+    def twice(x: Tensor) -> Tensor:
+        """Take the samples twice, each in the place of another one."""
+        return torch.cat([x, x]).roll(len(x) // samples, 0)
+
+    def differing(x: Tensor) -> Tensor:
+        """Let samples differ that happen to be alike."""
         return torch.linspace(1, 2, x.numel()).view(x.shape).to(x) * x
 
-    turns = [isinstance(x, Tensor) and (x in known or x in rows) for x in inputs]
-    with torch.no_grad():
-        drawn = list(map(differing, inputs))
-        turned = [x.flip(0) if turns[i] else x for i, x in enumerate(drawn)]
-        one, other = flatten_outputs(module(*drawn)), flatten_outputs(module(*turned))
-    pairs = zip(one, other, strict=True)
-    if all(y.dim() and torch.allclose(y.flip(0), z, 0.0, 0.0, equal_nan=True) for y, z in pairs):
-        for x in rows:
-            note(x, Layout.of_axis(x.shape, 0))
+    with torch.no_grad(), suppress(RuntimeError, IndexError):  # another number of rows does not fit
+        drawn = [differing(x) if isinstance(x, Tensor) and x in known else x for x in inputs]
+        more = [
+            twice(x) if isinstance(given, Tensor) and (given in known or given in rows) else x
+            for given, x in zip(inputs, drawn, strict=True)
+        ]
+        pairs = zip(flatten_outputs(module(*drawn)), flatten_outputs(module(*more)), strict=True)
+        if all(_agree(z, twice(y), torch.finfo(y.dtype).eps ** -0.5) for y, z in pairs):
+            for x in rows:
+                note(x, Layout.of_axis(x.shape, 0))
 
 
 def _application(
