@@ -228,6 +228,23 @@ def test_as_with_modules(ext: Any) -> None:
     torch.testing.assert_close(*found)
 
 
+def test_residual_connections_from_data() -> None:
+    """What was added to data is known of what the next layer reads, wherever else that is read."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + F.silu(layer(x)) / 2
+            return x + 1
+
+    model, X, y = Residual(), torch.randn(N, 3), torch.randint(3, (N,))
+    quantities_agree(copy.deepcopy(model), extend(model), nn.CrossEntropyLoss(), X, y)
+
+
 def test_vmap_in_a_recorded_model() -> None:
     """What a converter does not follow leaves a graph all the same."""
     model = WithFunction(torch.vmap(lambda row: row.sin() * row.sum()))

@@ -333,19 +333,28 @@ class ReadBack:
     def read(self, visit: Visit, i: int) -> None:
         """Read the functions that have computed an input, while the graph has what it takes."""
         x = visit.inputs[i]
-        if not self._returned:
-            for call in alive.all_live_calls():
-                if call.derivatives is not None and not call.is_transparent:
-                    marks = enumerate(call.origins_out)
-                    self._returned |= {o: (call, slot) for slot, o in marks if o is not None}
-        self._creates_graph = torch.is_grad_enabled()
+        is_first, creates_graph = not self._returned, torch.is_grad_enabled()
         try:
             with torch.enable_grad(), disable():
+                if is_first:
+                    self._creates_graph = creates_graph
+                    self._look_at_calls()
                 mark = origin(self._computed(x.grad_fn, x.output_nr, x.detach()))
         except (UnreadableError, RuntimeError, TypeError, ValueError, IndexError):
             return
         if mark in self._visits:
             self.marks.setdefault(visit, {})[i] = mark
+
+    def _look_at_calls(self) -> None:
+        """Note what recorded calls have returned, and what they have read."""
+        live = alive.all_live_calls()
+        for call in live:
+            if call.derivatives is not None and not call.is_transparent:
+                marks = enumerate(call.origins_out)
+                self._returned |= {o: (call, slot) for slot, o in marks if o is not None}
+        for x in (x for call in live for x in call.inputs):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                self._note_value(self._end(x.grad_fn, x.output_nr), x)
 
     def take_part(self) -> list[Visit]:
         """Let calls read the results of functions; return these calls of functions."""
