@@ -552,13 +552,13 @@ class Doubled(torch.autograd.Function):
 
 # What the graph does not tell: constants that were added, what was overwritten, unknown functions.
 BREAKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "constant": lambda h: torch.tanh(h + 1),
+    "constant": lambda h: F.relu(h + 1),
     "in place": lambda h: h.mul_(2),
     "in-place function": lambda h: F.relu_(h),
     "in-place item": lambda h: h.index_fill_(1, torch.tensor([0]), 0.0),
     "own function": Doubled.apply,
     "drawn": lambda h: F.rrelu(h, training=True),
-    "two": lambda h: F.softplus(torch.tanh(h + 1).view(-1)).view(-1, 4),
+    "two": lambda h: F.softplus(F.relu(h + 1).view(-1)).view(-1, 4),
 }
 
 
@@ -615,7 +615,7 @@ class Skip(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.front(x)
         m = self.middle(h)
-        return self.back(torch.tanh(h + m + 1) if self.add is None else self.add(h, m))
+        return self.back(F.relu(h + m + 1) if self.add is None else self.add(h, m))
 
 
 def test_skip_connection_by_a_function() -> None:
@@ -636,7 +636,7 @@ class Leaks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.front(x)
-        return torch.tanh(self.back(h) + h[:, :2] + 1)
+        return F.relu(self.back(h) + h[:, :2] + 1)
 
 
 def test_function_between_model_and_loss() -> None:

@@ -40,6 +40,7 @@ from backpack.core.record.origins import (
 )
 from backpack.core.record.registry import derivatives_of
 from backpack.core.record.visits import Visit
+from backpack.core.values import has_values
 from backpack.custom_module.function_module import Slot, map_leaves
 
 # A function, what it is called with, and options.
@@ -333,6 +334,8 @@ class ReadBack:
     def read(self, visit: Visit, i: int) -> None:
         """Read the functions that have computed an input, while the graph has what it takes."""
         x = visit.inputs[i]
+        if not has_values(x):  # what is found could not be compared
+            return
         is_first, creates_graph = not self._returned, torch.is_grad_enabled()
         try:
             with torch.enable_grad(), disable():
