@@ -245,6 +245,32 @@ def test_residual_connections_from_data() -> None:
     quantities_agree(copy.deepcopy(model), extend(model), nn.CrossEntropyLoss(), X, y)
 
 
+def test_beside_another_graph() -> None:
+    """Calls of other models may have read parameters."""
+    token = nn.Parameter(torch.rand(3))
+    beside = extend(nn.Linear(3, 4))(token.view(1, 3))
+    model, X, y = Positions(), torch.rand(N, T, 3), torch.randint(C, (N,))
+    whole, extended = (OfPositions(m, lambda z: z[:, 0].exp()) for m in (model, extend(model)))
+    quantities_agree(copy.deepcopy(whole), extended, nn.CrossEntropyLoss(), X, y)
+    assert beside.requires_grad
+
+
+def test_values_that_are_known() -> None:
+    """A softmax tells its argument up to a shift, a layer that reads it as well tells it all."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.back = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.front(x) + torch.arange(4)
+            return self.back(scores) + scores.log_softmax(-1)[:, :2]
+
+    model, X, y = Both(), torch.randn(N, 3), torch.randint(2, (N,))
+    quantities_agree(copy.deepcopy(model), extend(model), nn.CrossEntropyLoss(), X, y)
+
+
 def test_vmap_in_a_recorded_model() -> None:
     """What a converter does not follow leaves a graph all the same."""
     model = WithFunction(torch.vmap(lambda row: row.sin() * row.sum()))

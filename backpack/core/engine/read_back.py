@@ -357,7 +357,8 @@ class ReadBack:
                 self._returned |= {o: (call, slot) for slot, o in marks if o is not None}
         for x in (x for call in live for x in call.inputs):
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                self._note_value(self._end(x.grad_fn, x.output_nr), x)
+                with suppress(UnreadableError):  # such as for a parameter
+                    self._note_value(self._end(x.grad_fn, x.output_nr), x)
 
     def take_part(self) -> list[Visit]:
         """Let calls read the results of functions; return these calls of functions."""
@@ -383,8 +384,8 @@ class ReadBack:
             if missing and last not in self._results:
                 for parent, name in zip(parents, ("self", "other"), strict=False):
                     self._note_value(parent, _stored(last, name))
-                if kind(last) in INVERSES and isinstance(parents[0], tuple):
-                    self._note_value(parents[0], _before(last, parents[0][0]))
+                if kind(last) in INVERSES and missing[0] not in self._values:
+                    self._note_value(parents[0], _before(last, missing[0]))
                 waiting += missing
             elif waiting.pop() not in self._results:
                 self._results[last] = None
