@@ -172,5 +172,6 @@ def test_an_answer_that_is_reused(
 
     monkeypatch.setattr(Following, "places", search)
     for _ in range(3):
-        step(model, torch.rand(N, 3), torch.rand(N, 2), lossfunc)
+        # of data that need no gradient, functions of the module would be recorded
+        step(model, torch.rand(N, 3).requires_grad_(), torch.rand(N, 2), lossfunc)
     assert searches.count(model.turning) == count

@@ -76,7 +76,7 @@ class SumModuleDerivatives(FunctionDerivatives):
         """Whether all inputs have the shape of the output, and samples if that has some."""
         if {x.shape for x in c.inputs if isinstance(x, Tensor)} != {c.output.shape}:
             return False
-        axes, has_none = self.axes_in(c), c.call.is_unbatched
+        axes, has_none = self.axes_in(c), c.call.place_out(0) is None
         return all((axes[i] is None) == has_none for i in c.saved["needed"])
 
     def jvp(self, c: Context, t: Any) -> Any:
