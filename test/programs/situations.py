@@ -59,7 +59,8 @@ class Situation:
 SITUATIONS: dict[str, Situation] = {}
 
 ORDERS = ("first", "second")
-# Second order has to know every function. First order asks autograd, which does.
+# Second order has to know every function, or to read it from the graph, if that tells enough. First
+# order asks autograd, which knows.
 UNKNOWN_FUNCTION = {"second": "through an operation that is not a module"}
 # Second order goes without hooks that change gradients.
 CHANGED_GRADIENT = "has changed the gradient of what"
