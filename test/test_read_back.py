@@ -389,3 +389,15 @@ def test_graph_behind_random_modules() -> None:
     ):
         loss.backward(create_graph=True)
     model.zero_grad()  # gradients with a graph let it live
+
+
+def test_hooks_of_all_modules_see_those_of_the_program_alone() -> None:
+    model, X, y = WithFunction(torch.tanh), torch.randn(N, 3), torch.randint(2, (N,))
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    loss = extend(nn.CrossEntropyLoss())(extend(model)(X), y)
+    called = len(seen)
+    with backpack(extensions.DiagGGNExact()):
+        loss.backward()
+    handle.remove()
+    assert len(seen) == called and hasattr(model.front.weight, "diag_ggn_exact")

@@ -462,7 +462,7 @@ class ReadBack:
         reader = READERS.get(kind(node), _declared)
         module, inputs = _application(*reader(node, arguments, self._values.get(node)))
         vars(module)["_backpack_name"] = f"{kind(node)}, read from the graph"
-        outputs = flatten_outputs(module(*inputs))
+        outputs = flatten_outputs(module.forward(*inputs))  # hooks of all modules are for others
         if not all(y.dim() for y in outputs):  # of all samples
             raise UnreadableError
         _check_stored(node, outputs[0].grad_fn)
@@ -516,7 +516,11 @@ def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Ten
             twice(x) if isinstance(given, Tensor) and (given in known or given in rows) else x
             for given, x in zip(inputs, drawn, strict=True)
         ]
-        pairs = zip(flatten_outputs(module(*drawn)), flatten_outputs(module(*more)), strict=True)
+        pairs = zip(
+            flatten_outputs(module.forward(*drawn)),
+            flatten_outputs(module.forward(*more)),
+            strict=True,
+        )
         if all(_agree(z, twice(y), torch.finfo(y.dtype).eps ** -0.5) for y, z in pairs):
             for x in rows:
                 note(x, Layout.of_axis(x.shape, 0))
