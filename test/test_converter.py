@@ -449,6 +449,10 @@ CASES: list[tuple[Run, str] | tuple[Run, str, tuple[Tensor, Tensor]]] = [
     ),
     (lambda m, x, y: F.instance_norm(x), "instance_norm"),
     (lambda m, x, y: F.layer_norm(x, (6,), m.weight[0]), "ParameterModule Slicing layer_norm"),
+    (
+        lambda m, x, y: torch.layer_norm(x, (6,), m.weight[0], None, 1e-5, True),
+        "ParameterModule Slicing layer_norm",
+    ),
     (lambda m, x, y: F.group_norm(x, 2), "group_norm"),
     (lambda m, x, y: F.rms_norm(x, (6,)), "RMSNorm"),
     (lambda m, x, y: F.local_response_norm(x, 2, alpha=0.1), "LocalResponseNorm"),

@@ -1742,17 +1742,17 @@ def test_batch_normalisation_as_a_function(route: Any, training: bool, frozen: i
 class ChannelNorm(nn.Module):
     """Normalises channels by a function, behind a layer; or with the layer that it is."""
 
-    def __init__(self, is_function: bool) -> None:
+    def __init__(self, form: Any) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.LayerNorm(2, 0.1)
-        self.is_function = is_function
+        self.conv, self.norm, self.form = nn.Conv2d(1, 2, 3), nn.LayerNorm(2, 0.1), form
 
     def forward(self, x: Tensor) -> Tensor:
         x, norm = self.conv(x).permute(0, 2, 3, 1), self.norm
-        if self.is_function:
-            x = F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-        else:
+        if self.form is nn.LayerNorm:
             x = norm(x)
+        else:  # the one of torch takes an option more
+            options = () if self.form is F.layer_norm else (True,)
+            x = self.form(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps, *options)
         return x.permute(0, 3, 1, 2)
 
 
@@ -1760,16 +1760,17 @@ class ChannelNorm(nn.Module):
 def test_layer_normalisation_as_a_function(route: Any) -> None:
     """It has the quantities of the layer, behind an axis that is not the last."""
     X, y, found = torch.rand(N, 1, 6, 6, dtype=torch.float64), torch.arange(N) % CLASSES, []
-    for is_function in (True, False):
+    for form in (F.layer_norm, nn.LayerNorm, torch.layer_norm):
         torch.manual_seed(0)
-        model = nn.Sequential(ChannelNorm(is_function), nn.Flatten(), nn.Linear(32, CLASSES))
+        model = nn.Sequential(ChannelNorm(form), nn.Flatten(), nn.Linear(32, CLASSES))
         model = extend(model.double(), use_converter=route)
         fields = "grad_batch", "diag_ggn_exact", "diag_h", "kflr"
         with backpack(*(TRUTHS[field][0]() for field in fields)):
             extend(nn.CrossEntropyLoss())(model(X), y).backward()
         parameters = [*model.parameters()]
         found.append([[p.grad_batch, p.diag_ggn_exact, p.diag_h, *p.kflr] for p in parameters])
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[2], found[1])
 
 
 @pytest.mark.parametrize("route", ROUTES)
