@@ -266,15 +266,16 @@ def alone() -> AbstractContextManager[Any]:
 
 def close(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     """Whether two tensors agree, up to rounding of their precision, or to a coarser one."""
-    return _agree_to(max(rounding, torch.finfo(one.dtype).eps) ** 0.5 * 10, one, other)
+    return agree_to(max(rounding, torch.finfo(one.dtype).eps) ** 0.5 * 10, one, other)
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two results of the same computation agree, but for the order in which sums add up."""
-    return _agree_to(torch.finfo(one.dtype).eps * 10, one, other)
+    return agree_to(torch.finfo(one.dtype).eps * 10, one, other)
 
 
-def _agree_to(tolerance: float, one: Tensor, other: Tensor) -> bool:
+def agree_to(tolerance: float, one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree, relative to each entry plus the largest one."""
     if one.shape != other.shape:
         return False
     if not (one.is_cpu or has_values(one)):

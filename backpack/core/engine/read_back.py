@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from backpack.context import disable
+from backpack.core.derivatives.evaluation import agree_to
 from backpack.core.engine.paths import is_unpacked
 from backpack.core.engine.spread import kind, saved_names, shape_of
 from backpack.core.record import alive
@@ -48,8 +49,9 @@ Reading = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 # From a node, its arguments (None for constants), and its value (None if it is not known).
 Reader = Callable[[Any, Sequence[Any], Any], Reading]
 
-# A result is that of the forward pass up to this many roundings, or else a node was misunderstood.
-ROUNDINGS = 8
+# A result is that of the forward pass up to this many roundings (of an entry, and of the largest
+# one), or else a node was misunderstood.
+ROUNDINGS = 4
 
 
 class UnreadableError(RuntimeError):
@@ -151,13 +153,11 @@ def _declared(node: Any, arguments: Sequence[Any], value: Any) -> Reading:
     return function, args, options
 
 
-def _agree(found: Tensor, value: Tensor, roundings: float = ROUNDINGS) -> bool:
-    """Whether a tensor has the entries of another one, up to some roundings of the largest."""
-    if not (value.is_floating_point() and value.numel()):
+def _is_again(found: Tensor, value: Tensor) -> bool:
+    """Whether a tensor is what there was before."""
+    if not value.is_floating_point():
         return torch.equal(found, value)
-    size = float(value.detach().abs().nan_to_num(0, 0).amax())
-    error = roundings * torch.finfo(value.dtype).eps * size
-    return torch.allclose(found, value, 0.0, error, equal_nan=True)
+    return agree_to(ROUNDINGS * torch.finfo(value.dtype).eps, found, value)
 
 
 def _check_stored(node: Any, again: Any) -> None:
@@ -169,7 +169,7 @@ def _check_stored(node: Any, again: Any) -> None:
         return
     for name in saved_names(node)[1]:
         value, found = (_stored(one, name.removeprefix("_raw_saved_")) for one in (node, again))
-        if isinstance(value, Tensor) and isinstance(found, Tensor) and not _agree(found, value):
+        if isinstance(value, Tensor) and isinstance(found, Tensor) and not _is_again(found, value):
             raise UnreadableError
 
 
@@ -391,7 +391,7 @@ class ReadBack:
                 self._results[last] = None
                 self._results[last] = self._run(last, parents)
         result = _known(self._formed(node, slot, end))
-        if not _agree(result, value):
+        if not _is_again(result, value):
             raise UnreadableError
         return result
 
@@ -521,7 +521,7 @@ def _note_constants(module: Module, inputs: Sequence[Any], outputs: Sequence[Ten
             flatten_outputs(module.forward(*more)),
             strict=True,
         )
-        if all(_agree(z, twice(y), torch.finfo(y.dtype).eps ** -0.5) for y, z in pairs):
+        if all(agree_to(torch.finfo(y.dtype).eps ** 0.5, z, twice(y)) for y, z in pairs):
             for x in rows:
                 note(x, Layout.of_axis(x.shape, 0))
 
