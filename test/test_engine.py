@@ -2258,6 +2258,23 @@ def test_hooks_of_tensors_that_are_viewed(on: str, is_changed: bool, features: i
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_hooks_of_tensors_that_nobody_has_at_hand(overwrites: bool, is_changed: bool) -> None:
+    """Where a Hessian reads gradients, they are compared with what the calls behind have sent.
+
+    What is viewed twice, or overwritten, is no tensor that a call has read.
+    """
+    model, lossfunc = extend(nn.Linear(3, 4)), extend(nn.CrossEntropyLoss())
+    h = model(torch.rand(6, 3) if overwrites else torch.rand(6, 1, 3))
+    h.register_hook(lambda g: 2 * g if is_changed else None)
+    h = extend(nn.ELU(inplace=True))(h) if overwrites else h.view(6, 4)
+    loss = lossfunc(h, torch.randint(4, (6,)))
+    expected = pytest.warns(UserWarning, match="gradient of what .*Linear.* has returned")
+    with expected if is_changed else nullcontext(), backpack(extensions.DiagHessian()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("features", [4, 2**13])
 def test_backward_hooks_of_modules(features: int, name: str, is_changed: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
@@ -401,3 +402,19 @@ def test_hooks_of_all_modules_see_those_of_the_program_alone() -> None:
         loss.backward()
     handle.remove()
     assert len(seen) == called and hasattr(model.front.weight, "diag_ggn_exact")
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("on", ["output of the model", "between functions"])
+def test_hooks_that_change_gradients_between_functions(on: str, is_changed: bool) -> None:
+    """The functions have no tensor at hand whose hooks could be looked at."""
+    model = extend(nn.Linear(3, 4))
+    h = model(torch.rand(N, T, 3))
+    z = h.sigmoid()
+    (z if on == "between functions" else h).register_hook(lambda g: 2 * g if is_changed else None)
+    loss = extend(nn.CrossEntropyLoss())(2 * z.flatten(0, 1), torch.randint(4, (N * T,)))
+    del h, z
+    match = "gradient of what .* has returned"
+    expected = pytest.warns(UserWarning, match=match) if is_changed else nullcontext()
+    with expected, backpack(extensions.DiagHessian()):
+        loss.backward()

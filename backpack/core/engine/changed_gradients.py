@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.record.origins import WRAPPERS
+from backpack.core.derivatives.evaluation import agree_to
+from backpack.core.engine import call_products
+from backpack.core.engine.backpropagation import deliver
+from backpack.core.engine.factors import Factor
+from backpack.core.engine.plan import Plan
+from backpack.core.record.context import context_of
+from backpack.core.record.origins import WRAPPERS, Origin
+from backpack.core.record.visits import Visit
 
 CHANGED = (
     "{}: a hook (tensor.register_hook, or a backward hook of a module) has changed the gradient of "
-    "what {} reads. Curvature is that of what the forward pass has computed, and does not go "
+    "what {}. Curvature is that of what the forward pass has computed, and does not go "
     "through hooks. If a hook stands for a derivative, such as that of a fixed point, let a module "
     "compute it."
 )
@@ -69,3 +76,40 @@ def _around(
         del hooks[key]
     hooks.update(others)  # torch calls them in the order in which they came into the dictionary
     return handle, after(last)
+
+
+@torch.no_grad()
+def find_changed(plan: Plan, functions: Collection[Visit]) -> list[Visit]:
+    """Return calls whose gradients are not those that the calls behind them have sent.
+
+    Hooks have changed them, at tensors that nobody has at hand: what functions that were read from
+    the graph have read and returned, what other calls have read in another shape, or overwritten.
+    """
+    suspects: dict[Origin, Visit] = {}
+    for call in plan.calls:
+        is_hidden = call in functions or vars(call.module).get("inplace")
+        for mark, shape in zip(call.origins_in, call.shape_in, strict=True):
+            if mark is not None and mark in plan.producers:
+                producer, slot = plan.producers[mark]
+                if is_hidden or producer in functions or shape != producer.shape_out[slot]:
+                    suspects[mark] = producer
+    readers = [call for call in plan.calls if not suspects.keys().isdisjoint(call.origins_in)]
+    cotangents: dict[Origin, Factor] = {}
+    for call in readers:
+        grads = call.gradients()
+        known = [g for g in grads if g is not None]
+        if not known or call.is_unbatched or call.derivatives is None:
+            suspects = {o: maker for o, maker in suspects.items() if o not in call.origins_in}
+            continue
+        columns = [g if g is None else g.unsqueeze(0) for g in grads]
+        backs = call_products.transposed(context_of(call), columns)
+        sent = [None if b is None else Factor(b, b.shape[1], adds_up=True) for b in backs]
+        deliver(plan, call, sent, cotangents, None)
+    found = []
+    for mark, maker in suspects.items():
+        arrived = maker.gradients()[maker.origins_out.index(mark)]
+        if arrived is not None and mark in cotangents:
+            tolerance = max(call.rounding for call in (maker, *readers)) ** 0.5
+            if not agree_to(tolerance, cotangents[mark].mat[0], arrived):
+                found.append(maker)
+    return found

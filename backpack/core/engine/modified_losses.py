@@ -25,12 +25,15 @@ LINEAR_NODES = words(
 )
 
 
-def check_losses(plan: Plan, roots: Sequence[Tensor]) -> None:
+def check_losses(plan: Plan, roots: Sequence[Tensor]) -> bool:
     """Refuse losses of several numbers; warn if ``backward()`` is not of constants times losses.
 
     Args:
         plan: The reached calls.
         roots: What ``backward()`` was called on, if that is known.
+
+    Returns:
+        Whether it is known to be such multiples.
 
     Raises:
         ValueError: If a loss is no scalar, or reads another one.
@@ -46,8 +49,8 @@ def check_losses(plan: Plan, roots: Sequence[Tensor]) -> None:
             if producer is not None and producer.call in plan.after_loss:
                 raise ValueError(f"{call!r} has the value of another extended loss as its input.")
     losses = {o for call in plan.losses for o in call.origins_out}
-    for root in roots if losses else ():
-        change = _nonlinear_node(root, losses)
+    changes = [_nonlinear_node(root, losses) for root in roots] if losses else []
+    for change in changes:
         if change is not None:
             names = ", ".join(describe(call.module) for call in plan.losses)
             warn(
@@ -58,6 +61,7 @@ def check_losses(plan: Plan, roots: Sequence[Tensor]) -> None:
                 "hand (0.5 * c * p.square().sum() adds c to the diagonal), and make any other "
                 "change a part of the loss module.",
             )
+    return bool(changes) and not any(changes)
 
 
 def _nonlinear_node(root: Tensor, losses: set[Any]) -> str | None:

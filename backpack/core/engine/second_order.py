@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.core import memory
 from backpack.core.engine import checks
-from backpack.core.engine.changed_gradients import CHANGED, look_around_hooks
+from backpack.core.engine.changed_gradients import CHANGED, find_changed, look_around_hooks
 from backpack.core.engine.combining import Combining
 from backpack.core.engine.extracted import names_of
 from backpack.core.engine.first_order import unsupported_reasons
@@ -44,7 +44,7 @@ class SecondOrder:
         self.exts, self._save = exts, save
         self._reads_gradients = any(map(_reads_gradients, exts))
         self._has_copies: bool | None = None  # whether a tensor has no samples, once that is asked
-        self._changed: dict[str, None] = {}  # what reads tensors whose gradients hooks have changed
+        self._changed: dict[str, None] = {}  # what has or reads gradients that hooks have changed
         self.looking: list[RemovableHandle] = []
         self._read_back: ReadBack | None = None  # what reads functions that nobody has recorded
 
@@ -63,7 +63,7 @@ class SecondOrder:
 
     def look_around(self, tensor: Tensor, reader: Visit) -> None:
         """Look whether hooks change the gradient of a tensor that a call reads."""
-        self.looking += look_around_hooks(tensor, repr(reader), self._changed)
+        self.looking += look_around_hooks(tensor, f"{reader!r} reads", self._changed)
 
     def run(
         self,
@@ -87,14 +87,17 @@ class SecondOrder:
             return  # such as for the gradient of an output with respect to data
         if has_rules:
             set_apart(calls, exts)
-        functions = self._read_back.take_part() if self._read_back else ()
+        functions = self._read_back.take_part() if self._read_back else []
         plan = Plan([*calls, *functions])
         if not (plan.calls or has_results):  # at most what only reshapes, of a model not extended
             return
-        check_losses(plan, roots)
+        are_constant_multiples = check_losses(plan, roots)
+        self._check_support(plan, is_nested)
+        if self._reads_gradients and are_constant_multiples and plan.losses:
+            for call in find_changed(plan, functions):
+                self._changed[f"{call!r} has returned"] = None
         if self._changed:
             warn(CHANGED.format(names_of(exts), checks.listed([*self._changed])))
-        self._check_support(plan, is_nested)
         if sample_flow is not None:
             self._tell_uncalled_layers(plan, sample_flow)
         separate_samples(plan)
