@@ -33,6 +33,10 @@ from backpack.core.record import calls
 from backpack.core.record.context import Context
 from backpack.core.record.registry import _CACHE, REGISTRY, register
 from backpack.custom_module.attention import ScaledDotProductAttention
+from backpack.custom_module.function_module import FunctionModule, Slot
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.products import MulModule
+from backpack.custom_module.slicing import Slicing
 from backpack.utils.kroneckers import EigenKronecker
 from benchmark.noticed import noticed
 
@@ -104,6 +108,25 @@ class SelfAttention(nn.Module):
         return self.attend(*(self.project(x) for _ in range(3)))
 
 
+class Functions(nn.Module):
+    """Functions of tensors that broadcast, and of their axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.apart, self.flatten = nn.Unflatten(1, (2, 4)), nn.Flatten()
+        self.turn = Permute(0, 2, 1)
+        self.one, self.mul = Slicing((slice(None), slice(None), slice(1))), MulModule()
+        self.matmul = FunctionModule(torch.matmul, (Slot(0), Slot(1)))
+        self.cut = Slicing((slice(None), slice(None, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3] -> [N, 3]."""
+        h = self.apart(self.first(x))
+        h = self.mul(h, self.one(h))
+        return self.last(self.flatten(self.cut(self.matmul(self.turn(h), h))))
+
+
 def _chain(name: str, *layers: Callable[[], nn.Module], shape: tuple[int, ...] = (3,)) -> Case:
     return network(name, lambda: nn.Sequential(*(make() for make in layers)), shape)
 
@@ -159,6 +182,7 @@ MORE = [
         lambda: nn.Linear(8, 12),
         shape=(1, 3),
     ),
+    network("functions", Functions, (3,)),
     network(
         "loss-of-rows",
         lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), _out(), nn.Flatten(0, 1)),

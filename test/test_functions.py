@@ -6,6 +6,7 @@ What each quantity is for networks of them is tested in test_quantities.py, too.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives import by_autograd
+from backpack.core.engine.slices import slice_bytes
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.function_module import FunctionModule, Slot
 from backpack.custom_module.parameter_module import ParameterModule
@@ -172,6 +174,38 @@ COMBINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, .
 def test_functions_of_two_tensors(name: str) -> None:
     make, *shapes = COMBINED[name]
     agrees(network(name, lambda: Combined(make(), *shapes), (3,)))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4, 1), (4, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize("samples_first", [True, False])
+def test_factors_without_samples(shape: tuple[int, ...], samples_first: bool) -> None:
+    """Products with parameters, of some samples, and in slices."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.factor = nn.Linear(3, 2), nn.Parameter(torch.rand(shape))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x if samples_first else x.transpose(0, 1))
+            factor = self.factor
+            if not samples_first and factor.dim() > 1:  # positions come first
+                factor = factor.reshape(4, 1, -1)
+            h = h * factor * h[..., :1]
+            h = h if samples_first else h.transpose(0, 1)
+            return (h @ h.transpose(1, 2) @ (h * 2.5)).flatten(1)
+
+    torch.manual_seed(0)
+    net, lossfunc, X = Net().double(), nn.CrossEntropyLoss(), torch.rand(3, 4, 3).double()
+    y = torch.tensor([0, 5, 2])
+    truth = oracle.batch_ggn_diag(net, lossfunc, X, y)
+    net, lossfunc = extend(net, use_converter=True), extend(lossfunc)
+    for samples, limit in itertools.product([None, [2, 0]], [2**20, 64]):
+        loss = lossfunc(net(X), y)
+        with slice_bytes(limit), backpack(extensions.BatchDiagGGNExact(subsampling=samples)):
+            loss.backward()
+        expected = truth if samples is None else [t[samples] for t in truth]
+        close([p.diag_ggn_exact_batch for p in net.parameters()], expected)
 
 
 @pytest.mark.parametrize(

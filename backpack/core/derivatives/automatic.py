@@ -32,14 +32,14 @@ from backpack.core.record.calls import Call
 from backpack.core.record.context import Context
 from backpack.core.record.data_flow import assumption_behind, is_all_data, is_of_inputs, tensors_in
 from backpack.core.record.functions import ENTRIES, MOVES, RESHAPES
-from backpack.core.record.generators import evaluated_alike, evaluated_apart
+from backpack.core.record.generators import draws_nothing, evaluated_alike, evaluated_apart
 from backpack.core.record.layout import Layout, unbatched
 from backpack.core.record.module_state import cast, describe
 from backpack.core.record.origins import flatten_outputs
 from backpack.core.record.registry import register
 from backpack.core.record.visits import Visit
 from backpack.core.types import Changes, OfInputs, OfParams
-from backpack.custom_module.function_module import FunctionModule
+from backpack.custom_module.function_module import FunctionModule, leaves_in
 from backpack.hessianfree.graph import nodes_above
 
 UNKNOWN: Final = object()
@@ -81,7 +81,7 @@ class AutomaticDerivatives(BaseDerivatives):
         """Say why the derivatives of the call at hand cannot be computed; None if they can."""
         saved, module = c.saved, c.module
         if "hidden" not in saved:
-            saved["hidden"] = hidden_parameters(self._evaluation(c))
+            saved["hidden"], saved["repeatable"] = evaluated_again(self._evaluation(c))
         if saved["hidden"]:
             return (
                 f"{describe(module)} depends on parameters of shapes "
@@ -89,8 +89,6 @@ class AutomaticDerivatives(BaseDerivatives):
                 "its own parameters as they are now (a cache, an attribute, another module's "
                 "parameter). Compute it in each forward pass, from own parameters and arguments."
             )
-        if "repeatable" not in saved:
-            saved["repeatable"] = is_repeatable(self._evaluation(c))
         if saved["repeatable"]:
             return None
         if c.call.has_changed_outputs:
@@ -204,10 +202,14 @@ def with_gradients(inputs: Sequence[Any], needed: Sequence[int]) -> list[Any]:
     ]
 
 
-def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
-    """List the parameters that outputs depend on other than as arguments or own parameters.
+def evaluated_again(evaluation: Evaluation) -> tuple[list[Parameter], bool]:
+    """Evaluate a call again, apart from the program.
 
-    They are upstream of the outputs while inputs and own parameters are detached.
+    Returns:
+        The parameters that outputs depend on other than as arguments or own parameters: they are
+        upstream of the outputs while inputs and own parameters are detached. And whether the call
+        gives the same, and draws nothing: a draw may come out as before by chance, but the
+        derivatives would draw once more.
     """
     c = evaluation.c
     with c.call.as_it_was():  # it may have tied some since
@@ -215,19 +217,10 @@ def hidden_parameters(evaluation: Evaluation) -> list[Tensor]:
     values: dict[Any, Tensor] = {n: p.detach() for n, p in own.items() if p is not None}
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in evaluation.inputs]
     with torch.enable_grad():
-        outputs, _ = evaluated_apart(lambda: evaluation.outputs(values, inputs))
+        outputs, is_random = evaluated_apart(lambda: evaluation.outputs(values, inputs))
     leaves = [getattr(node, "variable", None) for node in nodes_above(y.grad_fn for y in outputs)]
-    return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
-
-
-def is_repeatable(evaluation: Evaluation) -> bool:
-    """Return whether a call gives the same when it is evaluated again, and draws nothing.
-
-    A draw may come out as before by chance, but the derivatives would draw once more.
-    """
-    with torch.no_grad():
-        again, is_random = evaluated_apart(lambda: evaluation.outputs({}, evaluation.inputs))
-    return not is_random and evaluation.agree(again, evaluation.c.outputs)
+    hidden = [leaf for leaf in leaves if isinstance(leaf, Parameter)]
+    return hidden, not is_random and evaluation.agree(outputs, c.outputs)
 
 
 class FunctionDerivatives(AutomaticDerivatives):
@@ -262,9 +255,15 @@ class FunctionDerivatives(AutomaticDerivatives):
     def unsupported_reason(self, c: Context) -> str | None:
         """Say why the derivatives of the call at hand cannot be computed; None if they can.
 
-        What moves entries draws nothing, and reads its arguments alone.
+        Functions of torch that draw nothing read their arguments alone.
         """
-        return None if _moves_entries(c.module) else super().unsupported_reason(c)
+        module = c.module
+        is_function = type(module) is FunctionModule and not leaves_in(
+            (module.args, module.kwargs), Tensor
+        )
+        if is_function and (_moves_entries(module) or draws_nothing(module.function)):
+            return None
+        return super().unsupported_reason(c)
 
     def _cotangents_of_samples(
         self, evaluation: Evaluation, vs: Sequence[Tensor | None], keys: Sequence[int]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from backpack.core.derivatives.automatic import attributes_kept, hidden_parameters, with_gradients
+from backpack.core.derivatives.automatic import attributes_kept, evaluated_again, with_gradients
 from backpack.core.derivatives.basederivatives import constant, never
 from backpack.core.derivatives.by_autograd import second_of_samples
 from backpack.core.derivatives.evaluation import (
@@ -105,7 +105,7 @@ class AutomaticLossDerivatives(BaseLossDerivatives):
         with torch.no_grad():
             # the stored value may be of low precision (autocast): two new ones agree to more
             (again, once_more), _ = evaluated_apart(twice)
-        hidden = hidden_parameters(evaluation)
+        hidden, _ = evaluated_again(evaluation)
         if hidden:
             return (
                 f"{describe(c.module)} depends on parameters of shapes "

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import count
 from threading import RLock, active_count
 from time import monotonic
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ T = TypeVar("T")
 TRIES: Final = 3
 PATIENCE: Final = 0.05
 _swapping: Final = RLock()
+_OF_C: Final = (BuiltinFunctionType, MethodDescriptorType)
 
 
 def evaluated_apart(function: Callable[[], T]) -> tuple[T, bool]:
@@ -120,6 +122,22 @@ class OwnGenerators(TorchDispatchMode):
 @cache
 def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+@cache
+def draws_nothing(function: Callable[..., Any] | str) -> bool:
+    """Whether a function is an operator of torch (a method of that name) that never draws.
+
+    So say torch's declarations. What is written in Python may draw besides calling an operator.
+    """
+    if isinstance(function, str):
+        function = getattr(Tensor, function, draws_nothing)
+    name = getattr(function, "__name__", "")
+    own = [getattr(space, name, None) for space in (torch, Tensor, torch._C._nn)]
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or function not in own or not isinstance(function, _OF_C):
+        return False
+    return not any(_may_draw(getattr(packet, overload)) for overload in packet.overloads())
 
 
 def _drawn_from(own: Generator, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
